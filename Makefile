@@ -1,0 +1,62 @@
+# Every target builds the environment it needs when it is missing.
+PYTHON ?= python3
+NEWEST ?= $(firstword $(shell for v in 3.13 3.12; do command -v python$$v || ls $$HOME/.pyenv/versions/$$v*/bin/python 2>/dev/null | tail -1; done))
+BIN := .venv/bin
+READY := .venv/.ready
+NEWEST_READY := .venv-newest/.ready
+PEERS_READY := .venv-peers/.ready
+# Two workers suit a laptop and a small CI machine alike.
+WORKERS ?= 2
+
+.PHONY: demo test test-all test-newest lint format bench docs clean
+
+demo: $(READY)
+	$(BIN)/python examples/spirals.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-newest: $(NEWEST_READY)
+	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(PEERS_READY)
+	.venv-peers/bin/python benchmarks/eager.py
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"
+	$(BIN)/python -m mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-newest .venv-peers dist site .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "treetap needs Python 3.11 or later; run: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group test --group lint
+	@touch $@
+
+$(NEWEST_READY): pyproject.toml
+	@test -n "$(NEWEST)" || { echo "no Python 3.12 or later was found; run: make NEWEST=/path/to/python test-newest"; exit 1; }
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-newest/bin/python -m pip install --quiet --upgrade --editable . --group test
+	@touch $@
+
+$(PEERS_READY): pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/peers/requirements.txt
+	@touch $@

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""treetap: neural-network modules for JAX.
+
+Modules are plain trees, the Variables inside them are mutable, and every value that
+flows through a model can be seen and changed without editing the model. This namespace
+works in tree mode; `treetap.nnx` offers the same library under NNX's names and
+defaults.
+"""
+
+from importlib.metadata import version as _version
+
+from treetap import _deprecated as _deprecated
+from treetap import nnx as nnx
+from treetap._attributes import data as data
+from treetap._attributes import dataclass as dataclass
+from treetap._attributes import has_data as has_data
+from treetap._attributes import is_data as is_data
+from treetap._attributes import register_data_type as register_data_type
+from treetap._attributes import static as static
+from treetap._containers import Dict as Dict
+from treetap._containers import List as List
+from treetap._containers import Sequential as Sequential
+from treetap._copies import as_pure as as_pure
+from treetap._copies import clone as clone
+from treetap._errors import AliasError as AliasError
+from treetap._errors import AttributeStatusError as AttributeStatusError
+from treetap._errors import CycleError as CycleError
+from treetap._errors import FilterError as FilterError
+from treetap._errors import MetadataError as MetadataError
+from treetap._errors import StructureError as StructureError
+from treetap._errors import TraceContextError as TraceContextError
+from treetap._errors import TreetapError as TreetapError
+from treetap._filters import All as All
+from treetap._filters import Any as Any
+from treetap._filters import Everything as Everything
+from treetap._filters import Not as Not
+from treetap._filters import Nothing as Nothing
+from treetap._filters import OfType as OfType
+from treetap._filters import PathContains as PathContains
+from treetap._filters import PathIn as PathIn
+from treetap._filters import WithTag as WithTag
+from treetap._graphs import GraphDef as GraphDef
+from treetap._kinds import BatchStat as BatchStat
+from treetap._kinds import Cache as Cache
+from treetap._kinds import Intermediate as Intermediate
+from treetap._kinds import Param as Param
+from treetap._kinds import Perturbation as Perturbation
+from treetap._kinds import RngCount as RngCount
+from treetap._kinds import RngKey as RngKey
+from treetap._kinds import RngState as RngState
+from treetap._metadata import VariableMetadata as VariableMetadata
+from treetap._metadata import with_metadata as with_metadata
+from treetap._modules import Module as Module
+from treetap._modules import iter_children as iter_children
+from treetap._modules import iter_modules as iter_modules
+from treetap._placement import logical_axis_rules as logical_axis_rules
+from treetap._pytrees import Pytree as Pytree
+from treetap._pytrees import check_pytree as check_pytree
+from treetap._randomness import Rngs as Rngs
+from treetap._randomness import RngStream as RngStream
+from treetap._reseeding import reseed as reseed
+from treetap._reseeding import with_rngs as with_rngs
+from treetap._settings import set_graph_mode as set_graph_mode
+from treetap._settings import set_graph_updates as set_graph_updates
+from treetap._settings import use_eager_sharding as use_eager_sharding
+from treetap._settings import using_eager_sharding as using_eager_sharding
+from treetap._sharing import find_duplicates as find_duplicates
+from treetap._splitting import GraphState as GraphState
+from treetap._splitting import call as call
+from treetap._splitting import flatten as flatten
+from treetap._splitting import graphdef as graphdef
+from treetap._splitting import is_variable as is_variable
+from treetap._splitting import map as map
+from treetap._splitting import merge as merge
+from treetap._splitting import split as split
+from treetap._splitting import state as state
+from treetap._splitting import unflatten as unflatten
+from treetap._splitting import unpack as unpack
+from treetap._splitting import variables as variables
+from treetap._states import FlatState as FlatState
+from treetap._states import State as State
+from treetap._states import filter_state as filter_state
+from treetap._states import from_flat_state as from_flat_state
+from treetap._states import map_state as map_state
+from treetap._states import merge_state as merge_state
+from treetap._states import replace_by_pure_dict as replace_by_pure_dict
+from treetap._states import restore_int_paths as restore_int_paths
+from treetap._states import split_state as split_state
+from treetap._states import to_flat_state as to_flat_state
+from treetap._states import to_pure_dict as to_pure_dict
+from treetap._updates import pop as pop
+from treetap._updates import set_metadata as set_metadata
+from treetap._updates import update as update
+from treetap._updates import with_vars as with_vars
+from treetap._variables import Variable as Variable
+from treetap._views import view as view
+from treetap._views import view_info as view_info
+from treetap._views import with_attributes as with_attributes
+from treetap._walks import iter_graph as iter_graph
+from treetap._walks import recursive_map as recursive_map
+
+__version__ = _version("treetap")
+
+__all__ = [
+    "AliasError",
+    "All",
+    "Any",
+    "AttributeStatusError",
+    "BatchStat",
+    "Cache",
+    "CycleError",
+    "Dict",
+    "Everything",
+    "FilterError",
+    "FlatState",
+    "GraphDef",
+    "GraphState",
+    "Intermediate",
+    "List",
+    "MetadataError",
+    "Module",
+    "Not",
+    "Nothing",
+    "OfType",
+    "Param",
+    "PathContains",
+    "PathIn",
+    "Perturbation",
+    "Pytree",
+    "RngCount",
+    "RngKey",
+    "RngState",
+    "RngStream",
+    "Rngs",
+    "Sequential",
+    "State",
+    "StructureError",
+    "TraceContextError",
+    "TreetapError",
+    "Variable",
+    "VariableMetadata",
+    "WithTag",
+    "__version__",
+    "as_pure",
+    "call",
+    "check_pytree",
+    "clone",
+    "data",
+    "dataclass",
+    "filter_state",
+    "find_duplicates",
+    "flatten",
+    "from_flat_state",
+    "graphdef",
+    "has_data",
+    "is_data",
+    "is_variable",
+    "iter_children",
+    "iter_graph",
+    "iter_modules",
+    "logical_axis_rules",
+    "map",
+    "map_state",
+    "merge",
+    "merge_state",
+    "nnx",
+    "pop",
+    "recursive_map",
+    "register_data_type",
+    "replace_by_pure_dict",
+    "reseed",
+    "restore_int_paths",
+    "set_graph_mode",
+    "set_graph_updates",
+    "set_metadata",
+    "split",
+    "split_state",
+    "state",
+    "static",
+    "to_flat_state",
+    "to_pure_dict",
+    "unflatten",
+    "unpack",
+    "update",
+    "use_eager_sharding",
+    "using_eager_sharding",
+    "variables",
+    "view",
+    "view_info",
+    "with_attributes",
+    "with_metadata",
+    "with_rngs",
+    "with_vars",
+]

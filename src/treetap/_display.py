@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects print: constructor-like text, one attribute a line, sizes as comments.
+
+A class offers `_display_parts()`, which names what to show; text and treescope both
+draw from it, so the two always tell the same. An object that is already being printed
+shows as `Type(...)`, so cycles end.
+"""
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+_printing: ContextVar[frozenset[int]] = ContextVar("printing", default=frozenset())
+
+
+class Parts(NamedTuple):
+    """What a class shows: brackets, a size comment, and its items by label."""
+
+    comment: str
+    items: Iterable[tuple[str, Any]]
+    brackets: tuple[str, str] = ("(", ")")
+    color: str | None = None
+
+
+class Shown:
+    """Mixin: `repr` and treescope rendering from `_display_parts()`."""
+
+    __slots__ = ()
+
+    def _display_parts(self) -> Parts:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return show(self)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return treescope_of(self, path, subtree_renderer)
+
+
+class Raw(str):
+    """Text to be printed as it stands, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def readable_bytes(count: int) -> str:
+    """Writes a number of bytes in powers of a thousand."""
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def size_of(value: Any) -> tuple[int, int]:
+    """Elements and bytes of the arrays inside a value."""
+    elements = size = 0
+    for leaf in jax.tree.leaves(value):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            count = int(np.prod(leaf.shape))
+            elements += count
+            size += count * leaf.dtype.itemsize
+    return elements, size
+
+
+def has_arrays(value: Any) -> bool:
+    """Whether there is an array (or an abstract one) inside a value."""
+    return any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
+
+
+def short(value: Any) -> Any:
+    """Arrays of more than one element by shape and type; the rest as they are."""
+    if isinstance(value, jax.Array | np.ndarray) and value.size > 1:
+        return Raw(f"Array(shape={value.shape}, dtype={value.dtype})")
+    return value
+
+
+def _indent(text: str) -> str:
+    return text.replace("\n", "\n  ")
+
+
+def _show_container(value: Any) -> str:
+    """Text of a plain container whose items may be objects of ours."""
+    match value:
+        case dict():
+            items = [f"{key!r}: {show(item)}" for key, item in value.items()]
+            opening, closing = "{", "}"
+        case list():
+            items, opening, closing = [show(item) for item in value], "[", "]"
+        case _:
+            items, opening, closing = [show(item) for item in value], "(", ")"
+            if len(items) == 1:
+                items[0] += ","
+    line = opening + ", ".join(items) + closing
+    if "\n" not in line and len(line) < 70:
+        return line
+    body = ",\n".join(items)
+    return f"{opening}\n  {_indent(body)}\n{closing}"
+
+
+def show(value: Any) -> str:
+    """The text of a value; objects of ours are laid out over several lines."""
+    if not isinstance(value, Shown):
+        if type(value) in (list, tuple, dict):
+            return _show_container(value)
+        return repr(short(value))
+    name = type(value).__name__
+    printing = _printing.get()
+    if id(value) in printing:
+        return f"{name}(...)"
+    token = _printing.set(printing | {id(value)})
+    try:
+        parts = value._display_parts()
+        lines = [
+            (f"{label}={show(item)}" if label else show(item))
+            for label, item in parts.items
+        ]
+    finally:
+        _printing.reset(token)
+    opening, closing = parts.brackets
+    comment = f" # {parts.comment}" if parts.comment else ""
+    if not lines:
+        return (
+            f"{name}{opening}{closing}"
+            if not comment
+            else (f"{name}{opening}{comment}\n{closing}")
+        )
+    body = _indent(",\n".join(lines))
+    return f"{name}{opening}{comment}\n  {body}\n{closing}"
+
+
+def color_of(name: str) -> str:
+    """A background colour for a class, the same in every process."""
+    hue = sum(ord(letter) * (index + 7) for index, letter in enumerate(name)) % 360
+    return f"oklch(0.92 0.06 {hue})"
+
+
+def treescope_of(value: Shown, path: str | None, subtree_renderer: Any) -> Any:
+    """Treescope's rendering of an object of ours."""
+    from treescope import repr_lib
+
+    parts = value._display_parts()
+    names = [label or str(place) for place, (label, _) in enumerate(parts.items)]
+    items = {name: item for name, (_, item) in zip(names, parts.items, strict=True)}
+    return repr_lib.render_object_constructor(
+        object_type=type(value),
+        attributes=items,
+        path=path,
+        subtree_renderer=subtree_renderer,
+        roundtrippable=False,
+        color=parts.color,
+    )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: small predicates that pick values out of a tree.
+
+A filter is anything `predicate_of` accepts: a type, a tag, `...`, a function of
+(path, value), or several in a list. Predicates are values: equal ones compare equal and
+hash alike, so they can key a cache. `grouped` sends each value to the first filter that
+takes it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any as AnyType
+
+from treetap._errors import FilterError
+from treetap._trees import Path, show_path
+
+Predicate = Callable[[Path, AnyType], bool]
+Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
+
+
+@dataclasses.dataclass(frozen=True)
+class OfType:
+    """Takes values that are instances of `type`."""
+
+    type: type | tuple[type, ...]
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return isinstance(value, self.type)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithTag:
+    """Takes values whose attribute `tag` equals `tag`."""
+
+    tag: str
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return getattr(value, "tag", None) == self.tag
+
+
+@dataclasses.dataclass(frozen=True)
+class PathContains:
+    """Takes values with `key` among the keys of their path.
+
+    Args:
+        key: The key to look for.
+        exact: Equal keys only; otherwise `key` may be a part of one.
+    """
+
+    key: AnyType
+    exact: bool = True
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        if self.exact:
+            return self.key in path
+        return any(str(self.key) in str(part) for part in path)
+
+
+@dataclasses.dataclass(frozen=True)
+class PathIn:
+    """Takes values whose whole path is one of `paths`."""
+
+    paths: frozenset[Path]
+
+    def __init__(self, *paths: Path):
+        object.__setattr__(self, "paths", frozenset(paths))
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return path in self.paths
+
+    def __repr__(self) -> str:
+        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=show_path)))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combined:
+    predicates: tuple[Predicate, ...]
+
+    def __init__(self, *filters: Filter):
+        object.__setattr__(self, "predicates", tuple(map(predicate_of, filters)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
+
+
+class Any(_Combined):
+    """Takes what at least one of the filters takes; without filters, nothing."""
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        """Whether some filter takes the value."""
+        return any(predicate(path, value) for predicate in self.predicates)
+
+
+class All(_Combined):
+    """Takes what every one of the filters takes; without filters, everything."""
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        """Whether every filter takes the value."""
+        return all(predicate(path, value) for predicate in self.predicates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Not:
+    """Takes what the filter does not take."""
+
+    predicate: Predicate
+
+    def __init__(self, filter: Filter, /):
+        object.__setattr__(self, "predicate", predicate_of(filter))
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return not self.predicate(path, value)
+
+    def __repr__(self) -> str:
+        return f"Not({self.predicate!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Takes every value."""
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """Takes no value."""
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return False
+
+
+def predicate_of(filter: Filter) -> Predicate:
+    """Turns a filter literal into a predicate.
+
+    >>> import treetap as tt
+    >>> from treetap._filters import predicate_of
+    >>> predicate_of([tt.Param, "dropout"])
+    Any(OfType(type=<class 'treetap._kinds.Param'>), WithTag(tag='dropout'))
+    """
+    if filter is Ellipsis or filter is True:
+        return Everything()
+    if filter is None or filter is False:
+        return Nothing()
+    if isinstance(filter, str):
+        return WithTag(filter)
+    if isinstance(filter, type):
+        return OfType(filter)
+    if isinstance(filter, list | tuple):
+        return Any(*filter)
+    if callable(filter):
+        predicate: AnyType = filter
+        return predicate
+    raise TypeError(
+        f"Invalid filter {filter!r} of type {type(filter).__name__}. A filter is a "
+        "type, a tag (str), `...`, a bool, None, a function of (path, value), or a "
+        "list of filters."
+    )
+
+
+def predicates_of(filters: Sequence[Filter]) -> list[Predicate]:
+    """Predicates for several filters; a catch-all may only stand at the end."""
+    predicates = [predicate_of(filter) for filter in filters]
+    for place, filter in enumerate(filters):
+        rest = filters[place + 1 :]
+        if (filter is Ellipsis or filter is True) and not all(
+            later is Ellipsis or later is True for later in rest
+        ):
+            raise FilterError(
+                "`...` or `True` can only be used as the last filters: "
+                f"{filter!r} stands at position {place} of {list(filters)!r}, and "
+                "nothing would reach the filters after it."
+            )
+    return predicates
+
+
+Flat = list[tuple[Path, AnyType]]
+
+
+def grouped(
+    flat: Iterable[tuple[Path, AnyType]], predicates: Sequence[Predicate]
+) -> tuple[list[Flat], Flat]:
+    """Sends each value to the first predicate that takes it; returns what is left."""
+    groups: list[Flat] = [[] for _ in predicates]
+    rest: Flat = []
+    pairs = list(zip(predicates, groups, strict=True))
+    for item in flat:
+        for predicate, group in pairs:
+            if predicate(*item):
+                group.append(item)
+                break
+        else:
+            rest.append(item)
+    return groups, rest
+
+
+def refuse_rest(name: str, rest: Flat) -> None:
+    """Raises when values are left over."""
+    if not rest:
+        return
+    shown = ", ".join(
+        f"{show_path(path)} ({type(value).__name__})" for path, value in rest[:5]
+    )
+    more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
+    raise FilterError(
+        f"{name}: Non-exhaustive filters, got a non-empty remainder: {shown}{more}. "
+        "Add `...` as the last filter to take the rest."
+    )

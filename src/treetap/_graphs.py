@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GraphDef: the static description of an object, and the way there and back.
+
+`take_apart` walks an object once and gives a description of it (types, static values,
+kinds and metadata of Variables, and which objects are shared) together with the leaves
+as nested dicts. `put_together` checks such dicts against a description, by name, and
+builds new objects around them.
+
+The two modes differ in one thing only: a second meeting with the same Variable or
+object is a `Shared` entry in graph mode, and an AliasError in tree mode. (An object
+without any leaf may stand at several places of a tree: copies of it cannot be told
+apart.)
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import register_static
+
+from treetap._attributes import Node
+from treetap._errors import StructureError
+from treetap._metadata import MISSING
+from treetap._pytrees import bare, flat_of
+from treetap._sharing import refuse_pytree_false, refuse_shared
+from treetap._states import is_branch
+from treetap._traces import current_trace
+from treetap._trees import (
+    Key,
+    Path,
+    close_container,
+    is_container,
+    open_container,
+    show_path,
+    sorted_keys,
+)
+from treetap._variables import Variable, make
+
+
+class ObjectSpec(NamedTuple):
+    """An object of ours: its class, its layout and statics, its children."""
+
+    number: int | None
+    type: type
+    structure: Any
+    children: tuple[Any, ...]
+
+
+class ContainerSpec(NamedTuple):
+    """A container that JAX knows: how to close it again, its children."""
+
+    type: type
+    keys: tuple[Key, ...]
+    definition: Any
+    children: tuple[Any, ...]
+
+
+class VariableSpec(NamedTuple):
+    """A Variable: its kind and metadata."""
+
+    number: int | None
+    type: type
+    metadata: dict[str, Any]
+
+
+class LeafSpec(NamedTuple):
+    """Any other leaf; numbered when it is a `jax.Ref`, which has an identity."""
+
+    number: int | None
+
+
+class SharedSpec(NamedTuple):
+    """Something met before, by its number."""
+
+    shared_with: int
+
+
+PLAIN_LEAF = LeafSpec(None)
+NOTHING: Any = MISSING  # the state of what holds no leaf
+
+
+@register_static
+class GraphDef:
+    """The static description of an object; equal for objects of equal structure.
+
+    It has no leaves, so it can be an argument of a jitted function. Hashing does not
+    need static values or metadata to be hashable.
+    """
+
+    __slots__ = ("_hash", "graph", "num_leaves", "spec")
+
+    def __init__(self, spec: Any, num_leaves: int, graph: bool):
+        self.spec = spec
+        self.num_leaves = num_leaves
+        self.graph = graph
+        self._hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GraphDef):
+            return NotImplemented
+        return self is other or (
+            self.num_leaves == other.num_leaves
+            and self.graph == other.graph
+            and bool(self.spec == other.spec)
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.num_leaves, self.graph, outline(self.spec)))
+        return self._hash
+
+    def __repr__(self) -> str:
+        lines = "\n".join(describe(self.spec, "(root)", 1))
+        mode = "graph" if self.graph else "tree"
+        return f"GraphDef({mode}, {self.num_leaves} leaves\n{lines}\n)"
+
+    def __reduce__(self) -> Any:
+        return GraphDef, (self.spec, self.num_leaves, self.graph)
+
+
+def outline(spec: Any) -> Any:
+    """The hashable part of a description: types, names and sharing."""
+    match spec:
+        case ObjectSpec(_, kind, (layout, _), children):
+            return kind, layout, tuple(map(outline, children))
+        case ContainerSpec(kind, keys, _, children):
+            return kind, keys, tuple(map(outline, children))
+        case VariableSpec(number, kind, _):
+            return number, kind
+    return spec
+
+
+def describe(spec: Any, label: str, depth: int) -> list[str]:
+    """Lines of text for a description."""
+    start = "  " * depth + label
+    match spec:
+        case ObjectSpec(_, kind, (layout, statics), children):
+            pairs = zip(layout.static_names, statics, strict=True)
+            shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
+            keys = layout.keys
+            lines = [f"{start}: {kind.__name__}({shown})"]
+        case ContainerSpec(kind, keys, _, children):
+            lines = [f"{start}: {kind.__name__}"]
+        case VariableSpec(_, kind, metadata):
+            facts = {k: v for k, v in metadata.items() if k not in ("hijax", "ref")}
+            facts = {
+                k: v for k, v in facts.items() if (k, v) != ("eager_sharding", True)
+            }
+            return [f"{start}: {kind.__name__}{facts or ''}"]
+        case SharedSpec(number):
+            return [f"{start}: the same as number {number}"]
+        case _:
+            return [f"{start}: leaf"]
+    for key, child in zip(keys, children, strict=True):
+        lines += describe(child, str(key), depth + 1)
+    return lines
+
+
+class _Apart:
+    """One walk over an object: the numbers given out, and the leaves counted."""
+
+    __slots__ = ("active", "graph", "name", "num_leaves", "root", "seen", "specs")
+
+    def __init__(self, root: Any, graph: bool, name: str):
+        self.root = root
+        self.graph = graph
+        self.name = name
+        self.num_leaves = 0
+        self.seen: dict[int, int] = {}
+        self.active: set[int] = set()  # tree mode: the objects we are inside of
+        self.specs: dict[tuple[type, int], VariableSpec] = {}
+
+    def variable(self, variable: Variable[Any]) -> Any:
+        """The description of a Variable; the state is the Variable itself."""
+        seen = self.seen
+        identity = id(variable)
+        if identity in seen:
+            return self.again(variable)
+        index = seen[identity] = len(seen)
+        self.num_leaves += 1
+        kind, metadata = type(variable), variable._metadata
+        if self.graph:
+            return VariableSpec(index, kind, metadata)
+        spec = self.specs.get((kind, id(metadata)))
+        if spec is None:
+            spec = VariableSpec(None, kind, metadata)
+            self.specs[(kind, id(metadata))] = spec
+        return spec
+
+    def again(self, value: Any) -> SharedSpec:
+        """The description of something met before; refused in tree mode."""
+        if not self.graph:
+            raise refuse_shared(self.name, self.root, value)
+        return SharedSpec(self.seen[id(value)])
+
+    def any(self, value: Any) -> tuple[Any, Any]:
+        """The description and the state of any value."""
+        if isinstance(value, Variable):
+            spec = self.variable(value)
+            return spec, NOTHING if type(spec) is SharedSpec else value
+        if isinstance(value, Node):
+            return self.object(value)
+        if is_container(value):
+            opened = open_container(value)
+            specs, state = self.children(opened.keys, opened.children)
+            spec = ContainerSpec(opened.kind, opened.keys, opened.definition, specs)
+            return spec, state or NOTHING
+        self.num_leaves += 1
+        if not isinstance(value, jax.Ref):
+            return PLAIN_LEAF, value
+        if id(value) in self.seen:
+            self.num_leaves -= 1
+            return self.again(value), NOTHING
+        index = self.seen[id(value)] = len(self.seen)
+        return LeafSpec(index if self.graph else None), value
+
+    def object(self, node: Any) -> tuple[Any, Any]:
+        """The description and the state of an object of ours."""
+        identity = id(node)
+        kind = type(node)
+        before = self.num_leaves
+        if self.graph:
+            if identity in self.seen:
+                return self.again(node), NOTHING
+        elif identity in self.active:
+            raise refuse_shared(self.name, self.root, node)
+        elif not kind._pytree__is_pytree:
+            raise refuse_pytree_false(self.name, self.root, node)
+        else:
+            self.active.add(identity)
+        index = len(self.seen)
+        known = self.seen.setdefault(identity, index)
+        children, structure = flat_of(node)
+        specs, state = self.children(structure[0].keys, children)
+        if not self.graph:
+            self.active.discard(identity)
+            if known != index and self.num_leaves != before:
+                raise refuse_shared(self.name, self.root, node)
+            index = None
+        return ObjectSpec(index, kind, structure, specs), state or NOTHING
+
+    def children(
+        self, keys: Any, children: Any
+    ) -> tuple[tuple[Any, ...], dict[Key, Any]]:
+        """Descriptions of children, and the nested dict of those with leaves."""
+        specs: list[Any] = []
+        state: dict[Key, Any] = {}
+        for key, child in zip(keys, children, strict=True):
+            if isinstance(child, Variable):
+                spec = self.variable(child)
+                if type(spec) is VariableSpec:
+                    state[key] = child
+            else:
+                spec, inner = self.any(child)
+                if inner is not NOTHING:
+                    state[key] = inner
+            specs.append(spec)
+        return tuple(specs), state
+
+
+def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
+    """Describes an object and gives its leaves as nested dicts.
+
+    Returns:
+        The GraphDef, and the state: a dict, the leaf itself for a bare Variable or
+        array, or an empty dict.
+    """
+    walk = _Apart(value, graph, name)
+    spec, state = walk.any(value)
+    return GraphDef(spec, walk.num_leaves, graph), {} if state is NOTHING else state
+
+
+class _Together:
+    """One rebuilding of an object: what was made by number, what did not fit."""
+
+    def __init__(self, name: str, copy: bool, recreate: bool):
+        self.name = name
+        self.copy = copy
+        self.recreate = recreate
+        self.trace = current_trace()
+        self.made: dict[int, Any] = {}
+        self.problems: list[str] = []
+
+    def any(self, spec: Any, state: Any, path: Path) -> Any:
+        """The value that a description and its state stand for."""
+        kind = type(spec)
+        if kind is VariableSpec:
+            return self.variable(spec, state, path)
+        if kind is ObjectSpec:
+            return self.object(spec, state, path)
+        if kind is ContainerSpec:
+            children = self.children(spec.keys, spec.children, state, path)
+            return close_container(spec.type, spec.keys, spec.definition, children)
+        if kind is SharedSpec:
+            if state is not MISSING:
+                self.extra(path)
+            return self.made[spec.shared_with]
+        if state is MISSING:
+            self.missing(path)
+        elif isinstance(state, Variable):
+            self.problem(path, f"a {type(state).__name__} where a plain value belongs")
+        elif is_branch(state):
+            self.problem(path, "a mapping where a plain value belongs")
+        if spec.number is not None:
+            self.made[spec.number] = state
+        return state
+
+    def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
+        """A Variable from a Variable, or from its bare value."""
+        if isinstance(state, Variable):
+            if type(state) is not spec.type:
+                wanted = spec.type.__name__
+                self.problem(path, f"a {type(state).__name__}, expected a {wanted}")
+            variable = state.copy() if self.copy else state
+        elif state is MISSING:
+            self.missing(path)
+            variable = None
+        elif self.recreate:
+            value = state
+            if spec.metadata["ref"] and not isinstance(state, jax.Ref):
+                value = jax.new_ref(state)
+            variable = make(spec.type, value, spec.metadata, self.trace)
+        else:
+            variable = state
+        if spec.number is not None:
+            self.made[spec.number] = variable
+        return variable
+
+    def object(self, spec: ObjectSpec, state: Any, path: Path) -> Any:
+        """An object of ours; numbered first, as its children may lead back to it."""
+        node = bare(spec.type, self.trace)
+        if spec.number is not None:
+            self.made[spec.number] = node
+        layout = spec.structure[0]
+        children = self.children(layout.keys, spec.children, state, path)
+        node._fill(spec.structure, children)
+        return node
+
+    def children(self, keys: Any, specs: Any, state: Any, path: Path) -> list[Any]:
+        """Children from the entries of a mapping, which must be exactly theirs."""
+        if state is MISSING:
+            state = {}
+        elif not isinstance(state, Mapping):
+            self.problem(path, f"a {type(state).__name__} where a mapping belongs")
+            state = {}
+        made = []
+        used = 0
+        for key, spec in zip(keys, specs, strict=True):
+            inner = state.get(key, MISSING)
+            if inner is not MISSING:
+                used += 1
+            if (
+                type(spec) is VariableSpec
+                and type(inner) is spec.type
+                and not self.copy
+            ):
+                made.append(inner)
+                if spec.number is not None:
+                    self.made[spec.number] = inner
+            else:
+                made.append(self.any(spec, inner, (*path, key)))
+        if used != len(state):
+            for key in state:
+                if key not in keys:
+                    self.extra((*path, key))
+        return made
+
+    def missing(self, path: Path) -> None:
+        """Notes a leaf the state does not have."""
+        self.problems.append(f"missing {show_path(path)}")
+
+    def extra(self, path: Path) -> None:
+        """Notes an entry the object has no place for."""
+        self.problems.append(f"unexpected {show_path(path)}")
+
+    def problem(self, path: Path, what: str) -> None:
+        """Notes an entry of the wrong kind."""
+        self.problems.append(f"{show_path(path)} is {what}")
+
+
+def put_together(
+    graphdef: GraphDef,
+    state: Any,
+    name: str,
+    *,
+    copy: bool = False,
+    recreate_variables: bool = True,
+) -> Any:
+    """Builds new objects from a description and nested dicts of leaves.
+
+    Every name, and the kind of every Variable, must be right; all that is wrong is
+    listed in one StructureError.
+    """
+    work = _Together(name, copy, recreate_variables)
+    made = work.any(graphdef.spec, state, ())
+    if work.problems:
+        raise StructureError(_complaint(name, graphdef, state, work.problems))
+    return made
+
+
+def count_leaves(state: Any) -> int:
+    """How many leaves nested mappings hold."""
+    if is_branch(state):
+        return sum(map(count_leaves, state.values()))
+    return 1
+
+
+def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
+    shown = "\n".join(f"  - {problem}" for problem in problems[:12])
+    more = f"\n  - and {len(problems) - 12} more" if len(problems) > 12 else ""
+    found = count_leaves(state)
+    counts = ""
+    if found != graphdef.num_leaves:
+        counts = (
+            f" Incorrect number of leaves: {found}, expected {graphdef.num_leaves}."
+        )
+    return (
+        f"{name}: the state does not fit the GraphDef.{counts}\n{shown}{more}\n"
+        "Pass the State(s) that `split` gave with this GraphDef, all of them."
+    )
+
+
+def from_leaves(graphdef: GraphDef, leaves: Any, name: str) -> Any:
+    """Nested dicts from leaves in sorted order of their paths."""
+    leaves = list(leaves)
+    if len(leaves) != graphdef.num_leaves:
+        raise StructureError(
+            f"{name}: Incorrect number of leaves: {len(leaves)}, "
+            f"expected {graphdef.num_leaves}."
+        )
+    supply = iter(leaves)
+
+    def fill(spec: Any) -> Any:
+        match spec:
+            case VariableSpec() | LeafSpec():
+                return next(supply)
+            case SharedSpec():
+                return NOTHING
+            case ObjectSpec(_, _, (layout, _), children):
+                keys = layout.keys
+            case _:
+                keys, children = spec.keys, spec.children
+        inner = dict(zip(keys, children, strict=True))
+        filled = {key: fill(inner[key]) for key in sorted_keys(keys)}
+        return {key: value for key, value in filled.items() if value is not NOTHING}
+
+    return fill(graphdef.spec)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: which attributes an object has, in which order, and which are data.
+
+Objects with the same attributes share one Layout. It reads children and statics out of
+an attribute dictionary, and puts them back in the original order, without a Python
+loop. Two Layouts are equal when they have the same data and static attributes; the
+order of assignment is remembered, but takes no part in equality.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+from weakref import WeakValueDictionary
+
+from jax.tree_util import GetAttrKey, SequenceKey
+
+from treetap._trees import Key, sorted_keys
+
+Getter = Callable[[Mapping[Key, Any]], tuple[Any, ...]]
+
+
+def _getter(names: Sequence[Key]) -> Getter:
+    """A function that reads `names` from a mapping as a tuple, in C for two or more."""
+    if not names:
+        return lambda attributes: ()
+    if len(names) == 1:
+        (name,) = names
+        return lambda attributes: (attributes[name],)
+    return itemgetter(*names)
+
+
+def _entry(key: Key) -> Any:
+    """JAX's key-path entry for an attribute, or for a position in a List."""
+    return SequenceKey(key) if isinstance(key, int) else GetAttrKey(key)
+
+
+class Layout:
+    """The attributes of an object; made by `layout_of`, never changed.
+
+    Attributes:
+        keys: Names of the data attributes, sorted: the order of children. The items
+            of a List have their positions for names.
+        static_names: Names of the static attributes, sorted.
+        status: Name to is-data, in order of assignment.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "children_of",
+        "entries",
+        "keys",
+        "static_names",
+        "statics_of",
+        "status",
+        "template",
+    )
+
+    def __init__(self, status: Mapping[Key, bool]):
+        self.status = dict(status)
+        self.keys = tuple(sorted_keys(n for n, is_data in status.items() if is_data))
+        self.static_names = tuple(sorted_keys(n for n, d in status.items() if not d))
+        self.entries = tuple(map(_entry, self.keys))
+        self.children_of = _getter(self.keys)
+        self.statics_of = _getter(self.static_names)
+        self.template = dict.fromkeys(status)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (
+            self.keys == other.keys and self.static_names == other.static_names
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.keys, self.static_names))
+
+    def __repr__(self) -> str:
+        return f"Layout(data={list(self.keys)}, static={list(self.static_names)})"
+
+    def __reduce__(self) -> Any:
+        return layout_of, (self.status,)
+
+    def fill(
+        self,
+        attributes: dict[Key, Any],
+        children: Sequence[Any],
+        statics: Sequence[Any],
+    ) -> None:
+        """Writes children and statics into an empty dictionary, in order."""
+        attributes.update(self.template)
+        attributes.update(zip(self.keys, children, strict=True))
+        attributes.update(zip(self.static_names, statics, strict=True))
+
+
+_known: "WeakValueDictionary[tuple[tuple[Key, bool], ...], Layout]" = (
+    WeakValueDictionary()
+)
+
+
+def layout_of(status: Mapping[Key, bool]) -> Layout:
+    """The Layout for these attributes; the same object for the same ones."""
+    key = tuple(status.items())
+    layout = _known.get(key)
+    if layout is None:
+        layout = _known.setdefault(key, Layout(status))
+    return layout

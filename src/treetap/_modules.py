@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Module: a Pytree with the surface people expect of a neural-network module.
+
+A Module's public methods run under the name its parent holds it by (see `_methods`),
+and attributes such as `deterministic` can be set for a Module and everything inside it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from treetap._attributes import Marked, classify
+from treetap._errors import StructureError
+from treetap._filters import Any as AnyOf
+from treetap._filters import Filter
+from treetap._methods import wrap_methods
+from treetap._pytrees import Pytree
+from treetap._settings import resolve_graph
+from treetap._trees import Key, Path
+from treetap._walks import children_of, nodes_below
+
+
+class Module(Pytree):
+    """Base class of neural-network modules.
+
+    >>> import jax.numpy as jnp, treetap as tt
+    >>> class Affine(tt.Module):
+    ...     def __init__(self, size):
+    ...         self.w = tt.Param(jnp.ones(size))
+    ...         self.b = tt.Param(jnp.zeros(size))
+    ...     def __call__(self, x):
+    ...         return x * self.w + self.b
+    >>> Affine(2)(jnp.arange(2.0))
+    Array([0., 1.], dtype=float32)
+    """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        wrap_methods(cls, _OWN_METHODS)
+
+    def set_attributes(
+        self,
+        *filters: Filter,
+        raise_if_not_found: bool = True,
+        graph: bool | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Sets attributes on this Module and those inside it that have them.
+
+        Either everything is set, or, when something is wrong, nothing is.
+
+        Args:
+            *filters: Which Modules; all without filters.
+            raise_if_not_found: Whether an attribute that no Module has is an error.
+            graph: Shared Modules are visited once in either mode.
+            **attributes: Names and their new values.
+        """
+        del graph  # a Module met twice needs no decision here: it is set once
+        modules = nodes_below(self, Module, True, "set_attributes")
+        assign(modules, filters, attributes, raise_if_not_found, "set_attributes")
+
+    def train(self, **attributes: Any) -> None:
+        """Sets `deterministic` and `use_running_average` to False wherever they are.
+
+        Args:
+            **attributes: More attributes to set.
+        """
+        self._switch("train", False, attributes)
+
+    def eval(self, **attributes: Any) -> None:
+        """Sets `deterministic` and `use_running_average` to True wherever they are.
+
+        Args:
+            **attributes: More attributes to set.
+        """
+        self._switch("eval", True, attributes)
+
+    def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
+        both = {"deterministic": value, "use_running_average": value}
+        if clash := sorted(both.keys() & attributes.keys()):
+            raise TypeError(
+                f"{name}: {', '.join(clash)} is what `{name}` itself sets, to {value}. "
+                "Use `set_attributes` to choose the value."
+            )
+        self.set_attributes(raise_if_not_found=False, **both, **attributes)
+
+
+_OWN_METHODS = frozenset(
+    {name for name in vars(Module) if name[0] != "_"}
+    | {"sow", "perturb", "iter_modules", "iter_children", "set_view"}
+)
+
+
+def assign(
+    modules: list[tuple[Path, Any]],
+    filters: tuple[Filter, ...],
+    attributes: dict[str, Any],
+    raise_if_not_found: bool,
+    name: str,
+) -> None:
+    """Sets attributes on the Modules that filters take and that have them."""
+    wanted = AnyOf(*filters) if filters else AnyOf(...)
+    chosen = [module for path, module in modules if wanted(path, module)]
+    planned = [
+        (module, key, value)
+        for module in chosen
+        for key, value in attributes.items()
+        if hasattr(module, key)
+    ]
+    missing = sorted(attributes.keys() - {key for _, key, _ in planned})
+    if missing and raise_if_not_found:
+        raise StructureError(
+            f"{name}: Could not find at least one instance of the following "
+            f"attributes: {missing}. Nothing was set."
+        )
+    for module, key, value in planned:  # what would be refused is refused here
+        module._check_trace()
+        if type(module)._pytree__is_pytree and not isinstance(value, Marked):
+            status = module._pytree__status.get(key)
+            classify(f"{type(module).__name__}.{key}", value, status)
+    for module, key, value in planned:
+        setattr(module, key, value)
+
+
+def iter_modules(
+    module: Any, /, *, graph: bool | None = None
+) -> Iterator[tuple[Path, Module]]:
+    """Visits every Module inside, with its path; children before parents.
+
+    Args:
+        module: A Module, or any tree of Modules.
+        graph: Visit a shared Module once, at its first path, instead of refusing it.
+
+    >>> import treetap as tt
+    >>> class Leaf(tt.Module):
+    ...     pass
+    >>> class Tree(tt.Module):
+    ...     def __init__(self):
+    ...         self.b, self.a = Leaf(), Leaf()
+    >>> [path for path, _ in tt.iter_modules(Tree())]
+    [('a',), ('b',), ()]
+    """
+    return iter(nodes_below(module, Module, resolve_graph(graph), "iter_modules"))
+
+
+def iter_children(
+    node: Any, /, *, graph: bool | None = None
+) -> Iterator[tuple[Key, Module]]:
+    """The Modules that are direct children of an object, with their keys.
+
+    Args:
+        node: A Module or another Pytree object.
+        graph: Makes no difference; accepted for symmetry.
+    """
+    del graph
+    pairs = children_of(node, "iter_children")
+    return ((key, child) for key, child in pairs if isinstance(child, Module))

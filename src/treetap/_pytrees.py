@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytree: an object whose attributes are a JAX tree.
+
+Data attributes are its children, in sorted order; static ones are part of its
+structure. Flattening must be quick, because every JAX call does it: an object keeps its
+children and static part ready in a slot that JAX reads in C, and every write through
+attributes drops it. Attributes that appear behind `__setattr__` after construction (as
+`functools.cached_property` makes them) are not part of the tree.
+
+What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`.
+"""
+
+from abc import ABCMeta
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from jax.tree_util import register_pytree_with_keys
+
+from treetap import _display
+from treetap._attributes import (
+    Marked,
+    Node,
+    check_static,
+    class_status,
+    classify,
+    has_data,
+    is_plain,
+)
+from treetap._kinds import RngState
+from treetap._layouts import layout_of
+from treetap._traces import current_trace, is_foreign, refuse_foreign_object
+from treetap._trees import is_container, open_container
+from treetap._variables import Variable
+
+Flat = tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
+
+_attributes_of = Node.__dict__["__dict__"].__get__
+set_flat = Node.__dict__["_pytree__flat"].__set__
+_drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
+set_key = Node.__dict__["_pytree__key"].__set__
+replace_status = Node.__dict__["_pytree__status"].__set__
+_set_trace = Node.__dict__["_pytree__trace"].__set__
+_read_flat = attrgetter("_pytree__flat")
+
+
+def drop_flat(node: Node) -> None:
+    """Forgets the cached children of an object that has changed."""
+    try:  # noqa: SIM105 - `suppress` would cost more than the write that calls this
+        _drop_flat_slot(node)
+    except AttributeError:
+        pass
+
+
+def adopt(child: Any, key: Any) -> None:
+    """Tells an object, or the objects in a container, what its parent calls it."""
+    if isinstance(child, Node):
+        set_key(child, key)
+    elif type(child) in (list, tuple):
+        for index, item in enumerate(child):
+            adopt(item, f"{key}/{index}")
+    elif type(child) is dict:
+        for name, item in child.items():
+            adopt(item, f"{key}/{name}")
+
+
+def prepare(node: Node, trace: Any) -> None:
+    """Gives a bare object its slots."""
+    replace_status(node, {})
+    _set_trace(node, trace)
+    set_key(node, None)
+
+
+class PytreeMeta(ABCMeta):
+    """Runs the full check when construction is over."""
+
+    if TYPE_CHECKING:
+        _pytree__is_pytree: bool
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance; what `__init__` left behind is classified and checked."""
+        made = super().__call__(*args, **kwargs)
+        if cls._pytree__is_pytree and isinstance(made, Node):
+            made._settle()
+        return made
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__setattr__":  # a frozen dataclass: writes go past ours
+            type.__setattr__(cls, "_pytree__cached", False)
+        super().__setattr__(name, value)
+
+
+class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
+    """Base class of objects whose attributes are a JAX tree.
+
+    Declare a class with `pytree=False` to keep it out of JAX's registry and free of
+    checks; its subclasses inherit that.
+
+    >>> import jax, treetap as tt
+    >>> class Point(tt.Pytree):
+    ...     def __init__(self, x, name):
+    ...         self.x = tt.data(x)
+    ...         self.name = name
+    >>> jax.tree.map(lambda x: x + 1, Point(1, "p")).x
+    2
+    """
+
+    __slots__ = ()
+
+    _pytree__is_pytree: ClassVar[bool] = True
+    _pytree__cached: ClassVar[bool] = True
+    _pytree__class_status: ClassVar[dict[str, bool]] = {}
+    _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
+
+    _pytree__flat: Flat
+    _pytree__key: Any
+    _pytree__status: dict[Any, bool]
+    _pytree__trace: Any
+
+    def __init_subclass__(
+        cls, *, pytree: bool | None = None, own_slots: bool = False, **kwargs: Any
+    ):
+        super().__init_subclass__(**kwargs)
+        if "__slots__" in vars(cls) and not own_slots:
+            raise TypeError(
+                f"{cls.__name__}: `__slots__` cannot be used in a subclass of Pytree; "
+                "its attributes must be in its `__dict__`."
+            )
+        if pytree is not None:
+            type.__setattr__(cls, "_pytree__is_pytree", pytree)
+        inherited: dict[str, bool] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited.update(vars(base).get("_pytree__class_status", {}))
+        type.__setattr__(cls, "_pytree__class_status", class_status(cls, inherited))
+        type.__setattr__(cls, "_pytree__descriptors", _descriptors_of(cls))
+        # A class that writes attributes its own way is read afresh every time.
+        keeps_flat = getattr(cls.__setattr__, "keeps_flat", False)
+        cached = cls._pytree__is_pytree and keeps_flat
+        type.__setattr__(cls, "_pytree__cached", cached)
+        if cls._pytree__is_pytree:
+            _register(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes a bare object that belongs to the current trace."""
+        self = object.__new__(cls)
+        prepare(self, current_trace())
+        return self
+
+    # Attributes.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self)
+        if name in cls._pytree__descriptors:
+            object.__setattr__(self, name, value)
+            return
+        self._check_trace()
+        if cls._pytree__is_pytree:
+            status = self._pytree__status
+            known = status.get(name)
+            if known is None:
+                known = cls._pytree__class_status.get(name)
+            value, is_data = classify(f"{cls.__name__}.{name}", value, known)
+            if is_data:
+                adopt(value, name)
+            if status.get(name) is not is_data:
+                self._set_attribute_status(name, is_data)
+        else:
+            value = value.value if isinstance(value, Marked) else value
+            adopt(value, name)
+        object.__setattr__(self, name, value)
+        drop_flat(self)
+
+    __setattr__.keeps_flat = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
+
+    def __delattr__(self, name: str) -> None:
+        self._check_trace()
+        object.__delattr__(self, name)
+        if name in self._pytree__status:
+            self._set_attribute_status(name, None)
+        drop_flat(self)
+
+    if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_pytree__flat":
+                return self._refresh()
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride] - the same content
+        """The attributes. Handing them out may change them: nothing stays cached."""
+        drop_flat(self)
+        return _attributes_of(self)
+
+    def _check_trace(self) -> None:
+        if is_foreign(self._pytree__trace):
+            raise refuse_foreign_object(type(self).__name__)
+
+    def _set_attribute_status(self, name: str, is_data: bool | None) -> None:
+        """Records an attribute's status; a layout's mapping is copied before."""
+        status = dict(self._pytree__status)
+        if is_data is None:
+            del status[name]
+        else:
+            status[name] = is_data
+        replace_status(self, status)
+
+    def _settle(self) -> None:
+        """Classifies attributes that came past `__setattr__`, and checks the rest."""
+        cls = type(self)
+        attributes = _attributes_of(self)
+        status = self._pytree__status
+        for name in [name for name in attributes if name not in status]:
+            where = f"{cls.__name__}.{name}"
+            known = cls._pytree__class_status.get(name)
+            attributes[name], is_data = classify(where, attributes[name], known)
+            self._set_attribute_status(name, is_data)
+            if is_data:
+                adopt(attributes[name], name)
+        for name, is_data in self._pytree__status.items():
+            if not is_data:
+                check_static(f"{cls.__name__}.{name}", attributes[name])
+        drop_flat(self)
+
+    def _replace_child(self, key: Any, value: Any) -> None:
+        """Puts another value where a data attribute stands; the status stays."""
+        _attributes_of(self)[key] = value
+        adopt(value, key)
+        drop_flat(self)
+
+    def _remove_child(self, key: Any) -> None:
+        """Removes a data attribute."""
+        del _attributes_of(self)[key]
+        self._set_attribute_status(key, None)
+        drop_flat(self)
+
+    # The tree.
+
+    def _refresh(self) -> Flat:
+        """Reads children and statics from the attributes, and keeps them."""
+        attributes = _attributes_of(self)
+        if not type(self)._pytree__is_pytree:
+            return _flat_by_value(attributes)
+        status = self._pytree__status
+        if len(status) != len(attributes) or status.keys() != attributes.keys():
+            status = {name: status[name] for name in attributes if name in status}
+        layout = layout_of(status)
+        flat = layout.children_of(attributes), (layout, layout.statics_of(attributes))
+        if type(self)._pytree__cached:
+            replace_status(self, layout.status)
+            set_flat(self, flat)
+            # A write in another thread may have come between reading and keeping.
+            if any(map(_is_not, layout.children_of(attributes), flat[0])):
+                drop_flat(self)
+        return flat
+
+    def _fill(self, structure: Any, children: Iterable[Any]) -> None:
+        """Gives a bare object its attributes; the inverse of flattening."""
+        layout, statics = structure
+        children = tuple(children)
+        layout.fill(_attributes_of(self), children, statics)
+        replace_status(self, layout.status)
+        if type(self)._pytree__cached:
+            set_flat(self, (children, structure))
+        for key, child in zip(layout.keys, children, strict=True):
+            if not isinstance(child, Variable):
+                adopt(child, key)
+
+    # Copies.
+
+    def __getstate__(self) -> Any:
+        return dict(_attributes_of(self)), dict(self._pytree__status)
+
+    def __setstate__(self, state: Any) -> None:
+        attributes, status = state
+        _attributes_of(self).update(attributes)
+        replace_status(self, dict(status))
+        for name, value in attributes.items():
+            adopt(value, name)
+        drop_flat(self)
+
+    def __reduce__(self) -> Any:
+        return _bare, (type(self),), self.__getstate__()
+
+    # Display.
+
+    def _display_parts(self) -> _display.Parts:
+        status = self._pytree__status
+        items = [
+            (name, value)
+            for name, value in _attributes_of(self).items()
+            if name[0] != "_" or status.get(name)
+        ]
+        color = _display.color_of(type(self).__name__)
+        return _display.Parts(counts(self), items, color=color)
+
+
+def attributes_of(node: Node) -> dict[Any, Any]:
+    """The attributes of an object, without dropping what is cached."""
+    return _attributes_of(node)
+
+
+def _bare(cls: type[Any]) -> Any:
+    return bare(cls, current_trace())
+
+
+def bare(cls: type[Any], trace: Any) -> Any:
+    """An object without attributes, past `__new__` and `__init__`."""
+    self = object.__new__(cls)
+    prepare(self, trace)
+    return self
+
+
+def _is_not(first: Any, second: Any) -> bool:
+    return first is not second
+
+
+def _descriptors_of(cls: type) -> frozenset[str]:
+    """Names that a class answers itself when they are assigned, such as properties."""
+    return frozenset(
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if hasattr(type(value), "__set__") and not name.startswith("_pytree__")
+    )
+
+
+def _flat_by_value(attributes: dict[str, Any]) -> Flat:
+    """Children and statics of an object that keeps no status (`pytree=False`)."""
+    layout = layout_of(
+        {
+            name: not is_plain(value) and bool(has_data(value))
+            for name, value in attributes.items()
+        }
+    )
+    return layout.children_of(attributes), (layout, layout.statics_of(attributes))
+
+
+def _flatten_with_keys(node: Any) -> Any:
+    children, structure = flat_of(node)
+    return tuple(zip(structure[0].entries, children, strict=True)), structure
+
+
+def flat_of(node: Any) -> Flat:
+    """The children and structure of an object, cached or fresh."""
+    try:
+        return _cached_flat(node)
+    except AttributeError:
+        return node._refresh()
+
+
+_cached_flat = Node.__dict__["_pytree__flat"].__get__
+
+
+def _register(cls: type[Pytree]) -> None:
+    def unflatten(structure: Any, children: Iterable[Any]) -> Any:
+        node = bare(cls, current_trace())
+        node._fill(structure, children)
+        return node
+
+    # JAX may read the slot itself unless a class answers for unset ones its own way.
+    own_answer = getattr(cls, "__getattr__", None) is vars(Pytree)["__getattr__"]
+    flatten = _read_flat if own_answer else flat_of
+    register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)
+
+
+def variables_below(root: Any) -> Iterator[Variable[Any]]:
+    """The Variables below a value, each once; shared objects and cycles are fine."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Variable | Node):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, Variable):
+            yield value
+        elif isinstance(value, Node):
+            waiting.extend(reversed(flat_of(value)[0]))
+        elif is_container(value):
+            waiting.extend(reversed(open_container(value).children))
+
+
+def counts(node: Pytree) -> str:
+    """Elements and bytes per kind of Variable below an object, each counted once."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for variable in variables_below(node):
+        raw = variable.get_raw_value()
+        if not _display.has_arrays(raw):
+            continue
+        kind = "RngState" if isinstance(variable, RngState) else type(variable).__name__
+        total = sizes.get(kind, (0, 0))
+        sizes[kind] = tuple(map(sum, zip(total, _display.size_of(raw), strict=True)))
+    if len(sizes) > 1:
+        sizes["Total"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
+    return ", ".join(
+        f"{kind}: {elements:,} ({_display.readable_bytes(size)})"
+        for kind, (elements, size) in sizes.items()
+    )
+
+
+def check_pytree(node: Pytree) -> None:
+    """Checks every attribute again: static ones must not have come to hold data.
+
+    >>> import jax.numpy as jnp, treetap as tt
+    >>> class Bag(tt.Module):
+    ...     def __init__(self):
+    ...         self.names = ["a"]
+    >>> tt.check_pytree(Bag())
+    """
+    if not isinstance(node, Pytree):
+        raise TypeError(
+            f"check_pytree: expected a Pytree object, got {type(node).__name__}."
+        )
+    if type(node)._pytree__is_pytree:
+        node._settle()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams inside other objects: replacing them, and starting them anew."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from treetap._errors import StructureError
+from treetap._filters import Filter, predicate_of
+from treetap._metadata import MISSING
+from treetap._randomness import Rngs, RngStream, Shape, as_key
+from treetap._settings import resolve_graph
+from treetap._trees import Path, show_path
+from treetap._walks import nodes_below, recursive_map
+
+ShapeRules = Mapping[Filter, Shape] | Shape | None
+Policy = Literal["scalars_only", "match_shape"] | Callable[..., jax.Array]
+
+
+def _is_catch_all(filter: Filter) -> bool:
+    return filter is ... or filter is True
+
+
+def _rules(
+    split: ShapeRules, fork: Filter | Sequence[Filter] | None, broadcast: ShapeRules
+) -> list[tuple[str, Filter, Any]]:
+    """All rules as (what to do, filter, shape)."""
+    rules: list[tuple[str, Filter, Any]] = []
+    for name, given in (("split", split), ("broadcast", broadcast)):
+        if given is not None:
+            pairs = given if isinstance(given, Mapping) else {...: given}
+            rules += [(name, filter, shape) for filter, shape in pairs.items()]
+    if fork is not None:
+        filters = fork if isinstance(fork, list | tuple) else [fork]
+        rules += [("fork", filter, None) for filter in filters]
+    return rules
+
+
+def _choose(rules: list[Any], path: Path, stream: RngStream) -> tuple[str, Any] | None:
+    """The rule for a stream: the one that names it, else a catch-all."""
+    matching = [rule for rule in rules if predicate_of(rule[1])(path, stream)]
+    named = [rule for rule in matching if not _is_catch_all(rule[1])]
+    if len(named) > 1:
+        shown = ", ".join(f"{what} ({filter!r})" for what, filter, _ in named)
+        raise StructureError(
+            f"with_rngs: the stream at {show_path(path)} matches multiple rules: "
+            f"{shown}. Let one rule take it."
+        )
+    best = named or matching
+    return (best[0][0], best[0][2]) if best else None
+
+
+def with_rngs(
+    node: Any = MISSING,
+    /,
+    *,
+    split: ShapeRules = None,
+    fork: Filter | Sequence[Filter] | None = None,
+    broadcast: ShapeRules = None,
+    only: Filter = True,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """A copy of `node` with its random streams split, forked or broadcast.
+
+    The original's streams advance by one for each that is replaced; streams without a
+    rule, and all other Variables, are shared. A rule that names a stream wins over one
+    for all (`...`). Without a node, a decorator that does this to all arguments.
+
+    Args:
+        node: Any tree with streams in it.
+        split: A shape for every stream, or a mapping from filter to shape.
+        fork: Which streams to fork.
+        broadcast: As `split`, repeating one key.
+        only: Which streams to touch at all.
+        graph: Keep shared references instead of refusing them.
+        graph_updates: Accepted for symmetry; the result is always a copy.
+
+    >>> import treetap as tt
+    >>> rngs = tt.Rngs(params=0, dropout=1)
+    >>> tt.with_rngs(rngs, split={"dropout": 3}).dropout.key.shape
+    (3,)
+    """
+    del graph_updates
+    rules = _rules(split, fork, broadcast)
+    wanted = predicate_of(only)
+
+    def replaced(path: Path, value: Any) -> Any:
+        if not (isinstance(value, RngStream) and wanted(path, value)):
+            return value
+        match _choose(rules, path, value):
+            case None:
+                return value
+            case "fork", _:
+                return value.fork()
+            case what, shape:
+                return getattr(value, what)(shape)
+
+    def apply(tree: Any) -> Any:
+        mode = resolve_graph(graph)
+        for path, stream in nodes_below(tree, RngStream, mode, "with_rngs"):
+            _choose(rules, path, stream)  # conflicts, before any counter moves
+        return recursive_map(replaced, tree, graph=mode)
+
+    if node is not MISSING:
+        return apply(node)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = apply((args, kwargs))
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def reseed(
+    node: Any,
+    /,
+    *,
+    policy: Policy = "scalars_only",
+    graph: bool | None = None,
+    **seeds: Any,
+) -> None:
+    """Gives random streams new keys, in place, and sets their counters to zero.
+
+    An `Rngs` gets exactly the keys `Rngs(**seeds)` would have. Streams inside another
+    object, in the order of `iter_graph`, get the successive keys of the stream of their
+    tag in `Rngs(**seeds)`.
+
+    Args:
+        node: Any tree with streams in it.
+        policy: What to do with streams of several keys: refuse (`"scalars_only"`),
+            split the new key (`"match_shape"`), or call `(path, key, shape) -> key`.
+        graph: Visit shared streams once instead of refusing them.
+        **seeds: Seeds or keys by tag; a tag that no stream has is an error.
+
+    >>> import treetap as tt
+    >>> rngs = tt.Rngs(dropout=0)
+    >>> key = rngs.dropout()
+    >>> tt.reseed(rngs, dropout=0)
+    >>> bool(rngs.dropout() == key)
+    True
+    """
+    found = nodes_below(node, RngStream, resolve_graph(graph), "reseed")
+    known = {stream.tag for _, stream in found}
+    if unknown := sorted(seeds.keys() - known):
+        raise StructureError(
+            f"reseed: no stream is tagged {', '.join(map(repr, unknown))}; the tags "
+            f"here are {sorted(known)}. A layer built from a default stream has the "
+            "tag 'default'."
+        )
+    sources = Rngs(**seeds)
+    planned = []
+    for path, stream in found:
+        if stream.tag in seeds:
+            is_root = isinstance(node, Rngs)
+            key = as_key(seeds[stream.tag]) if is_root else sources[stream.tag]()
+            planned.append((stream, _shaped(key, stream.key.shape, path, policy)))
+    for stream, _ in planned:
+        stream._check_trace()
+    for stream, key in planned:
+        stream.key.set_value(key)
+        stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+
+
+def _shaped(key: jax.Array, shape: tuple[int, ...], path: Path, policy: Policy) -> Any:
+    """A new key in the shape of the old one."""
+    if not shape or shape == key.shape:
+        return key
+    if callable(policy):
+        return policy(path, key, shape)
+    if policy == "match_shape":
+        return jax.random.split(key, shape)
+    raise StructureError(
+        f"reseed: the stream at {show_path(path)} has keys of shape {shape}. Say "
+        "`policy='match_shape'` to split the new key, or give a function."
+    )

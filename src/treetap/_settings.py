@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings with three scopes: a `with` block, the process, the default.
+
+Calling a setting changes it for the whole process from now on. Used in a `with`
+statement, or as a decorator, the change holds for that block or call only, and only in
+the context (thread, task) that runs it:
+
+    set_graph_mode(True)            # from now on, everywhere
+    with set_graph_mode(True): ...  # here
+    @set_graph_mode(True)           # while the function runs
+    def f(): ...
+
+`nnx_graph_mode` and `nnx_graph_updates` may be preset in the environment.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def read_flag(variable: str) -> bool | None:
+    """Reads a boolean from the environment; None when it is not set."""
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError(
+        f"The environment variable {variable} is {text!r}. "
+        f"Use one of {', '.join(_TRUE)} or {', '.join(_FALSE)}."
+    )
+
+
+class Setting:
+    """One on/off setting; see the module's text. Subclasses name the setting."""
+
+    default: ClassVar[bool]
+    _process: ClassVar[dict[str, bool]] = {}
+    _local: ClassVar[ContextVar[Any]]
+    _key: ClassVar[str]
+
+    def __init_subclass__(cls, *, key: str, default: bool, variable: str | None = None):
+        cls.default = default
+        cls._key = key
+        if "_local" not in vars(cls.__mro__[1]):  # a variant shares its parent's scopes
+            cls._local = ContextVar(key)
+            preset = read_flag(variable) if variable else None
+            if preset is not None:
+                cls._process[key] = preset
+
+    def __init__(self, value: bool):
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"{type(self).__name__}: expected True or False, got {value!r}."
+            )
+        self._value = value
+        self._before = self._process.get(self._key)
+        self._tokens: list[Token[Any]] = []
+        self._process[self._key] = value
+
+    @classmethod
+    def current_value(cls) -> bool:
+        """The value in force: the innermost block's, the process's, or the default."""
+        local = cls._local.get(None)
+        return cls._process.get(cls._key, cls.default) if local is None else local
+
+    def _take_back(self) -> None:
+        """Undoes the process-wide change that calling the setting made."""
+        if self._before is None:
+            self._process.pop(self._key, None)
+        else:
+            self._process[self._key] = self._before
+
+    def __enter__(self) -> None:
+        if not self._tokens:
+            self._take_back()
+        self._tokens.append(self._local.set(self._value))
+
+    def __exit__(self, *exception: object) -> None:
+        self._local.reset(self._tokens.pop())
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Decorates `fn` so that the setting holds while it runs."""
+        self._take_back()
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            token = self._local.set(self._value)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._local.reset(token)
+
+        return call
+
+
+class set_graph_mode(
+    Setting, key="nnx_graph_mode", default=False, variable="NNX_GRAPH_MODE"
+):
+    """Sets whether functions keep shared references (graph mode) or refuse them.
+
+    >>> import treetap as tt
+    >>> with tt.set_graph_mode(True):
+    ...     tt.set_graph_mode.current_value()
+    True
+    >>> tt.set_graph_mode.current_value()
+    False
+    """
+
+
+class set_graph_updates(
+    Setting, key="nnx_graph_updates", default=False, variable="NNX_GRAPH_UPDATES"
+):
+    """Sets whether transforms carry changes of structure out to the caller."""
+
+
+class use_eager_sharding(Setting, key="eager_sharding", default=True):
+    """Sets whether Variables with `out_sharding` are placed when they are made."""
+
+
+def using_eager_sharding() -> bool:
+    """Whether Variables with `out_sharding` are placed when they are made."""
+    return use_eager_sharding.current_value()
+
+
+def resolve_graph(graph: bool | None) -> bool:
+    """The mode for a call: its argument, else the setting."""
+    return set_graph_mode.current_value() if graph is None else graph
+
+
+def resolve_graph_updates(graph_updates: bool | None) -> bool:
+    """The update rule for a call: its argument, else the setting."""
+    if graph_updates is None:
+        return set_graph_updates.current_value()
+    return graph_updates

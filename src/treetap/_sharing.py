@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing: the same object at several places, and the errors that name the places.
+
+Walks that only need to know *whether* something is shared keep no paths; when the
+answer is yes they come here, and the places are looked up for the message.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from treetap._attributes import Node
+from treetap._errors import AliasError, CycleError, StructureError
+from treetap._filters import Filter, predicate_of
+from treetap._pytrees import flat_of
+from treetap._trees import Path, is_container, open_container, show_path
+from treetap._variables import Variable
+
+
+def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
+    """Every value below a root with its path; an object's inside is visited once.
+
+    The last item tells whether the value contains itself at that place.
+    """
+    seen: set[int] = set()
+    active: set[int] = set()
+
+    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
+        is_node = isinstance(value, Node)
+        yield path, value, is_node and id(value) in active
+        if isinstance(value, Variable) or (is_node and id(value) in seen):
+            return
+        if is_node:
+            seen.add(id(value))
+            active.add(id(value))
+            children, (layout, _) = flat_of(value)
+            keys = layout.keys
+        elif is_container(value):
+            opened = open_container(value)
+            keys, children = opened.keys, opened.children
+        else:
+            return
+        for key, child in zip(keys, children, strict=True):
+            yield from visit((*path, key), child)
+        active.discard(id(value))
+
+    yield from visit((), root)
+
+
+def refuse_shared(name: str, root: Any, value: Any) -> AliasError:
+    """The error for a value that stands at two places of a tree."""
+    found = [(path, cyclic) for path, at, cyclic in places(root) if at is value]
+    kind = type(value).__name__
+    shown = " and ".join(show_path(path) for path, _ in found[:2])
+    if any(cyclic for _, cyclic in found):
+        return CycleError(
+            f"{name}: Cycle detected: the {kind} found at paths {shown} contains "
+            f"itself, and a tree does not support shared references. Remove the "
+            f"reference, or use graph mode: `{name}(..., graph=True)`."
+        )
+    return AliasError(
+        f"{name}: Duplicate {kind} found at paths {shown}: tree mode does not support "
+        f"shared references. Keep one of them, give the other place a copy "
+        f"(`treetap.clone`), or use graph mode: `{name}(..., graph=True)`."
+    )
+
+
+def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:
+    """The error for an object that JAX must not flatten."""
+    path = next(path for path, at, _ in places(root) if at is value)
+    return StructureError(
+        f"{name}: {type(value).__name__} is declared with pytree=False, so it cannot "
+        f"be part of a tree. Found at path {show_path(path)}. Use graph mode: "
+        f"`{name}(..., graph=True)`."
+    )
+
+
+def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
+    """The paths of objects, Variables and arrays that stand at several places.
+
+    Args:
+        node: Any tree of Modules, Variables and arrays.
+        only: Which values to look at.
+
+    >>> import treetap as tt
+    >>> shared = tt.Param(1.0)
+    >>> tt.find_duplicates({"a": shared, "b": [shared]})
+    [[('a',), ('b', 0)]]
+    """
+    wanted = predicate_of(only)
+    found: dict[int, list[Path]] = {}
+    kept: list[Any] = []  # an identity means something only while its object lives
+    for path, value, _ in places(node):
+        has_identity = isinstance(
+            value, Node | Variable | jax.Array | jax.Ref | np.ndarray
+        )
+        if has_identity and wanted(path, value):
+            kept.append(value)
+            found.setdefault(id(value), []).append(path)
+    return [paths for paths in found.values() if len(paths) > 1]

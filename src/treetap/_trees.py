@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths, and one level of any JAX pytree.
+
+A path is a tuple of keys from a root to a value: attribute names, dictionary keys,
+positions. People read it as `blocks/3/kernel`. `open_container` takes one level off any
+container JAX knows, giving plain keys; `Opened.close` puts it together again.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    flatten_one_level_with_keys,
+    tree_structure,
+)
+
+Key = Any
+Path = tuple[Key, ...]
+
+
+def show_path(path: Iterable[Key]) -> str:
+    """Writes a path as people say it; the root is `(root)`."""
+    return "/".join(map(str, path)) or "(root)"
+
+
+def sort_key(key: Key) -> tuple[bool, str, Key]:
+    """Orders keys of mixed types: numbers first, then names, then the rest by type."""
+    if isinstance(key, int):
+        return (False, "", key)
+    return (True, type(key).__name__, key if isinstance(key, str) else str(key))
+
+
+def sorted_keys(keys: Iterable[Key]) -> list[Key]:
+    """Sorts keys, of one type or of several."""
+    keys = list(keys)
+    try:
+        return sorted(keys)
+    except TypeError:
+        return sorted(keys, key=sort_key)
+
+
+def plain_key(entry: Any) -> Key:
+    """The bare key inside one of JAX's key-path entries."""
+    match entry:
+        case GetAttrKey(name=name):
+            return name
+        case SequenceKey(idx=index):
+            return index
+        case DictKey(key=key) | FlattenedIndexKey(key=key):
+            return key
+    return entry
+
+
+class Opened(NamedTuple):
+    """One level of a container: what it was, its keys, its children."""
+
+    kind: type
+    keys: tuple[Key, ...]
+    children: Sequence[Any]
+    definition: Any
+
+    def close(self, children: Iterable[Any]) -> Any:
+        """Rebuilds the container around other children."""
+        return close_container(self.kind, self.keys, self.definition, children)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether `kind` was made by `namedtuple` or `NamedTuple`."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+_containers: set[type] = {list, tuple, dict, type(None)}
+_leaves: set[type] = {bool, int, float, complex, str, bytes, types.FunctionType}
+
+
+def is_container(value: Any) -> bool:
+    """Whether JAX flattens `value`."""
+    kind = type(value)
+    if kind in _containers:
+        return True
+    if kind in _leaves:
+        return False
+    if jax.tree_util.all_leaves([value]):
+        return False  # not remembered: the type may be registered later
+    _containers.add(kind)
+    return True
+
+
+def open_container(value: Any) -> Opened:
+    """Takes one level off a container that JAX knows."""
+    kind = type(value)
+    if kind is dict:
+        keys = tuple(sorted_keys(value))
+        # The order of insertion is kept as the definition, and restored by `close`.
+        return Opened(kind, keys, [value[key] for key in keys], tuple(value))
+    if kind in (list, tuple):
+        return Opened(kind, tuple(range(len(value))), value, None)
+    if is_named_tuple(kind):
+        return Opened(kind, kind._fields, value, None)
+    pairs, _ = flatten_one_level_with_keys(value)
+    pairs = tuple(pairs)
+    definition = tree_structure(value, is_leaf=lambda child: child is not value)
+    keys = tuple(plain_key(key) for key, _ in pairs)
+    return Opened(kind, keys, [child for _, child in pairs], definition)
+
+
+def close_container(
+    kind: type, keys: Sequence[Key], definition: Any, children: Iterable[Any]
+) -> Any:
+    """Builds a container from what `open_container` told of it."""
+    if kind is dict:
+        found = dict(zip(keys, children, strict=True))
+        return {key: found[key] for key in definition}
+    if kind in (list, tuple):
+        return kind(children)
+    if is_named_tuple(kind):
+        return kind(*children)
+    return definition.unflatten(children)
+
+
+def copy_containers(value: Any) -> Any:
+    """Copies the containers of `value`, sharing everything inside them."""
+    return jax.tree.map(lambda leaf: leaf, value)
+
+
+def find_leaves(value: Any, wanted: Callable[[Any], bool]) -> list[Any]:
+    """The parts of a pytree for which `wanted` holds, not looked into any further."""
+    return [leaf for leaf in jax.tree.leaves(value, is_leaf=wanted) if wanted(leaf)]

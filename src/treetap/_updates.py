@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""update, pop and their kin: changing an object in place, all of it or not at all.
+
+Every function here plans first and writes afterwards. What does not fit is found while
+nothing has changed yet, and the writes themselves cannot fail.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from treetap._attributes import Node
+from treetap._copies import Rebuild
+from treetap._errors import AliasError, MetadataError, StructureError
+from treetap._filters import Filter, grouped, predicate_of, predicates_of
+from treetap._metadata import REQUIRED, checked_names
+from treetap._pytrees import flat_of
+from treetap._sharing import places
+from treetap._splitting import GraphState
+from treetap._states import FlatState, State, is_branch, nested
+from treetap._traces import current_trace, refuse_foreign_variable
+from treetap._trees import (
+    Key,
+    Path,
+    is_container,
+    open_container,
+    show_path,
+    sorted_keys,
+)
+from treetap._variables import Variable, set_raw
+
+
+class _Plan:
+    """The writes of one update, gathered before any is made."""
+
+    __slots__ = ("metadata", "others", "problems", "trace", "values", "variables")
+
+    def __init__(self) -> None:
+        self.trace = current_trace()
+        self.variables: list[Variable[Any]] = []
+        self.values: list[Any] = []
+        self.metadata: list[tuple[Variable[Any], dict[str, Any]]] = []
+        self.others: list[Callable[[], None]] = []
+        self.problems: list[str] = []
+
+    def any(self, value: Any, new: Any, path: Path) -> None:
+        """Plans the writes that bring `value` to what `new` says."""
+        if isinstance(value, Variable):
+            self.variable(value, new, path)
+            return
+        if isinstance(value, Node):
+            children, (layout, _) = flat_of(value)
+            known = dict(zip(layout.keys, children, strict=True))
+        else:
+            opened = open_container(value)
+            known = dict(zip(opened.keys, opened.children, strict=True))
+        if not isinstance(new, Mapping) or isinstance(new, Variable):
+            found = f"a {type(new).__name__} where a {type(value).__name__} stands"
+            self.problems.append(f"{show_path(path)}: {found}")
+            return
+        for key, inner in new.items():
+            child = known.get(key, self)
+            if isinstance(child, Variable):
+                if child is not inner:
+                    self.variable(child, inner, (*path, key))
+            elif child is self:
+                has = f"{type(value).__name__} has {sorted_keys(known)}"
+                self.problems.append(f"unexpected {show_path((*path, key))}: {has}")
+            elif isinstance(child, Node) or is_container(child):
+                self.any(child, inner, (*path, key))
+            else:
+                self.leaf(value, key, child, inner, (*path, key))
+
+    def variable(self, variable: Variable[Any], new: Any, path: Path) -> None:
+        """Plans a write into a Variable, from a Variable or a bare value."""
+        if variable._trace is not self.trace and variable._trace != self.trace:
+            raise refuse_foreign_variable(type(variable).__name__)
+        raw = variable._value
+        if isinstance(new, Variable):
+            if type(new) is not type(variable):
+                found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
+                self.problems.append(f"{show_path(path)} is {found}")
+                return
+            if new._metadata is not variable._metadata:
+                own = {name: variable._metadata[name] for name in REQUIRED}
+                self.metadata.append((variable, {**new._metadata, **own}))
+            new = new._value
+        if raw is new:
+            return
+        if isinstance(new, jax.Ref):
+            new = new[...]
+        if difference := misfit(raw, new):
+            self.problems.append(f"{show_path(path)}: {difference}")
+        elif isinstance(raw, jax.Ref):
+            self.others.append(lambda: variable.set_value(new))
+        else:
+            self.variables.append(variable)
+            self.values.append(new)
+
+    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Path) -> None:
+        """Plans the replacement of a leaf that is not a Variable."""
+        if isinstance(new, Variable):
+            found = f"a {type(new).__name__} where a plain value stands"
+            self.problems.append(f"{show_path(path)}: {found}")
+        elif difference := misfit(old, new):
+            self.problems.append(f"{show_path(path)}: {difference}")
+        elif isinstance(owner, Node):
+            owner._check_trace()
+            self.others.append(lambda: owner._replace_child(key, new))
+        elif isinstance(owner, list | dict):
+            self.others.append(lambda: owner.__setitem__(key, new))
+        else:
+            kind = type(owner).__name__
+            self.problems.append(f"{show_path(path)}: a {kind} cannot be changed")
+
+    def write(self) -> None:
+        """Makes the planned writes."""
+        deque(map(set_raw, self.variables, self.values), 0)  # one call: all or nothing
+        for variable, metadata in self.metadata:
+            variable._replace_metadata(metadata)
+        for change in self.others:
+            change()
+
+
+def misfit(old: Any, new: Any) -> str:
+    """How `new` differs from `old` in shape or dtype; empty when it fits."""
+    if type(old) is type(new) and getattr(old, "aval", None) is getattr(new, "aval", 0):
+        return ""
+    if is_branch(old) or is_branch(new) or not hasattr(old, "shape"):
+        return ""  # containers and numbers may change
+    if np.shape(new) != old.shape:
+        return f"shape {np.shape(new)}, expected {old.shape}"
+    if hasattr(new, "dtype") and new.dtype != old.dtype:
+        return f"dtype {new.dtype}, expected {old.dtype}"
+    return ""
+
+
+def update(node: Any, state: Any, /, *states: Any) -> None:
+    """Writes a State into an object, in place.
+
+    The State may be partial. A name the object does not have, a Variable of another
+    kind, or an array of another shape or dtype is an error, and then nothing is
+    changed. (To change a shape on purpose, use `variable.set_value`.)
+
+    Args:
+        node: The object to change.
+        state: A State, a FlatState or nested dicts; Variables give value and metadata,
+            bare values give the value.
+        *states: More of the same.
+
+    >>> import treetap as tt
+    >>> model = {"w": tt.Param(1.0)}
+    >>> tt.update(model, {"w": 2.0})
+    >>> model["w"][...]
+    2.0
+    """
+    plan = _Plan()
+    for one in (state, *states):
+        if isinstance(one, FlatState):
+            one = nested(one)  # noqa: PLW2901 - the same content
+        elif isinstance(one, State | GraphState):
+            one = one.raw_mapping  # noqa: PLW2901 - the same content
+        if isinstance(node, Variable | Node) or is_container(node):
+            plan.any(node, one, ())
+        else:
+            raise TypeError(
+                f"update: a {type(node).__name__} cannot be changed in place. Pass a "
+                "Module, a Variable, or a container of them."
+            )
+    if plan.problems:
+        shown = "\n".join(f"  - {problem}" for problem in plan.problems[:12])
+        more = len(plan.problems) - 12
+        raise StructureError(
+            "update: the state does not fit the object; nothing was changed.\n"
+            + shown
+            + (f"\n  - and {more} more" if more > 0 else "")
+        )
+    plan.write()
+
+
+def _owned(root: Any) -> list[tuple[Any, Key, Path, Any]]:
+    """Every leaf below a root with its owner and key; objects are entered once."""
+    found: list[tuple[Any, Key, Path, Any]] = []
+    seen: set[int] = set()
+
+    def visit(value: Any, path: Path) -> None:
+        if isinstance(value, Node):
+            if id(value) in seen:
+                return
+            seen.add(id(value))
+            children, (layout, _) = flat_of(value)
+            keys = layout.keys
+        else:
+            opened = open_container(value)
+            keys, children = opened.keys, opened.children
+        for key, child in zip(keys, children, strict=True):
+            if isinstance(child, Node) or (
+                not isinstance(child, Variable) and is_container(child)
+            ):
+                visit(child, (*path, key))
+            else:
+                found.append((value, key, (*path, key), child))
+
+    visit(root, ())
+    return found
+
+
+def pop(node: Any, *filters: Filter) -> Any:
+    """Removes the values that filters take, and returns them as States.
+
+    Every reference to a removed Variable goes. One filter gives a State, several give
+    a tuple.
+
+    >>> import treetap as tt
+    >>> model = {"w": tt.Param(1.0), "seen": tt.Intermediate(2.0)}
+    >>> tt.pop(model, tt.Intermediate).seen[...], list(model)
+    (2.0, ['w'])
+    """
+    if not filters:
+        raise TypeError("pop: expected at least one filter.")
+    if isinstance(node, Variable) or not (isinstance(node, Node) or is_container(node)):
+        raise TypeError(f"pop: cannot take anything out of a {type(node).__name__}.")
+    owned = _owned(node)
+    groups, _ = grouped(
+        [(path, value) for _, _, path, value in owned], predicates_of(filters)
+    )
+    taken = {id(value) for group in groups for _, value in group}
+    removals = [
+        (owner, key, path) for owner, key, path, value in owned if id(value) in taken
+    ]
+    for owner, _, path in removals:
+        if not isinstance(owner, Node | dict):
+            raise StructureError(
+                f"pop: {show_path(path)} stands in a {type(owner).__name__}, which has "
+                "to keep its length. Use `treetap.List`, or a dict."
+            )
+        if isinstance(owner, Node):
+            owner._check_trace()
+    for owner, key, _ in reversed(removals):  # from the end: positions stay valid
+        if isinstance(owner, Node):
+            owner._remove_child(key)
+        else:
+            del owner[key]
+    states = []
+    for group in groups:
+        first: dict[int, tuple[Path, Any]] = {}
+        for path, value in group:
+            first.setdefault(id(value), (path, value))
+        states.append(State(nested(first.values())))
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:
+    """Sets metadata on every Variable below `node` that a filter takes, in place.
+
+    >>> import treetap as tt
+    >>> model = {"w": tt.Param(1.0)}
+    >>> tt.set_metadata(model, tt.Param, group="decay")
+    >>> model["w"].group
+    'decay'
+    """
+    if fixed := [name for name in REQUIRED if name in metadata]:
+        raise MetadataError(
+            f"set_metadata: {', '.join(fixed)} are fixed when a Variable is made. "
+            "Use `with_vars` for a copy with other ones."
+        )
+    wanted = predicate_of(only)
+    chosen: dict[int, Variable[Any]] = {}
+    trace = current_trace()
+    for path, value, _ in places(node):
+        if isinstance(value, Variable) and wanted(path, value):
+            checked_names(type(value), metadata)
+            if value._trace != trace:
+                raise refuse_foreign_variable(type(value).__name__)
+            chosen[id(value)] = value
+    for variable in chosen.values():
+        variable.set_metadata(**metadata)
+
+
+def with_vars(
+    node: Any,
+    /,
+    *,
+    hijax: bool | None = None,
+    ref: bool | None = None,
+    mutable: bool | None = None,
+    only: Filter = ...,
+    allow_duplicates: bool = False,
+) -> Any:
+    """A copy of `node` in which chosen Variables hold their value in a Ref, or do not.
+
+    Variables that are so already are shared with the original.
+
+    Args:
+        node: Any tree of Modules and Variables.
+        hijax: Only False is supported.
+        ref: What the Variables are to be.
+        mutable: Not supported; Variables are always mutable.
+        only: Which Variables.
+        allow_duplicates: Keep shared Variables shared instead of refusing them.
+    """
+    if hijax or mutable is not None:
+        what = "hijax" if hijax else "mutable"
+        raise MetadataError(
+            f"with_vars: `{what}` is not supported. Variables are plain mutable boxes; "
+            "`ref=True` makes plain `jax.jit` propagate their writes."
+        )
+    wanted = predicate_of(only)
+    chosen: dict[int, Path] = {}
+    for path, value, _ in places(node):
+        if isinstance(value, Variable) and wanted(path, value):
+            if id(value) in chosen and not allow_duplicates:
+                raise AliasError(
+                    f"with_vars: Found duplicate at path {show_path(path)}: the same "
+                    f"{type(value).__name__} is at {show_path(chosen[id(value)])}. Say "
+                    "`allow_duplicates=True` to keep it shared."
+                )
+            chosen.setdefault(id(value), path)
+
+    def convert(variable: Variable[Any]) -> Variable[Any]:
+        changes = ref is not None and variable._metadata["ref"] != ref
+        return (
+            variable.copy(ref=ref) if changes and id(variable) in chosen else variable
+        )
+
+    return Rebuild(node, True, "with_vars", variable=convert).run()

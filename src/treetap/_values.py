@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values with one part replaced, the original left as it was.
+
+`with_item` is what `v[index] = x` means for every kind of value a Variable can hold.
+"""
+
+import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from treetap._errors import StructureError
+
+
+def with_item(current: Any, index: Any, value: Any) -> Any:
+    """`current` with the part at `index` replaced; `current` itself stays as it was."""
+    if isinstance(current, jax.Array):
+        if index is Ellipsis and _fits(current, value):
+            return value
+        return current.at[index].set(_cast(value, current.dtype))
+    if isinstance(current, jax.ShapeDtypeStruct) and index is Ellipsis:
+        value = jnp.asarray(value)
+        if value.shape != current.shape or value.dtype != current.dtype:
+            raise StructureError(
+                f"An abstract {current.dtype}{list(current.shape)} cannot become "
+                f"{value.dtype}{list(value.shape)}. Use `set_value` for another shape."
+            )
+        return value
+    if isinstance(current, np.ndarray):
+        changed = current.copy()
+        changed[index] = value
+        return changed
+    if index is Ellipsis:
+        return value
+    changed: Any = copy.copy(current)
+    changed[index] = value
+    return changed
+
+
+def _fits(current: jax.Array, value: Any) -> bool:
+    """Whether `value` can stand for `current` as it is: same shape, type and place."""
+    if not isinstance(value, jax.Array):
+        return False
+    if value.shape != current.shape or value.dtype != current.dtype:
+        return False
+    if isinstance(value, Tracer) or isinstance(current, Tracer):
+        return True
+    return value.sharding == current.sharding
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """`value` in another dtype; keys, and values that fit already, are left alone."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return value
+    return jnp.asarray(value).astype(dtype)

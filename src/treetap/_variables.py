@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variable: a mutable box that holds one value and says what kind of value it is.
+
+The class of a Variable is its kind (`Param`, `BatchStat`, …); metadata are named facts
+that travel with it and take part in its pytree structure. A Variable is one pytree node
+with one child, the raw value, under the key `value`.
+
+Three rules hold everywhere:
+
+* a Variable changes only at the trace level it was made at;
+* writing never changes an object somebody else holds: items are set in a copy;
+* metadata are replaced, never edited, so one mapping may serve many Variables.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
+
+from treetap import _display
+from treetap._errors import MetadataError, StructureError
+from treetap._metadata import (
+    MISSING,
+    PLAIN,
+    REQUIRED,
+    VariableMetadata,
+    checked_names,
+    required_of,
+)
+from treetap._operators import ValueOperators
+from treetap._placement import place
+from treetap._settings import using_eager_sharding
+from treetap._traces import current_trace, is_foreign, refuse_foreign_variable
+from treetap._trees import copy_containers
+from treetap._values import with_item
+
+A = TypeVar("A")
+
+_VALUE_KEY = GetAttrKey("value")
+_ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
+
+
+class _Defaults:
+    """The flags new Variables get when their maker names none (see `var_defaults`)."""
+
+    ref: ClassVar[bool] = False
+
+
+class VariableMeta(type):
+    """Gives every kind empty `__slots__`, so that Variables stay small and closed."""
+
+    def __new__(
+        mcs,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        **kwargs: Any,
+    ) -> "VariableMeta":
+        namespace.setdefault("__slots__", ())
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, jax.Ref)
+
+
+class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMeta):
+    """A mutable box with one value and metadata.
+
+    Args:
+        value: Anything: an array, a number, a pytree, an abstract array. A
+            `VariableMetadata` is unpacked; its metadata win over the keywords.
+        ref: Hold the value in a JAX `Ref`, so that plain `jax.jit` sees writes.
+        eager_sharding: Place the value as `out_sharding` says; the setting
+            `use_eager_sharding` is the default.
+        hijax: Accepted for NNX programs; only False is supported.
+        **metadata: Named facts; part of the pytree structure.
+
+    >>> import treetap as tt
+    >>> count = tt.Variable(1)
+    >>> count[...] += 2
+    >>> count[...], count + 0.5
+    (3, 3.5)
+    """
+
+    __slots__ = ("__weakref__", "_metadata", "_trace", "_value")
+
+    _value: A
+    _metadata: dict[str, Any]
+    _trace: Any
+
+    def __init__(
+        self,
+        value: A | VariableMetadata[A],
+        *,
+        hijax: bool | None = None,
+        ref: bool | None = None,
+        eager_sharding: bool | None = None,
+        **metadata: Any,
+    ):
+        given = {"hijax": hijax, "ref": ref, "eager_sharding": eager_sharding}
+        if isinstance(value, VariableMetadata):
+            metadata = {**metadata, **value.metadata}
+            for name in REQUIRED:
+                own = metadata.pop(name, None)
+                if own is not None and given[name] not in (None, own):
+                    raise MetadataError(
+                        f"{type(self).__name__}: the initializer says {name}={own}, "
+                        f"the call says {name}={given[name]}. Give it once."
+                    )
+                given[name] = own if given[name] is None else given[name]
+            value = value.raw_value
+        if given["hijax"]:
+            raise MetadataError(
+                f"{type(self).__name__}: hijax Variables are not supported. "
+                "Leave `hijax` out; `ref=True` gives a Variable whose writes plain "
+                "`jax.jit` propagates."
+            )
+        self._fill(value, given["ref"], given["eager_sharding"], metadata)
+
+    def _fill(
+        self, value: Any, ref: bool | None, eager: bool | None, metadata: dict[str, Any]
+    ) -> None:
+        """Makes the value and stores it, once the arguments are known to be good."""
+        if not isinstance(value, jax.Array) and any(
+            map(_is_ref, jax.tree.leaves(value))
+        ):
+            raise StructureError(
+                f"{type(self).__name__}: the value is, or contains, a jax.Ref. "
+                "Pass the array and say `ref=True`."
+            )
+        ref = _Defaults.ref if ref is None else ref
+        eager = using_eager_sharding() if eager is None else eager
+        if metadata or ref or not eager:
+            checked = checked_names(type(self), metadata)
+            metadata = {**PLAIN, "ref": ref, "eager_sharding": eager, **checked}
+        else:
+            metadata = PLAIN
+        value = self.create_value(value)
+        if type(value) in (dict, list):
+            value = copy_containers(value)  # the caller's container stays the caller's
+        if eager and metadata.get("out_sharding"):
+            value = place(value, metadata)
+        if ref:
+            value = jax.new_ref(jnp.asarray(value))
+        set_raw(self, value)
+        _set_metadata(self, metadata)
+        _set_trace(self, current_trace())
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+    # Reading and writing.
+
+    def create_value(self, value: Any) -> Any:
+        """Override to change a value when the Variable is made."""
+        return value
+
+    def get_value(self, *, index: Any = MISSING) -> A:
+        """Returns the value, or the part of it at `index`.
+
+        Containers are copied (their items are not), so that editing the result does not
+        edit the Variable. Override to change what reading gives.
+        """
+        value: Any = self._value
+        if self._metadata["ref"] and _is_ref(value):
+            return value[...] if index is MISSING else value[index]
+        if index is MISSING or index is Ellipsis:
+            return copy_containers(value) if type(value) in (dict, list) else value
+        return value[index]
+
+    def set_value(self, value: Any, *, index: Any = MISSING) -> None:
+        """Replaces the value, or the part of it at `index`.
+
+        Without an index shape, dtype and structure may change. With one (`...`
+        included) the value keeps its shape, dtype and sharding. Override to change what
+        writing does.
+        """
+        value = value.get_value() if isinstance(value, Variable) else value
+        current: Any = self._value
+        if self._metadata["ref"] and _is_ref(current):
+            current[... if index is MISSING else index] = value
+            return
+        if index is not MISSING:
+            value = with_item(current, index, value)
+        self.set_raw_value(value)
+
+    def get_raw_value(self) -> Any:
+        """Returns what is stored: no copy, no override; the Ref when there is one."""
+        return self._value
+
+    def set_raw_value(self, value: Any) -> None:
+        """Stores `value` as it is, past `set_value` overrides; the trace is checked."""
+        if is_foreign(self._trace):
+            raise refuse_foreign_variable(type(self).__name__)
+        set_raw(self, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get_value(index=index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.set_value(value, index=index)
+
+    def __delitem__(self, index: Any) -> None:
+        value: Any = copy.copy(self.get_value())
+        del value[index]
+        self.set_value(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        value: Any = self._value
+        return np.shape(value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only when the class knows no such name.
+        if name in ("_value", "_metadata", "_trace") or (name[:2] == name[-2:] == "__"):
+            raise AttributeError(name)
+        metadata = self._metadata
+        if name in metadata and name not in _ARRAY_ATTRIBUTES:
+            return metadata[name]
+        try:
+            return getattr(self._value, name)
+        except AttributeError:
+            if name in metadata:
+                return metadata[name]
+            raise AttributeError(
+                f"{type(self).__name__}: no metadata and no attribute of the value "
+                f"(a {type(self._value).__name__}) is called {name!r}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(getattr(type(self), name, None), "__set__") and name[0] != "_":
+            object.__setattr__(self, name, value)
+            return
+        raise AttributeError(
+            f"{type(self).__name__}: attributes cannot be set. Write `v[...] = x` for "
+            f"the value, `v.set_metadata({name}=...)` for metadata."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"{type(self).__name__}: attributes cannot be deleted. "
+            f"Use `v.del_metadata({name!r})` for metadata."
+        )
+
+    # Metadata.
+
+    def get_metadata(
+        self,
+        name: str | None = None,
+        default: Any = MISSING,
+        *,
+        exclude_required: bool | None = None,
+    ) -> Any:
+        """Returns one metadata value, or a copy of all.
+
+        Args:
+            name: Which one; all of them without it.
+            default: What to return when there is none of that name.
+            exclude_required: Leave out `hijax`, `ref` and `eager_sharding`.
+        """
+        if name is None:
+            if default is not MISSING:
+                raise TypeError("get_metadata: `default` needs a `name`.")
+            if not exclude_required:
+                return dict(self._metadata)
+            return {k: v for k, v in self._metadata.items() if k not in REQUIRED}
+        if exclude_required is not None:
+            raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
+        if name not in self._metadata and default is MISSING:
+            raise KeyError(
+                f"{type(self).__name__} has no metadata {name!r}; "
+                f"it has {sorted(self._metadata)}."
+            )
+        return self._metadata.get(name, default)
+
+    def set_metadata(self, *args: Any, **metadata: Any) -> None:
+        """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
+
+        >>> import treetap as tt
+        >>> v = tt.Param(1.0, tag="a")
+        >>> v.set_metadata(tag="b")
+        >>> v.tag
+        'b'
+        """
+        if bool(args) == bool(metadata) or len(args) > 2:
+            raise TypeError(
+                "set_metadata: give one mapping, a name and a value, or keywords."
+            )
+        if len(args) == 1:
+            given, kept = dict(args[0]), required_of(self._metadata)
+        else:
+            given, kept = dict([args]) if args else metadata, self._metadata
+        for name in REQUIRED:
+            if name in given and given[name] != self._metadata[name]:
+                raise MetadataError(
+                    f"set_metadata: {name!r} of a {type(self).__name__} is fixed when "
+                    "it is made. Make a new one with `v.copy()` or `with_vars`."
+                )
+        self._replace_metadata({**kept, **checked_names(type(self), given)})
+
+    def has_metadata(self, name: str) -> bool:
+        """Whether there is metadata of that name."""
+        return name in self._metadata
+
+    def del_metadata(self, name: str) -> None:
+        """Removes metadata by name."""
+        if name in REQUIRED:
+            raise MetadataError(
+                f"del_metadata: {name!r} of a {type(self).__name__} is required."
+            )
+        if name not in self._metadata:
+            raise KeyError(f"{type(self).__name__} has no metadata {name!r}.")
+        self._replace_metadata({k: v for k, v in self._metadata.items() if k != name})
+
+    def _replace_metadata(self, metadata: dict[str, Any]) -> None:
+        if is_foreign(self._trace):
+            raise refuse_foreign_variable(type(self).__name__)
+        _set_metadata(self, metadata)
+
+    def add_axis(self, axis_index: int, axis_name: str | None) -> None:
+        """Override to follow an axis that a mapping transform added."""
+
+    def remove_axis(self, axis_index: int, axis_name: str | None) -> None:
+        """Override to follow an axis that a mapping transform removed."""
+
+    # Copies.
+
+    def copy(self, value: Any = MISSING, **metadata: Any) -> Self:
+        """Returns a new Variable of the same kind, with some things changed.
+
+        Args:
+            value: The value of the copy; this one's by default, arrays shared.
+            **metadata: Metadata to change in the copy.
+        """
+        if value is MISSING:
+            value = self._value
+        elif isinstance(value, Variable):
+            value = value._value
+        if _is_ref(value):
+            value = value[...]
+        elif type(value) in (dict, list):
+            value = copy_containers(value)
+        full = self._metadata
+        if metadata:
+            full = {**full, **checked_names(type(self), metadata)}
+        if full["ref"]:
+            value = jax.new_ref(jnp.asarray(value))
+        return make(type(self), value, full)
+
+    replace = copy
+
+    def copy_from(self, other: "Variable[A]") -> None:
+        """Takes the value and metadata of another Variable of the same kind."""
+        if type(other) is not type(self):
+            raise StructureError(
+                f"copy_from: cannot copy a {type(other).__name__} into a "
+                f"{type(self).__name__}. Use `update_from_state` to cross kinds."
+            )
+        self.update_from_state(other)
+
+    def update_from_state(self, other: "Variable[Any]") -> None:
+        """Takes the value and metadata of another Variable, `ref` staying one's own."""
+        kept = required_of(self._metadata)
+        metadata = other._metadata
+        if any(metadata[name] != kept[name] for name in REQUIRED):
+            metadata = {**metadata, **kept}
+        raw = other.get_raw_value()
+        raw = raw[...] if _is_ref(raw) else raw
+        if _is_ref(self._value):
+            self.set_value(raw)
+        else:
+            self.set_raw_value(raw)
+        if metadata is not self._metadata:
+            self._replace_metadata(metadata)
+
+    @classmethod
+    def from_metadata(cls, value: A, metadata: Mapping[str, Any]) -> Self:
+        """Makes a Variable from a raw value and complete metadata, past all checks."""
+        return make(cls, value, {**PLAIN, **metadata})
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raw: Any = self._value
+        value = copy.deepcopy(raw[...] if _is_ref(raw) else raw, memo)
+        metadata = self._metadata
+        if metadata is not PLAIN:
+            metadata = copy.deepcopy(metadata, memo)
+        if metadata["ref"]:
+            value = jax.new_ref(value)
+        return make(type(self), value, metadata)
+
+    def __reduce__(self) -> Any:
+        raw: Any = self._value
+        value = raw[...] if _is_ref(raw) else raw
+        return _unpickle, (type(self), value, self._metadata)
+
+    # Display.
+
+    def _display_parts(self) -> _display.Parts:
+        value: Any = self._value
+        comment = ""
+        if _display.has_arrays(value):
+            elements, size = _display.size_of(value)
+            comment = f"{elements:,} ({_display.readable_bytes(size)})"
+        shown = [("value", value)]
+        shown += [
+            (name, fact)
+            for name, fact in self._metadata.items()
+            if name not in REQUIRED or fact != PLAIN[name]
+        ]
+        return _display.Parts(comment, shown)
+
+
+set_raw: Callable[[Variable[Any], Any], None] = Variable.__dict__["_value"].__set__
+_set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
+_set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
+
+
+def make(
+    kind: type[Any], value: Any, metadata: dict[str, Any], trace: Any = None
+) -> Any:
+    """Makes a Variable around a raw value: no hooks, no placement, no copies.
+
+    `metadata` is shared, not copied; `trace` saves asking JAX for it each time.
+    """
+    variable = object.__new__(kind)
+    set_raw(variable, value)
+    _set_metadata(variable, metadata)
+    _set_trace(variable, current_trace() if trace is None else trace)
+    return variable
+
+
+def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
+    if metadata == PLAIN:
+        metadata = PLAIN
+    return make(kind, jax.new_ref(value) if metadata["ref"] else value, metadata)
+
+
+def _flatten(variable: Variable[Any]) -> tuple[tuple[Any], dict[str, Any]]:
+    return (variable._value,), variable._metadata
+
+
+def _flatten_with_key(variable: Variable[Any]) -> Any:
+    return ((_VALUE_KEY, variable._value),), variable._metadata
+
+
+def _register(kind: type[Variable[Any]]) -> None:
+    def unflatten(metadata: dict[str, Any], children: Any) -> Variable[Any]:
+        (value,) = children
+        return make(kind, value, metadata)
+
+    register_pytree_with_keys(kind, _flatten_with_key, unflatten, _flatten)
+
+
+_register(Variable)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks: visiting everything inside an object, children before parents.
+
+Siblings come in sorted order, numbers numerically; the root comes last, with the empty
+path. In graph mode an object is visited once, at its first path; in tree mode a second
+meeting is an AliasError, and a cycle a CycleError.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from treetap._attributes import Node
+from treetap._errors import StructureError
+from treetap._pytrees import bare, flat_of
+from treetap._settings import resolve_graph
+from treetap._sharing import refuse_pytree_false, refuse_shared
+from treetap._traces import current_trace
+from treetap._trees import Key, Path, is_container, open_container
+from treetap._variables import Variable
+
+Pair = tuple[Path, Any]
+
+
+class _Visit:
+    """One walk; `found` collects what it was sent for."""
+
+    __slots__ = ("active", "found", "graph", "leaves", "name", "root", "seen")
+
+    def __init__(self, root: Any, graph: bool, name: str):
+        self.root = root
+        self.graph = graph
+        self.name = name
+        self.found: list[Pair] = []
+        self.seen: set[int] = set()
+        self.active: set[int] = set()
+        self.leaves = 0
+
+    def is_new(self, value: Any) -> bool:
+        """Notes a Variable; False when it was met before (graph mode)."""
+        self.leaves += 1
+        if id(value) not in self.seen:
+            self.seen.add(id(value))
+            return True
+        if not self.graph:
+            raise refuse_shared(self.name, self.root, value)
+        return False
+
+    def enter(self, node: Any) -> int | None:
+        """Begins an object; None when its inside was visited before (graph mode).
+
+        Returns:
+            The number of leaves so far, to be handed to `leave`.
+        """
+        identity = id(node)
+        if self.graph and identity in self.seen:
+            return None
+        if not self.graph and identity in self.active:
+            raise refuse_shared(self.name, self.root, node)
+        if not (self.graph or type(node)._pytree__is_pytree):
+            raise refuse_pytree_false(self.name, self.root, node)
+        self.active.add(identity)
+        if self.graph:
+            self.seen.add(identity)
+        return self.leaves
+
+    def leave(self, node: Any, leaves_before: int | None) -> None:
+        """Ends the visit of an object; a shared one with leaves is refused."""
+        identity = id(node)
+        self.active.discard(identity)
+        if self.graph:
+            return
+        if identity in self.seen and self.leaves != leaves_before:
+            raise refuse_shared(self.name, self.root, node)
+        self.seen.add(identity)
+
+
+def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
+    """The objects of type `wanted` in a tree or graph, with their paths."""
+    walk = _Visit(root, graph, name)
+    found = walk.found
+
+    def visit(path: Path, node: Any) -> None:
+        before = None
+        if isinstance(node, Node):
+            before = walk.enter(node)
+            if before is None:
+                return
+            children, (layout, _) = flat_of(node)
+            keys = layout.keys
+        else:
+            opened = open_container(node)
+            keys, children = opened.keys, opened.children
+        for key, child in zip(keys, children, strict=True):
+            if isinstance(child, Variable):
+                walk.is_new(child)
+            elif isinstance(child, Node) or is_container(child):
+                visit((*path, key), child)
+            else:
+                walk.leaves += 1
+        if isinstance(node, Node):
+            walk.leave(node, before)
+            if isinstance(node, wanted):
+                found.append((path, node))
+
+    if isinstance(root, Node) or (
+        not isinstance(root, Variable) and is_container(root)
+    ):
+        visit((), root)
+    return found
+
+
+def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
+    """Visits everything inside `node`: objects, containers, Variables and leaves.
+
+    Args:
+        node: Any tree of Modules, Variables and arrays.
+        graph: Visit shared objects once, and static attributes as well, instead of
+            refusing what is shared.
+
+    >>> import treetap as tt
+    >>> [path for path, _ in tt.iter_graph({"a": [tt.Param(1.0)]})]
+    [('a', 0), ('a',), ()]
+    """
+    graph = resolve_graph(graph)
+    walk = _Visit(node, graph, "iter_graph")
+    found = walk.found
+
+    def visit(path: Path, value: Any) -> None:
+        if isinstance(value, Variable):
+            if walk.is_new(value):
+                found.append((path, value))
+            return
+        before = None
+        if isinstance(value, Node):
+            before = walk.enter(value)
+            if before is None:
+                return
+            children, (layout, statics) = flat_of(value)
+            keys = layout.keys
+            if graph:
+                static = zip(layout.static_names, statics, strict=True)
+                found.extend(((*path, name), held) for name, held in static)
+        elif is_container(value) and value is not None:
+            opened = open_container(value)
+            keys, children = opened.keys, opened.children
+        else:
+            walk.leaves += 1
+            if isinstance(value, jax.Ref) and not walk.is_new(value):
+                return
+            found.append((path, value))
+            return
+        for key, child in zip(keys, children, strict=True):
+            visit((*path, key), child)
+        if isinstance(value, Node):
+            walk.leave(value, before)
+        found.append((path, value))
+
+    visit((), node)
+    return iter(found)
+
+
+def children_of(node: Any, name: str) -> Iterator[tuple[Key, Any]]:
+    """The direct children of an object of ours."""
+    if not isinstance(node, Node):
+        raise StructureError(
+            f"{name}: expected a Module or another Pytree object, got "
+            f"{type(node).__name__}."
+        )
+    children, (layout, _) = flat_of(node)
+    return zip(layout.keys, children, strict=True)
+
+
+def recursive_map(
+    fn: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | None = None
+) -> Any:
+    """Rebuilds `node` from the leaves up, replacing values by what `fn` returns.
+
+    `fn(path, value)` sees every leaf, then each container and object built from the
+    results; what it returns stands in its place. The original is not changed; Variables
+    are shared with it unless replaced.
+
+    Args:
+        fn: The function to apply.
+        node: Any tree of Modules, Variables and arrays.
+        graph: Visit shared objects once and keep results shared, and visit static
+            attributes too, instead of refusing what is shared.
+    """
+    graph = resolve_graph(graph)
+    walk = _Visit(node, graph, "recursive_map")
+    results: dict[int, Any] = {}
+    trace = current_trace()
+
+    def rebuilt(path: Path, value: Any) -> Any:
+        children, structure = flat_of(value)
+        layout, statics = structure
+        pairs = zip(layout.keys, children, strict=True)
+        children = [mapped((*path, key), child) for key, child in pairs]
+        if graph:
+            named = zip(layout.static_names, statics, strict=True)
+            statics = tuple(fn((*path, name), held) for name, held in named)
+        new = bare(type(value), trace)
+        new._fill((layout, statics), children)
+        return new
+
+    def mapped(path: Path, value: Any) -> Any:
+        if isinstance(value, Node):
+            if id(value) in walk.active:
+                raise refuse_shared("recursive_map", node, value)
+            before = walk.enter(value)
+            if before is None:
+                return results[id(value)]
+            new = rebuilt(path, value)
+            walk.leave(value, before)
+        elif isinstance(value, Variable):
+            if not walk.is_new(value):
+                return results[id(value)]
+            new = value
+        elif is_container(value) and value is not None:
+            opened = open_container(value)
+            pairs = zip(opened.keys, opened.children, strict=True)
+            new = opened.close([mapped((*path, key), child) for key, child in pairs])
+        else:
+            walk.leaves += 1
+            return fn(path, value)
+        result = fn(path, new)
+        results[id(value)] = result
+        return result
+
+    return mapped((), node)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NNX's names with NNX's defaults: `from treetap import nnx` runs an NNX program.
+
+Everything here is the library itself. Two things differ from `import treetap`:
+functions with a `graph` argument keep shared references unless told otherwise, and
+NNX's deprecated names are here, with their warnings.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any as _Any
+from typing import TypeVar
+
+from treetap import _copies, _modules, _reseeding, _settings, _splitting, _views, _walks
+from treetap import _traversals as traversals
+from treetap._attributes import (
+    data,
+    dataclass,
+    has_data,
+    is_data,
+    register_data_type,
+    static,
+)
+from treetap._containers import Dict, List, Sequential
+from treetap._copies import as_pure
+from treetap._deprecated import (
+    first_from,
+    pure,
+    register_variable_name,
+    var_defaults,
+    variable_name_from_type,
+    variable_type_from_name,
+    vars_as,
+)
+from treetap._errors import AttributeStatusError as _AttributeStatusError
+from treetap._filters import (
+    All,
+    Any,
+    Everything,
+    Not,
+    Nothing,
+    OfType,
+    PathContains,
+    WithTag,
+)
+from treetap._graphs import GraphDef
+from treetap._kinds import (
+    BatchStat,
+    Cache,
+    Intermediate,
+    Param,
+    Perturbation,
+    RngCount,
+    RngKey,
+    RngState,
+)
+from treetap._metadata import VariableMetadata, with_metadata
+from treetap._modules import Module
+from treetap._placement import logical_axis_rules
+from treetap._pytrees import Pytree, check_pytree
+from treetap._randomness import Rngs, RngStream
+from treetap._settings import use_eager_sharding, using_eager_sharding
+from treetap._sharing import find_duplicates
+from treetap._splitting import GraphState, call, merge, unflatten
+from treetap._states import (
+    FlatState,
+    State,
+    filter_state,
+    from_flat_state,
+    map_state,
+    merge_state,
+    replace_by_pure_dict,
+    restore_int_paths,
+    split_state,
+    to_flat_state,
+    to_pure_dict,
+)
+from treetap._updates import pop, set_metadata, update, with_vars
+from treetap._variables import Variable
+
+F = TypeVar("F", bound=Callable[..., _Any])
+
+
+class set_graph_mode(_settings.set_graph_mode, key="nnx_graph_mode", default=True):
+    """As `treetap.set_graph_mode`; on here when nobody has set it."""
+
+
+class set_graph_updates(
+    _settings.set_graph_updates, key="nnx_graph_updates", default=True
+):
+    """As `treetap.set_graph_updates`; on here when nobody has set it."""
+
+
+def _graph_by_default(fn: F) -> F:
+    """The same function, in graph mode unless an argument or a setting says else."""
+
+    @functools.wraps(fn)
+    def call(*args: _Any, graph: bool | None = None, **kwargs: _Any) -> _Any:
+        mode = set_graph_mode.current_value() if graph is None else graph
+        return fn(*args, graph=mode, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
+
+
+clone = _graph_by_default(_copies.clone)
+flatten = _graph_by_default(_splitting.flatten)
+graphdef = _graph_by_default(_splitting.graphdef)
+iter_children = _graph_by_default(_modules.iter_children)
+iter_graph = _graph_by_default(_walks.iter_graph)
+iter_module_children = iter_children
+iter_modules = _graph_by_default(_modules.iter_modules)
+map = _graph_by_default(_splitting.map)
+recursive_map = _graph_by_default(_walks.recursive_map)
+reseed = _graph_by_default(_reseeding.reseed)
+split = _graph_by_default(_splitting.split)
+state = _graph_by_default(_splitting.state)
+unpack = _graph_by_default(_splitting.unpack)
+variables = state
+view = _graph_by_default(_views.view)
+view_info = _graph_by_default(_views.view_info)
+with_attributes = _graph_by_default(_views.with_attributes)
+with_rngs = _graph_by_default(_reseeding.with_rngs)
+
+
+class Object(Pytree, pytree=False):
+    """A Pytree that stays out of JAX's registry."""
+
+    def __init_subclass__(cls, *, pytree: bool = False, **kwargs: _Any):
+        if pytree:
+            raise _AttributeStatusError(
+                f"{cls.__name__}: an Object is not a pytree. Derive from "
+                "Pytree instead."
+            )
+        super().__init_subclass__(pytree=False, **kwargs)
+
+
+def display(*objects: _Any) -> None:
+    """Shows objects: through treescope in a notebook, as text elsewhere."""
+    try:
+        from IPython.core.getipython import get_ipython  # pyright: ignore[reportMissingImports] - only in notebooks
+
+        in_notebook = get_ipython() is not None
+    except ImportError:
+        in_notebook = False
+    for item in objects:
+        if in_notebook:
+            import treescope
+
+            treescope.display(item)
+        else:
+            print(item)
+
+
+__all__ = [
+    "All",
+    "Any",
+    "BatchStat",
+    "Cache",
+    "Dict",
+    "Everything",
+    "FlatState",
+    "GraphDef",
+    "GraphState",
+    "Intermediate",
+    "List",
+    "Module",
+    "Not",
+    "Nothing",
+    "Object",
+    "OfType",
+    "Param",
+    "PathContains",
+    "Perturbation",
+    "Pytree",
+    "RngCount",
+    "RngKey",
+    "RngState",
+    "RngStream",
+    "Rngs",
+    "Sequential",
+    "State",
+    "Variable",
+    "VariableMetadata",
+    "WithTag",
+    "as_pure",
+    "call",
+    "check_pytree",
+    "clone",
+    "data",
+    "dataclass",
+    "display",
+    "filter_state",
+    "find_duplicates",
+    "first_from",
+    "flatten",
+    "from_flat_state",
+    "graphdef",
+    "has_data",
+    "is_data",
+    "iter_children",
+    "iter_graph",
+    "iter_module_children",
+    "iter_modules",
+    "logical_axis_rules",
+    "map",
+    "map_state",
+    "merge",
+    "merge_state",
+    "pop",
+    "pure",
+    "recursive_map",
+    "register_data_type",
+    "register_variable_name",
+    "replace_by_pure_dict",
+    "reseed",
+    "restore_int_paths",
+    "set_graph_mode",
+    "set_graph_updates",
+    "set_metadata",
+    "split",
+    "split_state",
+    "state",
+    "static",
+    "to_flat_state",
+    "to_pure_dict",
+    "traversals",
+    "unflatten",
+    "unpack",
+    "update",
+    "use_eager_sharding",
+    "using_eager_sharding",
+    "var_defaults",
+    "variable_name_from_type",
+    "variable_type_from_name",
+    "variables",
+    "vars_as",
+    "view",
+    "view_info",
+    "with_attributes",
+    "with_metadata",
+    "with_rngs",
+    "with_vars",
+]
