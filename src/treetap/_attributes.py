@@ -34,8 +34,9 @@ _registered: set[type] = set()
 class Node:
     """Base of every object of ours: what it keeps outside its attributes.
 
-    `flat` caches children and static part, `key` is what the parent calls the object,
-    `status` maps attribute to is-data, `trace` is the level the object belongs to.
+    `flat` caches children and static part, `spec` the description made from them,
+    `key` is what the parent calls the object, `status` maps attribute to is-data, and
+    `trace` is the level the object belongs to.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Node:
         "__weakref__",
         "_pytree__flat",
         "_pytree__key",
+        "_pytree__spec",
         "_pytree__status",
         "_pytree__trace",
     )
@@ -162,11 +164,19 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES
 
 
-def classify(where: str, value: Any, status: bool | None) -> tuple[Any, bool]:
+def _where(owner: str, name: Any) -> str:
+    """An attribute or item, as people would write it."""
+    return f"{owner}[{name}]" if isinstance(name, int) else f"{owner}.{name}"
+
+
+def classify(
+    owner: str, name: Any, value: Any, status: bool | None
+) -> tuple[Any, bool]:
     """Decides what an assignment stores, and whether as data.
 
     Args:
-        where: The attribute, as people would write it.
+        owner: The class whose attribute it is.
+        name: The attribute, or the position in a List.
         value: What is assigned.
         status: True or False when the attribute is data or static already.
     """
@@ -174,24 +184,24 @@ def classify(where: str, value: Any, status: bool | None) -> tuple[Any, bool]:
     if kind in _PLAIN_TYPES:
         return value, bool(status)
     if kind is Marked:
-        return _unmarked(where, value)
+        return _unmarked(_where(owner, name), value)
     if isinstance(value, Variable | Node) or is_data(value):
         if status is False:
             raise AttributeStatusError(
-                f"{where}: cannot assign data of type {kind.__name__} to a static "
-                f"attribute. Wrap it with `data(...)`, or make the attribute data from "
-                f"the start: `{where.rpartition('.')[2]} = data(None)`."
+                f"{_where(owner, name)}: cannot assign data of type {kind.__name__} to "
+                "a static attribute. Wrap it with `data(...)`, or make the attribute "
+                f"data from the start: `self.{name} = data(None)`."
             )
         return value, True
     if _has_marked(value):
         raise AttributeStatusError(
-            f"{where}: `data(...)` or `static(...)` inside a {kind.__name__}. "
-            "Wrap the whole value, or use `List` or `Dict`."
+            f"{_where(owner, name)}: `data(...)` or `static(...)` inside a "
+            f"{kind.__name__}. Wrap the whole value, or use `List` or `Dict`."
         )
     if not status and (found := has_data(value)):
         raise AttributeStatusError(
-            f"{where}: Found data on value of type {kind.__name__}: it holds "
-            f"{_kinds(found)}, but a {kind.__name__} is static. Wrap it with "
+            f"{_where(owner, name)}: Found data on value of type {kind.__name__}: it "
+            f"holds {_kinds(found)}, but a {kind.__name__} is static. Wrap it with "
             "`data(...)`, annotate the class (`x: T = data()`), use `List` or `Dict`, "
             "take the data out, or declare the class with `pytree=False`."
         )
@@ -214,15 +224,16 @@ def _kinds(found: list[Any]) -> str:
     return ", ".join(sorted({type(leaf).__name__ for leaf in found}))
 
 
-def check_static(where: str, value: Any) -> None:
+def check_static(owner: str, name: Any, value: Any) -> None:
     """Raises when a static attribute has come to hold data."""
     if type(value) in _PLAIN_TYPES:
         return
     if found := has_data(value):
         raise AttributeStatusError(
-            f"{where}: Found unexpected data on value of type {type(value).__name__}: "
-            f"the attribute is static and now holds {_kinds(found)}. Wrap the value "
-            "with `data(...)` when it is assigned, or use `List` or `Dict`."
+            f"{_where(owner, name)}: Found unexpected data on value of type "
+            f"{type(value).__name__}: the attribute is static and now holds "
+            f"{_kinds(found)}. Wrap the value with `data(...)` when it is assigned, or "
+            "use `List` or `Dict`."
         )
 
 

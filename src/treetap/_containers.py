@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, overload
 from treetap import _display
 from treetap._attributes import classify, is_data
 from treetap._modules import Module
-from treetap._pytrees import adopt, attributes_of, counts, drop_flat, replace_status
+from treetap._pytrees import adopt, attributes_of, counts, unseal
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class List(Module, MutableSequence[T], Generic[T]):
 
     def _admitted(self, place: int, value: Any) -> tuple[Any, bool]:
         """A value on its way into the list, and whether as data."""
-        return classify(f"{type(self).__name__}[{place}]", value, None)
+        return classify(type(self).__name__, place, value, None)
 
     def _items(self) -> list[tuple[Any, bool]]:
         """The items in order, each with its status."""
@@ -64,8 +64,7 @@ class List(Module, MutableSequence[T], Generic[T]):
             attributes[place] = value
             status[place] = flag
             adopt(value, place)
-        replace_status(self, status)
-        drop_flat(self)
+        unseal(self, status)
 
     def _place(self, index: Any) -> int:
         """A position as a number from 0, checked."""
@@ -111,8 +110,7 @@ class List(Module, MutableSequence[T], Generic[T]):
             old, status = items[place]
             # A value that was declared data, like `data(1)`, leaves its place data.
             declared = True if status and not is_data(old) else None
-            where = f"{type(self).__name__}[{place}]"
-            items[place] = classify(where, value, declared)
+            items[place] = classify(type(self).__name__, place, value, declared)
         self._renumber(items)
 
     def __delitem__(self, index: int | slice) -> None:

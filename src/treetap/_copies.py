@@ -13,12 +13,12 @@ import jax
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._pytrees import bare, flat_of
+from treetap._pytrees import adopt, bare, fill, flat_of
 from treetap._settings import resolve_graph
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
 from treetap._trees import is_container, open_container
-from treetap._variables import Variable, make
+from treetap._variables import Variable, twin
 
 
 def _same(value: Any) -> Any:
@@ -34,7 +34,6 @@ class Rebuild:
         name: The public function at work, for messages.
         variable: Makes the new Variable from the old one.
         leaf: Makes the new leaf from any other.
-        adapt: Called with each new object of ours and the old one.
     """
 
     def __init__(
@@ -53,27 +52,23 @@ class Rebuild:
         self.leaf = leaf
         self.trace = current_trace()
         self.made: dict[int, Any] = {}
-        self.unfinished: set[int] = set()
         self.leaves = 0
 
     def run(self) -> Any:
         """The rebuilt root."""
         return self.any(self.root)
 
-    def any(self, value: Any) -> Any:
+    def any(self, value: Any, key: Any = None) -> Any:
         """The rebuilt form of any value."""
-        if isinstance(value, Variable):
-            identity = id(value)
-            if identity in self.made:
-                return self.again(value)
-            self.leaves += 1
-            made = self.made[identity] = self.variable(value)
-            return made
         if isinstance(value, Node):
-            return self.object(value)
+            return self.object(value, key)
+        if isinstance(value, Variable):
+            return self.variable_at(value)
         if is_container(value):
             opened = open_container(value)
-            return opened.close([self.any(child) for child in opened.children])
+            made = opened.close([self.any(child) for child in opened.children])
+            adopt(made, key)
+            return made
         self.leaves += 1
         if not isinstance(value, jax.Ref):
             return self.leaf(value)
@@ -82,19 +77,32 @@ class Rebuild:
         made = self.made[id(value)] = self.leaf(value)
         return made
 
-    def object(self, node: Any) -> Any:
+    def variable_at(self, variable: Variable[Any]) -> Any:
+        """The new form of a Variable."""
+        identity = id(variable)
+        if identity in self.made:
+            return self.again(variable)
+        self.leaves += 1
+        made = self.made[identity] = self.variable(variable)
+        return made
+
+    def object(self, node: Any, key: Any) -> Any:
         """The rebuilt form of an object of ours."""
         identity = id(node)
         if identity in self.made:
             return self.again(node)
-        if not (self.graph or type(node)._pytree__is_pytree):
+        if not (self.graph or node._pytree__is_pytree):
             raise refuse_pytree_false(self.name, self.root, node)
-        made = self.made[identity] = bare(type(node), self.trace)
-        self.unfinished.add(identity)
+        made = self.made[identity] = bare(type(node), self.trace, key)
         before = self.leaves
         children, structure = flat_of(node)
-        made._fill(structure, [self.any(child) for child in children])
-        self.unfinished.discard(identity)
+        new = []
+        for name, child in zip(structure[0].keys, children):
+            if isinstance(child, Variable):
+                new.append(self.variable_at(child))
+            else:
+                new.append(self.any(child, name))
+        fill(made, structure, new)
         if self.leaves == before and not self.graph:
             self.made[identity] = _Leafless(made)
         return made
@@ -149,10 +157,10 @@ def clone(
     trace = current_trace()
 
     def copy_variable(variable: Variable[Any]) -> Variable[Any]:
-        raw = variable._value
+        raw = variable._box[0]
         if arrays or not isinstance(raw, jax.Array):
             return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
-        return make(type(variable), raw, variable._metadata, trace)
+        return twin(variable, trace)
 
     return Rebuild(
         node,

@@ -21,7 +21,7 @@ from jax.tree_util import register_static
 from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._metadata import MISSING
-from treetap._pytrees import bare, flat_of
+from treetap._pytrees import adopt, bare, cached_flat, fill, set_spec
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._states import is_branch
 from treetap._traces import current_trace
@@ -34,16 +34,20 @@ from treetap._trees import (
     show_path,
     sorted_keys,
 )
-from treetap._variables import Variable, make
+from treetap._variables import Variable, get_facts, make
 
 
 class ObjectSpec(NamedTuple):
-    """An object of ours: its class, its layout and statics, its children."""
+    """An object of ours: its class, its layout and statics, its children.
+
+    `kinds` are the children's types when all are Variables of a tree, else None.
+    """
 
     number: int | None
     type: type
     structure: Any
     children: tuple[Any, ...]
+    kinds: Any
 
 
 class ContainerSpec(NamedTuple):
@@ -121,7 +125,7 @@ class GraphDef:
 def outline(spec: Any) -> Any:
     """The hashable part of a description: types, names and sharing."""
     match spec:
-        case ObjectSpec(_, kind, (layout, _), children):
+        case ObjectSpec(_, kind, (layout, _), children, _):
             return kind, layout, tuple(map(outline, children))
         case ContainerSpec(kind, keys, _, children):
             return kind, keys, tuple(map(outline, children))
@@ -134,8 +138,8 @@ def describe(spec: Any, label: str, depth: int) -> list[str]:
     """Lines of text for a description."""
     start = "  " * depth + label
     match spec:
-        case ObjectSpec(_, kind, (layout, statics), children):
-            pairs = zip(layout.static_names, statics, strict=True)
+        case ObjectSpec(_, kind, (layout, statics), children, _):
+            pairs = zip(layout.static_names, statics)
             shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
             keys = layout.keys
             lines = [f"{start}: {kind.__name__}({shown})"]
@@ -151,111 +155,130 @@ def describe(spec: Any, label: str, depth: int) -> list[str]:
             return [f"{start}: the same as number {number}"]
         case _:
             return [f"{start}: leaf"]
-    for key, child in zip(keys, children, strict=True):
+    for key, child in zip(keys, children):
         lines += describe(child, str(key), depth + 1)
     return lines
 
 
 class _Apart:
-    """One walk over an object: the numbers given out, and the leaves counted."""
+    """One walk over an object: what was met, and the leaves counted."""
 
-    __slots__ = ("active", "graph", "name", "num_leaves", "root", "seen", "specs")
+    __slots__ = ("graph", "name", "num_leaves", "numbers", "root")
 
     def __init__(self, root: Any, graph: bool, name: str):
         self.root = root
         self.graph = graph
         self.name = name
         self.num_leaves = 0
-        self.seen: dict[int, int] = {}
-        self.active: set[int] = set()  # tree mode: the objects we are inside of
-        self.specs: dict[tuple[type, int], VariableSpec] = {}
-
-    def variable(self, variable: Variable[Any]) -> Any:
-        """The description of a Variable; the state is the Variable itself."""
-        seen = self.seen
-        identity = id(variable)
-        if identity in seen:
-            return self.again(variable)
-        index = seen[identity] = len(seen)
-        self.num_leaves += 1
-        kind, metadata = type(variable), variable._metadata
-        if self.graph:
-            return VariableSpec(index, kind, metadata)
-        spec = self.specs.get((kind, id(metadata)))
-        if spec is None:
-            spec = VariableSpec(None, kind, metadata)
-            self.specs[(kind, id(metadata))] = spec
-        return spec
+        # What was met, by identity: its number in graph mode; in tree mode INSIDE or
+        # DONE for an object, DONE for a Variable.
+        self.numbers: dict[int, int] = {}
 
     def again(self, value: Any) -> SharedSpec:
         """The description of something met before; refused in tree mode."""
         if not self.graph:
             raise refuse_shared(self.name, self.root, value)
-        return SharedSpec(self.seen[id(value)])
+        return SharedSpec(self.numbers[id(value)])
 
     def any(self, value: Any) -> tuple[Any, Any]:
         """The description and the state of any value."""
-        if isinstance(value, Variable):
-            spec = self.variable(value)
-            return spec, NOTHING if type(spec) is SharedSpec else value
         if isinstance(value, Node):
             return self.object(value)
+        if isinstance(value, Variable):
+            (spec,), state = self.children((None,), (value,))
+            return spec, state.get(None, NOTHING)
         if is_container(value):
             opened = open_container(value)
             specs, state = self.children(opened.keys, opened.children)
             spec = ContainerSpec(opened.kind, opened.keys, opened.definition, specs)
             return spec, state or NOTHING
-        self.num_leaves += 1
         if not isinstance(value, jax.Ref):
+            self.num_leaves += 1
             return PLAIN_LEAF, value
-        if id(value) in self.seen:
-            self.num_leaves -= 1
+        if id(value) in self.numbers:
             return self.again(value), NOTHING
-        index = self.seen[id(value)] = len(self.seen)
-        return LeafSpec(index if self.graph else None), value
+        self.num_leaves += 1
+        number = self.numbers[id(value)] = len(self.numbers)
+        return LeafSpec(number if self.graph else None), value
 
     def object(self, node: Any) -> tuple[Any, Any]:
         """The description and the state of an object of ours."""
+        numbers, graph = self.numbers, self.graph
         identity = id(node)
-        kind = type(node)
+        met = numbers.get(identity)
+        if met is not None and (graph or met is INSIDE):
+            return self.again(node), NOTHING
+        number = len(numbers) if graph else None
+        numbers[identity] = INSIDE if number is None else number
+        try:
+            children, structure = cached_flat(node)
+        except AttributeError:
+            if not (graph or node._pytree__is_pytree):
+                raise refuse_pytree_false(self.name, self.root, node) from None
+            children, structure = node._refresh()
+        keys = structure[0].keys
         before = self.num_leaves
-        if self.graph:
-            if identity in self.seen:
-                return self.again(node), NOTHING
-        elif identity in self.active:
-            raise refuse_shared(self.name, self.root, node)
-        elif not kind._pytree__is_pytree:
-            raise refuse_pytree_false(self.name, self.root, node)
+        spec = None if graph else self.kept(node, children)
+        if spec is not None:
+            state: Any = dict(zip(keys, children))
         else:
-            self.active.add(identity)
-        index = len(self.seen)
-        known = self.seen.setdefault(identity, index)
-        children, structure = flat_of(node)
-        specs, state = self.children(structure[0].keys, children)
-        if not self.graph:
-            self.active.discard(identity)
-            if known != index and self.num_leaves != before:
+            specs, state = self.children(keys, children)
+            spec = ObjectSpec(number, type(node), structure, specs, None)
+            if not graph and all(map(_is_variable_spec, specs)):
+                spec = spec._replace(kinds=tuple(map(type, children)))
+                set_spec(node, (children, tuple(map(get_facts, children)), spec))
+        if number is None:
+            numbers[identity] = DONE
+            if met is DONE and self.num_leaves != before:
                 raise refuse_shared(self.name, self.root, node)
-            index = None
-        return ObjectSpec(index, kind, structure, specs), state or NOTHING
+        return spec, state or NOTHING
 
-    def children(
-        self, keys: Any, children: Any
-    ) -> tuple[tuple[Any, ...], dict[Key, Any]]:
+    def kept(self, node: Any, children: Any) -> ObjectSpec | None:
+        """The description an object of Variables keeps, if it is still right.
+
+        It is while the children are the same tuple and their metadata the same objects.
+        """
+        kept = node._pytree__spec
+        if kept is None or kept[0] is not children:
+            return None
+        if kept[1] != tuple(map(get_facts, children)):
+            return None
+        numbers = self.numbers
+        for child in children:
+            if (identity := id(child)) in numbers:
+                raise refuse_shared(self.name, self.root, child)
+            numbers[identity] = DONE
+        self.num_leaves += len(children)
+        return kept[2]
+
+    def children(self, keys: Any, children: Any) -> tuple[tuple[Any, ...], Any]:
         """Descriptions of children, and the nested dict of those with leaves."""
         specs: list[Any] = []
         state: dict[Key, Any] = {}
-        for key, child in zip(keys, children, strict=True):
-            if isinstance(child, Variable):
-                spec = self.variable(child)
-                if type(spec) is VariableSpec:
-                    state[key] = child
-            else:
-                spec, inner = self.any(child)
+        numbers, graph = self.numbers, self.graph
+        for key, child in zip(keys, children):
+            if not isinstance(child, Variable):
+                is_node = isinstance(child, Node)
+                spec, inner = self.object(child) if is_node else self.any(child)
                 if inner is not NOTHING:
                     state[key] = inner
+            elif (identity := id(child)) in numbers:
+                spec = self.again(child)
+            else:
+                number = len(numbers) if graph else None
+                spec = VariableSpec(number, type(child), child._facts.metadata)
+                numbers[identity] = len(numbers) if graph else DONE
+                self.num_leaves += 1
+                state[key] = child
             specs.append(spec)
         return tuple(specs), state
+
+
+def _is_variable_spec(spec: Any) -> bool:
+    return type(spec) is VariableSpec
+
+
+INSIDE, DONE = -1, -2
 
 
 def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
@@ -328,37 +351,45 @@ class _Together:
 
     def object(self, spec: ObjectSpec, state: Any, path: Path) -> Any:
         """An object of ours; numbered first, as its children may lead back to it."""
-        node = bare(spec.type, self.trace)
-        if spec.number is not None:
-            self.made[spec.number] = node
-        layout = spec.structure[0]
-        children = self.children(layout.keys, spec.children, state, path)
-        node._fill(spec.structure, children)
+        number, kind, structure, specs, kinds = spec
+        node = bare(kind, self.trace, path[-1] if path else None)
+        if number is not None:
+            self.made[number] = node
+        layout = structure[0]
+        children = None
+        if kinds and type(state) is dict and len(state) == len(kinds) and not self.copy:
+            children = _matching(layout, state, kinds)
+        if children is None:
+            children = self.children(layout.keys, specs, state, path)
+        fill(node, structure, children)
         return node
 
     def children(self, keys: Any, specs: Any, state: Any, path: Path) -> list[Any]:
         """Children from the entries of a mapping, which must be exactly theirs."""
         if state is MISSING:
             state = {}
-        elif not isinstance(state, Mapping):
+        elif type(state) is not dict and not isinstance(state, Mapping):
             self.problem(path, f"a {type(state).__name__} where a mapping belongs")
             state = {}
         made = []
         used = 0
-        for key, spec in zip(keys, specs, strict=True):
+        quick = not self.copy
+        for key, spec in zip(keys, specs):
             inner = state.get(key, MISSING)
             if inner is not MISSING:
                 used += 1
-            if (
-                type(spec) is VariableSpec
-                and type(inner) is spec.type
-                and not self.copy
-            ):
+            kind = type(spec)
+            if kind is VariableSpec and type(inner) is spec[1] and quick:
+                if spec[0] is not None:
+                    self.made[spec[0]] = inner
                 made.append(inner)
-                if spec.number is not None:
-                    self.made[spec.number] = inner
+            elif kind is ObjectSpec:
+                made.append(self.object(spec, inner, (*path, key)))
             else:
-                made.append(self.any(spec, inner, (*path, key)))
+                value = self.any(spec, inner, (*path, key))
+                if kind is ContainerSpec or kind is SharedSpec:
+                    adopt(value, key)
+                made.append(value)
         if used != len(state):
             for key in state:
                 if key not in keys:
@@ -376,6 +407,15 @@ class _Together:
     def problem(self, path: Path, what: str) -> None:
         """Notes an entry of the wrong kind."""
         self.problems.append(f"{show_path(path)} is {what}")
+
+
+def _matching(layout: Any, state: dict[Key, Any], kinds: Any) -> Any:
+    """Variables by name, when all are there and of the right kinds; else None."""
+    try:
+        children = layout.children_of(state)
+    except KeyError:
+        return None
+    return children if tuple(map(type, children)) == kinds else None
 
 
 def put_together(
@@ -436,11 +476,11 @@ def from_leaves(graphdef: GraphDef, leaves: Any, name: str) -> Any:
                 return next(supply)
             case SharedSpec():
                 return NOTHING
-            case ObjectSpec(_, _, (layout, _), children):
+            case ObjectSpec(_, _, (layout, _), children, _):
                 keys = layout.keys
             case _:
                 keys, children = spec.keys, spec.children
-        inner = dict(zip(keys, children, strict=True))
+        inner = dict(zip(keys, children))
         filled = {key: fill(inner[key]) for key in sorted_keys(keys)}
         return {key: value for key, value in filled.items() if value is not NOTHING}
 

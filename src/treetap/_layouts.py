@@ -16,22 +16,32 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from treetap._trees import Key, sorted_keys
 
-Getter = Callable[[Mapping[Key, Any]], tuple[Any, ...]]
+Getter = Callable[[Any], tuple[Any, ...]]
 
 
 def _getter(names: Sequence[Key]) -> Getter:
-    """A function that reads `names` from a mapping as a tuple, in C for two or more."""
+    """A function that reads several items as a tuple, in C for two or more."""
     if not names:
-        return lambda attributes: ()
+        return lambda holder: ()
     if len(names) == 1:
         (name,) = names
-        return lambda attributes: (attributes[name],)
+        return lambda holder: (holder[name],)
     return itemgetter(*names)
 
 
 def _entry(key: Key) -> Any:
     """JAX's key-path entry for an attribute, or for a position in a List."""
     return SequenceKey(key) if isinstance(key, int) else GetAttrKey(key)
+
+
+class Sealed(dict[Key, bool]):
+    """The status of a Layout's attributes: shared by objects, and never changed.
+
+    An object that has its children cached has its Layout's status; one that is being
+    changed has a plain dict of its own.
+    """
+
+    __slots__ = ()
 
 
 class Layout:
@@ -42,27 +52,32 @@ class Layout:
             of a List have their positions for names.
         static_names: Names of the static attributes, sorted.
         status: Name to is-data, in order of assignment.
+        children_of, statics_of: Read those values from an attribute dictionary.
+        arrange: Puts children followed by statics into the order of `status`.
     """
 
     __slots__ = (
         "__weakref__",
+        "arrange",
         "children_of",
         "entries",
         "keys",
         "static_names",
         "statics_of",
         "status",
-        "template",
     )
 
     def __init__(self, status: Mapping[Key, bool]):
-        self.status = dict(status)
+        self.status = Sealed(status)
         self.keys = tuple(sorted_keys(n for n, is_data in status.items() if is_data))
         self.static_names = tuple(sorted_keys(n for n, d in status.items() if not d))
         self.entries = tuple(map(_entry, self.keys))
         self.children_of = _getter(self.keys)
         self.statics_of = _getter(self.static_names)
-        self.template = dict.fromkeys(status)
+        sources = {
+            name: place for place, name in enumerate(self.keys + self.static_names)
+        }
+        self.arrange = _getter([sources[name] for name in status])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -78,18 +93,7 @@ class Layout:
         return f"Layout(data={list(self.keys)}, static={list(self.static_names)})"
 
     def __reduce__(self) -> Any:
-        return layout_of, (self.status,)
-
-    def fill(
-        self,
-        attributes: dict[Key, Any],
-        children: Sequence[Any],
-        statics: Sequence[Any],
-    ) -> None:
-        """Writes children and statics into an empty dictionary, in order."""
-        attributes.update(self.template)
-        attributes.update(zip(self.keys, children, strict=True))
-        attributes.update(zip(self.static_names, statics, strict=True))
+        return layout_of, (dict(self.status),)
 
 
 _known: "WeakValueDictionary[tuple[tuple[Key, bool], ...], Layout]" = (

@@ -116,7 +116,7 @@ def assign(
         module._check_trace()
         if type(module)._pytree__is_pytree and not isinstance(value, Marked):
             status = module._pytree__status.get(key)
-            classify(f"{type(module).__name__}.{key}", value, status)
+            classify(type(module).__name__, key, value, status)
     for module, key, value in planned:
         setattr(module, key, value)
 

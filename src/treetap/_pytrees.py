@@ -12,7 +12,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jax.tree_util import register_pytree_with_keys
@@ -28,7 +28,7 @@ from treetap._attributes import (
     is_plain,
 )
 from treetap._kinds import RngState
-from treetap._layouts import layout_of
+from treetap._layouts import Sealed, layout_of
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import is_container, open_container
 from treetap._variables import Variable
@@ -36,8 +36,13 @@ from treetap._variables import Variable
 Flat = tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
 
 _attributes_of = Node.__dict__["__dict__"].__get__
+_set_attributes = Node.__dict__["__dict__"].__set__
 set_flat = Node.__dict__["_pytree__flat"].__set__
+cached_flat = Node.__dict__[
+    "_pytree__flat"
+].__get__  # AttributeError when there is none
 _drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
+set_spec = Node.__dict__["_pytree__spec"].__set__
 set_key = Node.__dict__["_pytree__key"].__set__
 replace_status = Node.__dict__["_pytree__status"].__set__
 _set_trace = Node.__dict__["_pytree__trace"].__set__
@@ -46,6 +51,14 @@ _read_flat = attrgetter("_pytree__flat")
 
 def drop_flat(node: Node) -> None:
     """Forgets the cached children of an object that has changed."""
+    status = node._pytree__status
+    if type(status) is Sealed:
+        unseal(node, dict(status))
+
+
+def unseal(node: Node, status: dict[Any, bool]) -> None:
+    """Gives a changed object a status of its own, and forgets its children."""
+    replace_status(node, status)
     try:  # noqa: SIM105 - `suppress` would cost more than the write that calls this
         _drop_flat_slot(node)
     except AttributeError:
@@ -62,13 +75,6 @@ def adopt(child: Any, key: Any) -> None:
     elif type(child) is dict:
         for name, item in child.items():
             adopt(item, f"{key}/{name}")
-
-
-def prepare(node: Node, trace: Any) -> None:
-    """Gives a bare object its slots."""
-    replace_status(node, {})
-    _set_trace(node, trace)
-    set_key(node, None)
 
 
 class PytreeMeta(ABCMeta):
@@ -114,6 +120,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
 
     _pytree__flat: Flat
     _pytree__key: Any
+    _pytree__spec: Any
     _pytree__status: dict[Any, bool]
     _pytree__trace: Any
 
@@ -142,8 +149,8 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes a bare object that belongs to the current trace."""
-        self = object.__new__(cls)
-        prepare(self, current_trace())
+        self = bare(cls, current_trace())
+        replace_status(self, {})
         return self
 
     # Attributes.
@@ -153,31 +160,42 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         if name in cls._pytree__descriptors:
             object.__setattr__(self, name, value)
             return
-        self._check_trace()
+        if is_foreign(self._pytree__trace):
+            raise refuse_foreign_object(cls.__name__)
+        status = self._pytree__status
+        if type(status) is Sealed:
+            status = dict(status)
         if cls._pytree__is_pytree:
-            status = self._pytree__status
             known = status.get(name)
             if known is None:
                 known = cls._pytree__class_status.get(name)
-            value, is_data = classify(f"{cls.__name__}.{name}", value, known)
-            if is_data:
-                adopt(value, name)
-            if status.get(name) is not is_data:
-                self._set_attribute_status(name, is_data)
+            if known is False or not isinstance(value, Variable):
+                value, known = classify(cls.__name__, name, value, known)
+                if known:
+                    adopt(value, name)
+            else:
+                known = True
+            status[name] = known
         else:
             value = value.value if isinstance(value, Marked) else value
             adopt(value, name)
         object.__setattr__(self, name, value)
-        drop_flat(self)
+        # Last, so that no other thread can cache children from before the write.
+        if self._pytree__status is not status:
+            unseal(self, status)
 
     __setattr__.keeps_flat = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
     def __delattr__(self, name: str) -> None:
         self._check_trace()
         object.__delattr__(self, name)
-        if name in self._pytree__status:
-            self._set_attribute_status(name, None)
-        drop_flat(self)
+        self._forget(name)
+
+    def _forget(self, name: Any) -> None:
+        """Drops the status of an attribute that is gone."""
+        status = dict(self._pytree__status)
+        status.pop(name, None)
+        unseal(self, status)
 
     if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
 
@@ -198,31 +216,26 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         if is_foreign(self._pytree__trace):
             raise refuse_foreign_object(type(self).__name__)
 
-    def _set_attribute_status(self, name: str, is_data: bool | None) -> None:
-        """Records an attribute's status; a layout's mapping is copied before."""
-        status = dict(self._pytree__status)
-        if is_data is None:
-            del status[name]
-        else:
-            status[name] = is_data
-        replace_status(self, status)
-
     def _settle(self) -> None:
         """Classifies attributes that came past `__setattr__`, and checks the rest."""
         cls = type(self)
         attributes = _attributes_of(self)
         status = self._pytree__status
-        for name in [name for name in attributes if name not in status]:
-            where = f"{cls.__name__}.{name}"
-            known = cls._pytree__class_status.get(name)
-            attributes[name], is_data = classify(where, attributes[name], known)
-            self._set_attribute_status(name, is_data)
-            if is_data:
-                adopt(attributes[name], name)
-        for name, is_data in self._pytree__status.items():
+        if len(status) != len(attributes) or status.keys() != attributes.keys():
+            status = {}
+            for name, value in attributes.items():
+                known = self._pytree__status.get(name)
+                if known is None:
+                    known = cls._pytree__class_status.get(name)
+                    value, known = classify(cls.__name__, name, value, known)  # noqa: PLW2901 - unwrapped
+                    attributes[name] = value
+                    if known:
+                        adopt(value, name)
+                status[name] = known
+            unseal(self, status)
+        for name, is_data in status.items():
             if not is_data:
-                check_static(f"{cls.__name__}.{name}", attributes[name])
-        drop_flat(self)
+                check_static(cls.__name__, name, attributes[name])
 
     def _replace_child(self, key: Any, value: Any) -> None:
         """Puts another value where a data attribute stands; the status stays."""
@@ -233,8 +246,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     def _remove_child(self, key: Any) -> None:
         """Removes a data attribute."""
         del _attributes_of(self)[key]
-        self._set_attribute_status(key, None)
-        drop_flat(self)
+        self._forget(key)
 
     # The tree.
 
@@ -243,6 +255,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         attributes = _attributes_of(self)
         if not type(self)._pytree__is_pytree:
             return _flat_by_value(attributes)
+        before = list(attributes.values())
         status = self._pytree__status
         if len(status) != len(attributes) or status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
@@ -252,21 +265,10 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
             replace_status(self, layout.status)
             set_flat(self, flat)
             # A write in another thread may have come between reading and keeping.
-            if any(map(_is_not, layout.children_of(attributes), flat[0])):
+            after = list(attributes.values())
+            if len(before) != len(after) or any(map(is_not, before, after)):
                 drop_flat(self)
         return flat
-
-    def _fill(self, structure: Any, children: Iterable[Any]) -> None:
-        """Gives a bare object its attributes; the inverse of flattening."""
-        layout, statics = structure
-        children = tuple(children)
-        layout.fill(_attributes_of(self), children, statics)
-        replace_status(self, layout.status)
-        if type(self)._pytree__cached:
-            set_flat(self, (children, structure))
-        for key, child in zip(layout.keys, children, strict=True):
-            if not isinstance(child, Variable):
-                adopt(child, key)
 
     # Copies.
 
@@ -279,7 +281,6 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         replace_status(self, dict(status))
         for name, value in attributes.items():
             adopt(value, name)
-        drop_flat(self)
 
     def __reduce__(self) -> Any:
         return _bare, (type(self),), self.__getstate__()
@@ -306,15 +307,36 @@ def _bare(cls: type[Any]) -> Any:
     return bare(cls, current_trace())
 
 
-def bare(cls: type[Any], trace: Any) -> Any:
+def bare(cls: type[Any], trace: Any, key: Any = None) -> Any:
     """An object without attributes, past `__new__` and `__init__`."""
     self = object.__new__(cls)
-    prepare(self, trace)
+    _set_trace(self, trace)
+    set_key(self, key)
+    set_spec(self, None)
     return self
 
 
-def _is_not(first: Any, second: Any) -> bool:
-    return first is not second
+def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
+    """Gives a bare object its attributes: the inverse of flattening.
+
+    The children's keys are the caller's to set; see `adopt_all`.
+    """
+    layout, statics = structure
+    children = tuple(children)
+    values = children + statics if statics else children
+    _set_attributes(node, dict(zip(layout.status, layout.arrange(values))))
+    if node._pytree__cached:
+        replace_status(node, layout.status)
+        set_flat(node, (children, structure))
+    else:
+        replace_status(node, dict(layout.status))
+
+
+def adopt_all(structure: Any, children: Iterable[Any]) -> None:
+    """Tells the children of an object their keys."""
+    for key, child in zip(structure[0].keys, children):
+        if not isinstance(child, Variable):
+            adopt(child, key)
 
 
 def _descriptors_of(cls: type) -> frozenset[str]:
@@ -340,24 +362,23 @@ def _flat_by_value(attributes: dict[str, Any]) -> Flat:
 
 def _flatten_with_keys(node: Any) -> Any:
     children, structure = flat_of(node)
-    return tuple(zip(structure[0].entries, children, strict=True)), structure
+    return tuple(zip(structure[0].entries, children)), structure
 
 
 def flat_of(node: Any) -> Flat:
     """The children and structure of an object, cached or fresh."""
     try:
-        return _cached_flat(node)
+        return cached_flat(node)
     except AttributeError:
         return node._refresh()
-
-
-_cached_flat = Node.__dict__["_pytree__flat"].__get__
 
 
 def _register(cls: type[Pytree]) -> None:
     def unflatten(structure: Any, children: Iterable[Any]) -> Any:
         node = bare(cls, current_trace())
-        node._fill(structure, children)
+        children = tuple(children)
+        fill(node, structure, children)
+        adopt_all(structure, children)
         return node
 
     # JAX may read the slot itself unless a class answers for unset ones its own way.
@@ -393,9 +414,9 @@ def counts(node: Pytree) -> str:
             continue
         kind = "RngState" if isinstance(variable, RngState) else type(variable).__name__
         total = sizes.get(kind, (0, 0))
-        sizes[kind] = tuple(map(sum, zip(total, _display.size_of(raw), strict=True)))
+        sizes[kind] = tuple(map(sum, zip(total, _display.size_of(raw))))
     if len(sizes) > 1:
-        sizes["Total"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
+        sizes["Total"] = tuple(map(sum, zip(*sizes.values())))
     return ", ".join(
         f"{kind}: {elements:,} ({_display.readable_bytes(size)})"
         for kind, (elements, size) in sizes.items()

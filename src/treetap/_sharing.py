@@ -42,7 +42,7 @@ def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
             keys, children = opened.keys, opened.children
         else:
             return
-        for key, child in zip(keys, children, strict=True):
+        for key, child in zip(keys, children):
             yield from visit((*path, key), child)
         active.discard(id(value))
 

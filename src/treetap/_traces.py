@@ -2,45 +2,39 @@
 """Trace levels: which JAX trace an object belongs to.
 
 Every Variable and every Pytree remembers the trace it was made in, and may be changed
-only there: a write from another level would either leak a tracer or be lost. JAX hands
-out an opaque token for the current level; equal levels share one token here, so that a
-thousand Variables do not carry a thousand of them.
+only there: a write from another level would either leak a tracer or be lost. The token
+of a level is a weak reference to JAX's current trace: the same object for the same
+trace, and it keeps nothing alive.
 """
 
 from typing import Any
+from weakref import ref
 
 import jax
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import find_top_trace
 
 from treetap._errors import TraceContextError
 
-TraceState = Any  # JAX keeps the token's type to itself; it only promises `==`
-
-with jax.ensure_compile_time_eval():  # the library may be imported under a trace
-    EAGER: TraceState = get_opaque_trace_state()
-
-_latest: TraceState = EAGER
+TraceState = Any  # compared with `is`
 
 
 def current_trace() -> TraceState:
     """Returns the token of the current trace level."""
-    global _latest  # noqa: PLW0603 - any equal token will do, so a race is harmless
-    state = get_opaque_trace_state()
-    if state == EAGER:
-        return EAGER
-    if state != _latest:
-        _latest = state
-    return _latest
+    return ref(find_top_trace(None))
+
+
+with jax.ensure_compile_time_eval():  # the library may be imported under a trace
+    EAGER: TraceState = current_trace()
 
 
 def is_eager() -> bool:
     """Whether operations run at once instead of being traced."""
-    return get_opaque_trace_state() == EAGER
+    return ref(find_top_trace(None)) is EAGER
 
 
 def is_foreign(state: TraceState) -> bool:
     """Whether an object that belongs to `state` must not be changed now."""
-    return get_opaque_trace_state() != state
+    return ref(find_top_trace(None)) is not state
 
 
 def refuse_foreign_variable(name: str) -> TraceContextError:

@@ -6,7 +6,7 @@ nothing has changed yet, and the writes themselves cannot fail.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from treetap._attributes import Node
 from treetap._copies import Rebuild
 from treetap._errors import AliasError, MetadataError, StructureError
 from treetap._filters import Filter, grouped, predicate_of, predicates_of
-from treetap._metadata import REQUIRED, checked_names
-from treetap._pytrees import flat_of
+from treetap._metadata import REQUIRED, checked_names, required_of
+from treetap._pytrees import attributes_of, flat_of
 from treetap._sharing import places
 from treetap._splitting import GraphState
 from treetap._states import FlatState, State, is_branch, nested
@@ -30,7 +30,39 @@ from treetap._trees import (
     show_path,
     sorted_keys,
 )
-from treetap._variables import Variable, set_raw
+from treetap._variables import Variable, set_box
+
+Trail = (
+    Any  # (trail to the parent, key), or () at the root: cheaper than a tuple of keys
+)
+
+
+def show_trail(trail: Trail) -> str:
+    """Writes a trail as people say a path."""
+    keys = []
+    while trail:
+        trail, key = trail
+        keys.append(key)
+    return show_path(reversed(keys))
+
+
+def _children_by_key(value: Any) -> dict[Key, Any]:
+    """What an object or container holds; attributes that are static included."""
+    if isinstance(value, Node):
+        return attributes_of(value)
+    if type(value) is dict:
+        return value
+    opened = open_container(value)
+    return dict(zip(opened.keys, opened.children))
+
+
+def _is_data_of(owner: Any, key: Key) -> bool:
+    """Whether what stands under a key is data, not a static attribute."""
+    if not isinstance(owner, Node):
+        return True
+    if owner._pytree__is_pytree:
+        return owner._pytree__status.get(key, False)
+    return key in flat_of(owner)[1][0].keys
 
 
 class _Plan:
@@ -46,67 +78,64 @@ class _Plan:
         self.others: list[Callable[[], None]] = []
         self.problems: list[str] = []
 
-    def any(self, value: Any, new: Any, path: Path) -> None:
+    def any(self, value: Any, new: Any, path: Trail) -> None:
         """Plans the writes that bring `value` to what `new` says."""
         if isinstance(value, Variable):
             self.variable(value, new, path)
             return
-        if isinstance(value, Node):
-            children, (layout, _) = flat_of(value)
-            known = dict(zip(layout.keys, children, strict=True))
-        else:
-            opened = open_container(value)
-            known = dict(zip(opened.keys, opened.children, strict=True))
-        if not isinstance(new, Mapping) or isinstance(new, Variable):
+        if type(new) is not dict and not is_branch(new):
             found = f"a {type(new).__name__} where a {type(value).__name__} stands"
-            self.problems.append(f"{show_path(path)}: {found}")
+            self.problems.append(f"{show_trail(path)}: {found}")
             return
+        known = _children_by_key(value)
         for key, inner in new.items():
             child = known.get(key, self)
             if isinstance(child, Variable):
                 if child is not inner:
-                    self.variable(child, inner, (*path, key))
-            elif child is self:
+                    self.variable(child, inner, (path, key))
+            elif child is self or not _is_data_of(value, key):
                 has = f"{type(value).__name__} has {sorted_keys(known)}"
-                self.problems.append(f"unexpected {show_path((*path, key))}: {has}")
+                self.problems.append(f"unexpected {show_trail((path, key))}: {has}")
             elif isinstance(child, Node) or is_container(child):
-                self.any(child, inner, (*path, key))
+                self.any(child, inner, (path, key))
             else:
-                self.leaf(value, key, child, inner, (*path, key))
+                self.leaf(value, key, child, inner, (path, key))
 
-    def variable(self, variable: Variable[Any], new: Any, path: Path) -> None:
+    def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
         """Plans a write into a Variable, from a Variable or a bare value."""
-        if variable._trace is not self.trace and variable._trace != self.trace:
+        facts = variable._facts
+        if facts.trace is not self.trace:
             raise refuse_foreign_variable(type(variable).__name__)
-        raw = variable._value
         if isinstance(new, Variable):
             if type(new) is not type(variable):
                 found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
-                self.problems.append(f"{show_path(path)} is {found}")
+                self.problems.append(f"{show_trail(path)} is {found}")
                 return
-            if new._metadata is not variable._metadata:
-                own = {name: variable._metadata[name] for name in REQUIRED}
-                self.metadata.append((variable, {**new._metadata, **own}))
-            new = new._value
+            metadata = new._facts.metadata
+            if metadata is not facts.metadata:
+                metadata = {**metadata, **required_of(facts.metadata)}
+                self.metadata.append((variable, metadata))
+            new = new._box[0]
+        raw = variable._box[0]
         if raw is new:
             return
         if isinstance(new, jax.Ref):
             new = new[...]
         if difference := misfit(raw, new):
-            self.problems.append(f"{show_path(path)}: {difference}")
+            self.problems.append(f"{show_trail(path)}: {difference}")
         elif isinstance(raw, jax.Ref):
             self.others.append(lambda: variable.set_value(new))
         else:
             self.variables.append(variable)
             self.values.append(new)
 
-    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Path) -> None:
+    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
         """Plans the replacement of a leaf that is not a Variable."""
         if isinstance(new, Variable):
             found = f"a {type(new).__name__} where a plain value stands"
-            self.problems.append(f"{show_path(path)}: {found}")
+            self.problems.append(f"{show_trail(path)}: {found}")
         elif difference := misfit(old, new):
-            self.problems.append(f"{show_path(path)}: {difference}")
+            self.problems.append(f"{show_trail(path)}: {difference}")
         elif isinstance(owner, Node):
             owner._check_trace()
             self.others.append(lambda: owner._replace_child(key, new))
@@ -114,11 +143,13 @@ class _Plan:
             self.others.append(lambda: owner.__setitem__(key, new))
         else:
             kind = type(owner).__name__
-            self.problems.append(f"{show_path(path)}: a {kind} cannot be changed")
+            self.problems.append(f"{show_trail(path)}: a {kind} cannot be changed")
 
     def write(self) -> None:
         """Makes the planned writes."""
-        deque(map(set_raw, self.variables, self.values), 0)  # one call: all or nothing
+        deque(
+            map(set_box, self.variables, zip(self.values)), 0
+        )  # one call: all or nothing
         for variable, metadata in self.metadata:
             variable._replace_metadata(metadata)
         for change in self.others:
@@ -196,7 +227,7 @@ def _owned(root: Any) -> list[tuple[Any, Key, Path, Any]]:
         else:
             opened = open_container(value)
             keys, children = opened.keys, opened.children
-        for key, child in zip(keys, children, strict=True):
+        for key, child in zip(keys, children):
             if isinstance(child, Node) or (
                 not isinstance(child, Variable) and is_container(child)
             ):
@@ -273,7 +304,7 @@ def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None
     for path, value, _ in places(node):
         if isinstance(value, Variable) and wanted(path, value):
             checked_names(type(value), metadata)
-            if value._trace != trace:
+            if value._facts.trace is not trace:
                 raise refuse_foreign_variable(type(value).__name__)
             chosen[id(value)] = value
     for variable in chosen.values():
@@ -321,7 +352,7 @@ def with_vars(
             chosen.setdefault(id(value), path)
 
     def convert(variable: Variable[Any]) -> Variable[Any]:
-        changes = ref is not None and variable._metadata["ref"] != ref
+        changes = ref is not None and variable._facts.metadata["ref"] != ref
         return (
             variable.copy(ref=ref) if changes and id(variable) in chosen else variable
         )

@@ -14,15 +14,18 @@ Three rules hold everywhere:
 
 import copy
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from treetap import _display
 from treetap._errors import MetadataError, StructureError
+from treetap._facts import Facts, facts_of
 from treetap._metadata import (
     MISSING,
     PLAIN,
@@ -42,6 +45,9 @@ A = TypeVar("A")
 
 _VALUE_KEY = GetAttrKey("value")
 _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
+
+
+_array_types: set[type] = set()  # of concrete arrays met so far
 
 
 class _Defaults:
@@ -87,11 +93,10 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
     (3, 3.5)
     """
 
-    __slots__ = ("__weakref__", "_metadata", "_trace", "_value")
+    __slots__ = ("__weakref__", "_box", "_facts")
 
-    _value: A
-    _metadata: dict[str, Any]
-    _trace: Any
+    _box: tuple[A]
+    _facts: Facts
 
     def __init__(
         self,
@@ -102,6 +107,12 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         eager_sharding: bool | None = None,
         **metadata: Any,
     ):
+        is_plain = not (metadata or hijax or ref or _Defaults.ref)
+        is_plain &= eager_sharding is None and type(value) in _array_types
+        if is_plain and using_eager_sharding():  # the common case, made quickly
+            set_box(self, (self.create_value(value),))
+            _set_facts(self, facts_of(PLAIN, current_trace()))
+            return
         given = {"hijax": hijax, "ref": ref, "eager_sharding": eager_sharding}
         if isinstance(value, VariableMetadata):
             metadata = {**metadata, **value.metadata}
@@ -126,9 +137,10 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         self, value: Any, ref: bool | None, eager: bool | None, metadata: dict[str, Any]
     ) -> None:
         """Makes the value and stores it, once the arguments are known to be good."""
-        if not isinstance(value, jax.Array) and any(
-            map(_is_ref, jax.tree.leaves(value))
-        ):
+        if isinstance(value, jax.Array):
+            if not isinstance(value, Tracer):
+                _array_types.add(type(value))
+        elif any(map(_is_ref, jax.tree.leaves(value))):
             raise StructureError(
                 f"{type(self).__name__}: the value is, or contains, a jax.Ref. "
                 "Pass the array and say `ref=True`."
@@ -147,9 +159,8 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             value = place(value, metadata)
         if ref:
             value = jax.new_ref(jnp.asarray(value))
-        set_raw(self, value)
-        _set_metadata(self, metadata)
-        _set_trace(self, current_trace())
+        set_box(self, (value,))
+        _set_facts(self, facts_of(metadata, current_trace()))
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -167,8 +178,8 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         Containers are copied (their items are not), so that editing the result does not
         edit the Variable. Override to change what reading gives.
         """
-        value: Any = self._value
-        if self._metadata["ref"] and _is_ref(value):
+        value: Any = self._box[0]
+        if self._facts.metadata["ref"] and _is_ref(value):
             return value[...] if index is MISSING else value[index]
         if index is MISSING or index is Ellipsis:
             return copy_containers(value) if type(value) in (dict, list) else value
@@ -182,8 +193,8 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         writing does.
         """
         value = value.get_value() if isinstance(value, Variable) else value
-        current: Any = self._value
-        if self._metadata["ref"] and _is_ref(current):
+        current: Any = self._box[0]
+        if self._facts.metadata["ref"] and _is_ref(current):
             current[... if index is MISSING else index] = value
             return
         if index is not MISSING:
@@ -192,13 +203,13 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
 
     def get_raw_value(self) -> Any:
         """Returns what is stored: no copy, no override; the Ref when there is one."""
-        return self._value
+        return self._box[0]
 
     def set_raw_value(self, value: Any) -> None:
         """Stores `value` as it is, past `set_value` overrides; the trace is checked."""
-        if is_foreign(self._trace):
+        if is_foreign(self._facts.trace):
             raise refuse_foreign_variable(type(self).__name__)
-        set_raw(self, value)
+        set_box(self, (value,))
 
     def __getitem__(self, index: Any) -> Any:
         return self.get_value(index=index)
@@ -214,24 +225,24 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
-        value: Any = self._value
+        value: Any = self._box[0]
         return np.shape(value)
 
     def __getattr__(self, name: str) -> Any:
         # Reached only when the class knows no such name.
-        if name in ("_value", "_metadata", "_trace") or (name[:2] == name[-2:] == "__"):
+        if name in ("_box", "_facts") or (name[:2] == name[-2:] == "__"):
             raise AttributeError(name)
-        metadata = self._metadata
+        metadata = self._facts.metadata
         if name in metadata and name not in _ARRAY_ATTRIBUTES:
             return metadata[name]
         try:
-            return getattr(self._value, name)
+            return getattr(self._box[0], name)
         except AttributeError:
             if name in metadata:
                 return metadata[name]
             raise AttributeError(
                 f"{type(self).__name__}: no metadata and no attribute of the value "
-                f"(a {type(self._value).__name__}) is called {name!r}."
+                f"(a {type(self._box[0]).__name__}) is called {name!r}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -269,16 +280,16 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             if default is not MISSING:
                 raise TypeError("get_metadata: `default` needs a `name`.")
             if not exclude_required:
-                return dict(self._metadata)
-            return {k: v for k, v in self._metadata.items() if k not in REQUIRED}
+                return dict(self._facts.metadata)
+            return {k: v for k, v in self._facts.metadata.items() if k not in REQUIRED}
         if exclude_required is not None:
             raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
-        if name not in self._metadata and default is MISSING:
+        if name not in self._facts.metadata and default is MISSING:
             raise KeyError(
                 f"{type(self).__name__} has no metadata {name!r}; "
-                f"it has {sorted(self._metadata)}."
+                f"it has {sorted(self._facts.metadata)}."
             )
-        return self._metadata.get(name, default)
+        return self._facts.metadata.get(name, default)
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
         """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
@@ -294,11 +305,11 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
                 "set_metadata: give one mapping, a name and a value, or keywords."
             )
         if len(args) == 1:
-            given, kept = dict(args[0]), required_of(self._metadata)
+            given, kept = dict(args[0]), required_of(self._facts.metadata)
         else:
-            given, kept = dict([args]) if args else metadata, self._metadata
+            given, kept = dict([args]) if args else metadata, self._facts.metadata
         for name in REQUIRED:
-            if name in given and given[name] != self._metadata[name]:
+            if name in given and given[name] != self._facts.metadata[name]:
                 raise MetadataError(
                     f"set_metadata: {name!r} of a {type(self).__name__} is fixed when "
                     "it is made. Make a new one with `v.copy()` or `with_vars`."
@@ -307,7 +318,7 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
 
     def has_metadata(self, name: str) -> bool:
         """Whether there is metadata of that name."""
-        return name in self._metadata
+        return name in self._facts.metadata
 
     def del_metadata(self, name: str) -> None:
         """Removes metadata by name."""
@@ -315,14 +326,17 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             raise MetadataError(
                 f"del_metadata: {name!r} of a {type(self).__name__} is required."
             )
-        if name not in self._metadata:
+        if name not in self._facts.metadata:
             raise KeyError(f"{type(self).__name__} has no metadata {name!r}.")
-        self._replace_metadata({k: v for k, v in self._metadata.items() if k != name})
+        self._replace_metadata(
+            {k: v for k, v in self._facts.metadata.items() if k != name}
+        )
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        if is_foreign(self._trace):
+        trace = self._facts.trace
+        if is_foreign(trace):
             raise refuse_foreign_variable(type(self).__name__)
-        _set_metadata(self, metadata)
+        _set_facts(self, facts_of(metadata, trace))
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Override to follow an axis that a mapping transform added."""
@@ -340,14 +354,14 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             **metadata: Metadata to change in the copy.
         """
         if value is MISSING:
-            value = self._value
+            value = self._box[0]
         elif isinstance(value, Variable):
-            value = value._value
+            value = value._box[0]
         if _is_ref(value):
             value = value[...]
         elif type(value) in (dict, list):
             value = copy_containers(value)
-        full = self._metadata
+        full = self._facts.metadata
         if metadata:
             full = {**full, **checked_names(type(self), metadata)}
         if full["ref"]:
@@ -367,17 +381,17 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
 
     def update_from_state(self, other: "Variable[Any]") -> None:
         """Takes the value and metadata of another Variable, `ref` staying one's own."""
-        kept = required_of(self._metadata)
-        metadata = other._metadata
+        kept = required_of(self._facts.metadata)
+        metadata = other._facts.metadata
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
         raw = other.get_raw_value()
         raw = raw[...] if _is_ref(raw) else raw
-        if _is_ref(self._value):
+        if _is_ref(self._box[0]):
             self.set_value(raw)
         else:
             self.set_raw_value(raw)
-        if metadata is not self._metadata:
+        if metadata is not self._facts.metadata:
             self._replace_metadata(metadata)
 
     @classmethod
@@ -389,9 +403,9 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raw: Any = self._value
+        raw: Any = self._box[0]
         value = copy.deepcopy(raw[...] if _is_ref(raw) else raw, memo)
-        metadata = self._metadata
+        metadata = self._facts.metadata
         if metadata is not PLAIN:
             metadata = copy.deepcopy(metadata, memo)
         if metadata["ref"]:
@@ -399,14 +413,14 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         return make(type(self), value, metadata)
 
     def __reduce__(self) -> Any:
-        raw: Any = self._value
+        raw: Any = self._box[0]
         value = raw[...] if _is_ref(raw) else raw
-        return _unpickle, (type(self), value, self._metadata)
+        return _unpickle, (type(self), value, self._facts.metadata)
 
     # Display.
 
     def _display_parts(self) -> _display.Parts:
-        value: Any = self._value
+        value: Any = self._box[0]
         comment = ""
         if _display.has_arrays(value):
             elements, size = _display.size_of(value)
@@ -414,15 +428,17 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         shown = [("value", value)]
         shown += [
             (name, fact)
-            for name, fact in self._metadata.items()
+            for name, fact in self._facts.metadata.items()
             if name not in REQUIRED or fact != PLAIN[name]
         ]
         return _display.Parts(comment, shown)
 
 
-set_raw: Callable[[Variable[Any], Any], None] = Variable.__dict__["_value"].__set__
-_set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
-_set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
+# C-level access for code that handles many Variables: `map(set_box, variables,
+# zip(values))` writes them all in one call.
+set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
+_set_facts: Callable[[Any, Facts], None] = Variable.__dict__["_facts"].__set__
+get_facts: Callable[[Variable[Any]], Facts] = Variable.__dict__["_facts"].__get__
 
 
 def make(
@@ -433,10 +449,21 @@ def make(
     `metadata` is shared, not copied; `trace` saves asking JAX for it each time.
     """
     variable = object.__new__(kind)
-    set_raw(variable, value)
-    _set_metadata(variable, metadata)
-    _set_trace(variable, current_trace() if trace is None else trace)
+    set_box(variable, (value,))
+    trace = current_trace() if trace is None else trace
+    _set_facts(variable, facts_of(metadata, trace))
     return variable
+
+
+def twin(variable: Variable[Any], trace: Any) -> Any:
+    """Another Variable of the same kind with the same value and metadata."""
+    same = object.__new__(type(variable))
+    set_box(same, variable._box)
+    facts = variable._facts
+    if facts.trace is not trace:
+        facts = facts_of(facts.metadata, trace)
+    _set_facts(same, facts)
+    return same
 
 
 def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
@@ -445,20 +472,19 @@ def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
     return make(kind, jax.new_ref(value) if metadata["ref"] else value, metadata)
 
 
-def _flatten(variable: Variable[Any]) -> tuple[tuple[Any], dict[str, Any]]:
-    return (variable._value,), variable._metadata
-
-
 def _flatten_with_key(variable: Variable[Any]) -> Any:
-    return ((_VALUE_KEY, variable._value),), variable._metadata
+    return ((_VALUE_KEY, variable._box[0]),), variable._facts.metadata
 
 
 def _register(kind: type[Variable[Any]]) -> None:
-    def unflatten(metadata: dict[str, Any], children: Any) -> Variable[Any]:
-        (value,) = children
-        return make(kind, value, metadata)
+    def unflatten(metadata: dict[str, Any], box: Any) -> Variable[Any]:
+        variable = object.__new__(kind)
+        set_box(variable, tuple(box))
+        _set_facts(variable, facts_of(metadata, current_trace()))
+        return variable
 
-    register_pytree_with_keys(kind, _flatten_with_key, unflatten, _flatten)
+    flatten = attrgetter("_box", "_facts.metadata")  # in C: every JAX call does it
+    register_pytree_with_keys(kind, _flatten_with_key, unflatten, flatten)
 
 
 _register(Variable)

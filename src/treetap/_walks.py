@@ -13,7 +13,7 @@ import jax
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._pytrees import bare, flat_of
+from treetap._pytrees import adopt_all, bare, cached_flat, fill, flat_of
 from treetap._settings import resolve_graph
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
@@ -79,35 +79,42 @@ class _Visit:
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
     """The objects of type `wanted` in a tree or graph, with their paths."""
     walk = _Visit(root, graph, name)
-    found = walk.found
+    found, seen = walk.found, walk.seen
 
-    def visit(path: Path, node: Any) -> None:
-        before = None
-        if isinstance(node, Node):
-            before = walk.enter(node)
-            if before is None:
-                return
-            children, (layout, _) = flat_of(node)
-            keys = layout.keys
-        else:
-            opened = open_container(node)
-            keys, children = opened.keys, opened.children
-        for key, child in zip(keys, children, strict=True):
+    def visit_node(path: Path, node: Any) -> None:
+        before = walk.enter(node)
+        if before is None:
+            return
+        try:
+            children, (layout, _) = cached_flat(node)
+        except AttributeError:
+            children, (layout, _) = node._refresh()
+        visit(path, layout.keys, children)
+        walk.leave(node, before)
+        if isinstance(node, wanted):
+            found.append((path, node))
+
+    def visit(path: Path, keys: Any, children: Any) -> None:
+        for key, child in zip(keys, children):
             if isinstance(child, Variable):
-                walk.is_new(child)
-            elif isinstance(child, Node) or is_container(child):
-                visit((*path, key), child)
+                if id(child) in seen:
+                    walk.is_new(child)
+                else:
+                    seen.add(id(child))
+                    walk.leaves += 1
+            elif isinstance(child, Node):
+                visit_node((*path, key), child)
+            elif is_container(child):
+                opened = open_container(child)
+                visit((*path, key), opened.keys, opened.children)
             else:
                 walk.leaves += 1
-        if isinstance(node, Node):
-            walk.leave(node, before)
-            if isinstance(node, wanted):
-                found.append((path, node))
 
-    if isinstance(root, Node) or (
-        not isinstance(root, Variable) and is_container(root)
-    ):
-        visit((), root)
+    if isinstance(root, Node):
+        visit_node((), root)
+    elif not isinstance(root, Variable) and is_container(root):
+        opened = open_container(root)
+        visit((), opened.keys, opened.children)
     return found
 
 
@@ -140,7 +147,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
             children, (layout, statics) = flat_of(value)
             keys = layout.keys
             if graph:
-                static = zip(layout.static_names, statics, strict=True)
+                static = zip(layout.static_names, statics)
                 found.extend(((*path, name), held) for name, held in static)
         elif is_container(value) and value is not None:
             opened = open_container(value)
@@ -151,7 +158,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
                 return
             found.append((path, value))
             return
-        for key, child in zip(keys, children, strict=True):
+        for key, child in zip(keys, children):
             visit((*path, key), child)
         if isinstance(value, Node):
             walk.leave(value, before)
@@ -169,7 +176,7 @@ def children_of(node: Any, name: str) -> Iterator[tuple[Key, Any]]:
             f"{type(node).__name__}."
         )
     children, (layout, _) = flat_of(node)
-    return zip(layout.keys, children, strict=True)
+    return zip(layout.keys, children)
 
 
 def recursive_map(
@@ -195,13 +202,14 @@ def recursive_map(
     def rebuilt(path: Path, value: Any) -> Any:
         children, structure = flat_of(value)
         layout, statics = structure
-        pairs = zip(layout.keys, children, strict=True)
+        pairs = zip(layout.keys, children)
         children = [mapped((*path, key), child) for key, child in pairs]
         if graph:
-            named = zip(layout.static_names, statics, strict=True)
+            named = zip(layout.static_names, statics)
             statics = tuple(fn((*path, name), held) for name, held in named)
         new = bare(type(value), trace)
-        new._fill((layout, statics), children)
+        fill(new, (layout, statics), children)
+        adopt_all(structure, children)
         return new
 
     def mapped(path: Path, value: Any) -> Any:
@@ -219,7 +227,7 @@ def recursive_map(
             new = value
         elif is_container(value) and value is not None:
             opened = open_container(value)
-            pairs = zip(opened.keys, opened.children, strict=True)
+            pairs = zip(opened.keys, opened.children)
             new = opened.close([mapped((*path, key), child) for key, child in pairs])
         else:
             walk.leaves += 1
