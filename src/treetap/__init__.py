@@ -7,7 +7,7 @@ works in tree mode; `treetap.nnx` offers the same library under NNX's names and
 defaults.
 """
 
-from importlib.metadata import version as _version
+from typing import Any as _AnyType
 
 from treetap import _deprecated as _deprecated
 from treetap import nnx as nnx
@@ -99,7 +99,14 @@ from treetap._views import with_attributes as with_attributes
 from treetap._walks import iter_graph as iter_graph
 from treetap._walks import recursive_map as recursive_map
 
-__version__ = _version("treetap")
+
+def __getattr__(name: str) -> _AnyType:
+    if name == "__version__":  # looked up when asked for: it reads files
+        from importlib.metadata import version
+
+        return version("treetap")
+    raise AttributeError(f"module 'treetap' has no attribute {name!r}")
+
 
 __all__ = [
     "AliasError",
@@ -140,7 +147,6 @@ __all__ = [
     "Variable",
     "VariableMetadata",
     "WithTag",
-    "__version__",
     "as_pure",
     "call",
     "check_pytree",

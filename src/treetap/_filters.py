@@ -7,7 +7,6 @@ hash alike, so they can key a cache. `grouped` sends each value to the first fil
 takes it.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any as AnyType
 
@@ -18,28 +17,59 @@ Predicate = Callable[[Path, AnyType], bool]
 Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
 
 
-@dataclasses.dataclass(frozen=True)
-class OfType:
+class _Predicate:
+    """Base: compares, hashes and prints by the values in the slots."""
+
+    __slots__ = ()
+
+    def _fields(self) -> tuple[AnyType, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._fields()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
+        return f"{type(self).__name__}({shown})"
+
+    def __reduce__(self) -> AnyType:
+        return type(self), self._fields()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        """Whether the predicate takes a value at a path."""
+        raise NotImplementedError
+
+
+class OfType(_Predicate):
     """Takes values that are instances of `type`."""
 
-    type: type | tuple[type, ...]
+    __slots__ = ("type",)
+
+    def __init__(self, type: type | tuple[type, ...], /):
+        self.type = type
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return isinstance(value, self.type)
 
 
-@dataclasses.dataclass(frozen=True)
-class WithTag:
+class WithTag(_Predicate):
     """Takes values whose attribute `tag` equals `tag`."""
 
-    tag: str
+    __slots__ = ("tag",)
+
+    def __init__(self, tag: str):
+        self.tag = tag
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return getattr(value, "tag", None) == self.tag
 
 
-@dataclasses.dataclass(frozen=True)
-class PathContains:
+class PathContains(_Predicate):
     """Takes values with `key` among the keys of their path.
 
     Args:
@@ -47,8 +77,14 @@ class PathContains:
         exact: Equal keys only; otherwise `key` may be a part of one.
     """
 
-    key: AnyType
-    exact: bool = True
+    __slots__ = ("exact", "key")
+
+    def __init__(self, key: AnyType, exact: bool = True):
+        self.key = key
+        self.exact = exact
+
+    def __reduce__(self) -> AnyType:
+        return PathContains, (self.key, self.exact)
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         if self.exact:
@@ -56,28 +92,32 @@ class PathContains:
         return any(str(self.key) in str(part) for part in path)
 
 
-@dataclasses.dataclass(frozen=True)
-class PathIn:
+class PathIn(_Predicate):
     """Takes values whose whole path is one of `paths`."""
 
-    paths: frozenset[Path]
+    __slots__ = ("paths",)
 
     def __init__(self, *paths: Path):
-        object.__setattr__(self, "paths", frozenset(paths))
+        self.paths = frozenset(paths)
+
+    def __reduce__(self) -> AnyType:
+        return PathIn, tuple(self.paths)
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return path in self.paths
 
-    def __repr__(self) -> str:
-        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=show_path)))})"
 
-
-@dataclasses.dataclass(frozen=True)
-class _Combined:
-    predicates: tuple[Predicate, ...]
+class _Combined(_Predicate):
+    __slots__ = ("predicates",)
 
     def __init__(self, *filters: Filter):
-        object.__setattr__(self, "predicates", tuple(map(predicate_of, filters)))
+        self.predicates = tuple(map(predicate_of, filters))
+
+    def __reduce__(self) -> AnyType:
+        return type(self), self.predicates
+
+    def _fields(self) -> tuple[AnyType, ...]:
+        return self.predicates
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
@@ -86,46 +126,46 @@ class _Combined:
 class Any(_Combined):
     """Takes what at least one of the filters takes; without filters, nothing."""
 
+    __slots__ = ()
+
     def __call__(self, path: Path, value: AnyType) -> bool:
-        """Whether some filter takes the value."""
         return any(predicate(path, value) for predicate in self.predicates)
 
 
 class All(_Combined):
     """Takes what every one of the filters takes; without filters, everything."""
 
+    __slots__ = ()
+
     def __call__(self, path: Path, value: AnyType) -> bool:
-        """Whether every filter takes the value."""
         return all(predicate(path, value) for predicate in self.predicates)
 
 
-@dataclasses.dataclass(frozen=True)
-class Not:
+class Not(_Predicate):
     """Takes what the filter does not take."""
 
-    predicate: Predicate
+    __slots__ = ("predicate",)
 
     def __init__(self, filter: Filter, /):
-        object.__setattr__(self, "predicate", predicate_of(filter))
+        self.predicate = predicate_of(filter)
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return not self.predicate(path, value)
 
-    def __repr__(self) -> str:
-        return f"Not({self.predicate!r})"
 
-
-@dataclasses.dataclass(frozen=True)
-class Everything:
+class Everything(_Predicate):
     """Takes every value."""
+
+    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Nothing:
+class Nothing(_Predicate):
     """Takes no value."""
+
+    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return False

@@ -27,11 +27,11 @@ from treetap._states import is_branch
 from treetap._traces import current_trace
 from treetap._trees import (
     Key,
-    Path,
+    Trail,
     close_container,
     is_container,
     open_container,
-    show_path,
+    show_trail,
     sorted_keys,
 )
 from treetap._variables import Variable, get_facts, make
@@ -296,47 +296,48 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
 class _Together:
     """One rebuilding of an object: what was made by number, what did not fit."""
 
-    def __init__(self, name: str, copy: bool, recreate: bool):
-        self.name = name
+    __slots__ = ("copy", "made", "problems", "recreate", "trace")
+
+    def __init__(self, copy: bool, recreate: bool):
         self.copy = copy
         self.recreate = recreate
         self.trace = current_trace()
         self.made: dict[int, Any] = {}
         self.problems: list[str] = []
 
-    def any(self, spec: Any, state: Any, path: Path) -> Any:
+    def any(self, spec: Any, state: Any, trail: Trail) -> Any:
         """The value that a description and its state stand for."""
         kind = type(spec)
         if kind is VariableSpec:
-            return self.variable(spec, state, path)
+            return self.variable(spec, state, trail)
         if kind is ObjectSpec:
-            return self.object(spec, state, path)
+            return self.object(spec, state, trail)
         if kind is ContainerSpec:
-            children = self.children(spec.keys, spec.children, state, path)
+            children = self.children(spec.keys, spec.children, state, trail)
             return close_container(spec.type, spec.keys, spec.definition, children)
         if kind is SharedSpec:
             if state is not MISSING:
-                self.extra(path)
+                self.extra(trail)
             return self.made[spec.shared_with]
         if state is MISSING:
-            self.missing(path)
+            self.missing(trail)
         elif isinstance(state, Variable):
-            self.problem(path, f"a {type(state).__name__} where a plain value belongs")
+            self.problem(trail, f"a {type(state).__name__} where a plain value belongs")
         elif is_branch(state):
-            self.problem(path, "a mapping where a plain value belongs")
+            self.problem(trail, "a mapping where a plain value belongs")
         if spec.number is not None:
             self.made[spec.number] = state
         return state
 
-    def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
+    def variable(self, spec: VariableSpec, state: Any, trail: Trail) -> Any:
         """A Variable from a Variable, or from its bare value."""
         if isinstance(state, Variable):
             if type(state) is not spec.type:
                 wanted = spec.type.__name__
-                self.problem(path, f"a {type(state).__name__}, expected a {wanted}")
+                self.problem(trail, f"a {type(state).__name__}, expected a {wanted}")
             variable = state.copy() if self.copy else state
         elif state is MISSING:
-            self.missing(path)
+            self.missing(trail)
             variable = None
         elif self.recreate:
             value = state
@@ -349,64 +350,63 @@ class _Together:
             self.made[spec.number] = variable
         return variable
 
-    def object(self, spec: ObjectSpec, state: Any, path: Path) -> Any:
+    def object(self, spec: ObjectSpec, state: Any, trail: Trail) -> Any:
         """An object of ours; numbered first, as its children may lead back to it."""
         number, kind, structure, specs, kinds = spec
-        node = bare(kind, self.trace, path[-1] if path else None)
+        layout = structure[0]
+        node = bare(kind, self.trace, trail[1] if trail else None)
         if number is not None:
             self.made[number] = node
-        layout = structure[0]
-        children = None
-        if kinds and type(state) is dict and len(state) == len(kinds) and not self.copy:
-            children = _matching(layout, state, kinds)
-        if children is None:
-            children = self.children(layout.keys, specs, state, path)
-        fill(node, structure, children)
+        elif kinds and type(state) is dict and len(state) == len(kinds):
+            children = None if self.copy else _matching(layout, state, kinds)
+            if children is not None:
+                fill(node, structure, children)
+                return node
+        fill(node, structure, self.children(layout.keys, specs, state, trail))
         return node
 
-    def children(self, keys: Any, specs: Any, state: Any, path: Path) -> list[Any]:
+    def children(self, keys: Any, specs: Any, state: Any, trail: Trail) -> list[Any]:
         """Children from the entries of a mapping, which must be exactly theirs."""
         if state is MISSING:
             state = {}
         elif type(state) is not dict and not isinstance(state, Mapping):
-            self.problem(path, f"a {type(state).__name__} where a mapping belongs")
+            self.problem(trail, f"a {type(state).__name__} where a mapping belongs")
             state = {}
         made = []
-        used = 0
-        quick = not self.copy
+        absent = 0
         for key, spec in zip(keys, specs):
             inner = state.get(key, MISSING)
-            if inner is not MISSING:
-                used += 1
             kind = type(spec)
-            if kind is VariableSpec and type(inner) is spec[1] and quick:
+            if kind is ObjectSpec:
+                value = self.object(spec, inner, (trail, key))
+            elif kind is VariableSpec and type(inner) is spec[1] and not self.copy:
+                value = inner
                 if spec[0] is not None:
                     self.made[spec[0]] = inner
-                made.append(inner)
-            elif kind is ObjectSpec:
-                made.append(self.object(spec, inner, (*path, key)))
             else:
-                value = self.any(spec, inner, (*path, key))
+                value = self.any(spec, inner, (trail, key))
                 if kind is ContainerSpec or kind is SharedSpec:
                     adopt(value, key)
-                made.append(value)
-        if used != len(state):
+            if inner is MISSING:
+                absent += 1
+            made.append(value)
+        if len(state) + absent != len(keys):
             for key in state:
                 if key not in keys:
-                    self.extra((*path, key))
+                    self.extra((trail, key))
         return made
 
-    def missing(self, path: Path) -> None:
+    def missing(self, trail: Trail) -> None:
         """Notes a leaf the state does not have."""
-        self.problems.append(f"missing {show_path(path)}")
+        self.problems.append(f"missing {show_trail(trail)}")
 
-    def extra(self, path: Path) -> None:
+    def extra(self, trail: Trail) -> None:
         """Notes an entry the object has no place for."""
-        self.problems.append(f"unexpected {show_path(path)}")
+        self.problems.append(f"unexpected {show_trail(trail)}")
 
-    def problem(self, path: Path, what: str) -> None:
+    def problem(self, trail: Trail, what: str) -> None:
         """Notes an entry of the wrong kind."""
-        self.problems.append(f"{show_path(path)} is {what}")
+        self.problems.append(f"{show_trail(trail)} is {what}")
 
 
 def _matching(layout: Any, state: dict[Key, Any], kinds: Any) -> Any:
@@ -431,7 +431,7 @@ def put_together(
     Every name, and the kind of every Variable, must be right; all that is wrong is
     listed in one StructureError.
     """
-    work = _Together(name, copy, recreate_variables)
+    work = _Together(copy, recreate_variables)
     made = work.any(graphdef.spec, state, ())
     if work.problems:
         raise StructureError(_complaint(name, graphdef, state, work.problems))

@@ -51,10 +51,10 @@ def _sampler(name: str) -> Callable[..., Any]:
 
 
 def _initializer(name: str) -> Callable[..., Any]:
-    make = getattr(jax.nn.initializers, name)
-
     def method(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        initialize = make(*args, **kwargs)
+        from jax.nn import initializers  # takes a while to import
+
+        initialize = getattr(initializers, name)(*args, **kwargs)
         return lambda *shape, **options: initialize(self(), *shape, **options)
 
     method.__name__ = name

@@ -25,25 +25,14 @@ from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import (
     Key,
     Path,
+    Trail,
     is_container,
     open_container,
     show_path,
+    show_trail,
     sorted_keys,
 )
 from treetap._variables import Variable, set_box
-
-Trail = (
-    Any  # (trail to the parent, key), or () at the root: cheaper than a tuple of keys
-)
-
-
-def show_trail(trail: Trail) -> str:
-    """Writes a trail as people say a path."""
-    keys = []
-    while trail:
-        trail, key = trail
-        keys.append(key)
-    return show_path(reversed(keys))
 
 
 def _children_by_key(value: Any) -> dict[Key, Any]:
