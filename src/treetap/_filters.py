@@ -50,7 +50,7 @@ class OfType(_Predicate):
 
     __slots__ = ("type",)
 
-    def __init__(self, type: type | tuple[type, ...], /):
+    def __init__(self, type: AnyType, /):
         self.type = type
 
     def __call__(self, path: Path, value: AnyType) -> bool:

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strictness for all tests, and the devices that sharding tests need."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import jax
+import pytest
+
+from treetap import _settings
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(autouse=True)
+def settings_restored():
+    """No test leaves a process-wide setting behind."""
+    before = dict(_settings.Setting._process)
+    yield
+    _settings.Setting._process.clear()
+    _settings.Setting._process.update(before)
