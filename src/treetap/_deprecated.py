@@ -89,6 +89,7 @@ def _state_method(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_state(state: State, fn: Callable[..., Any]) -> State:
+    """A State of `fn(path, value)` for every value."""
     return _states.map_state(fn, state)
 
 

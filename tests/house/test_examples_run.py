@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example in a docstring, in the README and in the docs runs."""
+
+import doctest
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "treetap"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def module_names():
+    for path in sorted(SOURCE.glob("*.py")):
+        stem = path.stem
+        yield "treetap" if stem == "__init__" else f"treetap.{stem}"
+
+
+@pytest.mark.parametrize("name", list(module_names()))
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def blocks():
+    for page in PAGES:
+        yield pytest.param(page, id=str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("page", list(blocks()))
+def test_code_blocks_of_a_page_run_in_order(page):
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with jax.numpy_rank_promotion("allow"):
+        for code in BLOCK.findall(page.read_text()):
+            exec(compile(code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_examples_run(path):
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_readme_has_code_and_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(BLOCK.findall(text)) >= 1
+    assert "make demo" in text
+    assert "make test" in text

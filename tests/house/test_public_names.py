@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public surface: sorted, complete, documented, typed."""
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+
+import treetap
+from treetap import nnx
+
+
+def own_names(module: types.ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (not inspect.ismodule(value) or name in ("nnx", "traversals"))
+    ]
+
+
+def test_all_is_sorted_and_complete():
+    assert treetap.__all__ == sorted(own_names(treetap))
+
+
+def test_all_of_nnx_is_sorted_and_complete():
+    helpers = {"Callable", "F", "TypeVar"}
+    assert nnx.__all__ == sorted(set(own_names(nnx)) - helpers)
+
+
+def public_objects():
+    for module in (treetap, nnx):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("value", list(public_objects()))
+def test_public_names_are_documented(value):
+    assert value.__doc__
+    assert value.__doc__.strip()
+
+
+@pytest.mark.parametrize("value", list(public_objects()))
+def test_public_functions_are_typed(value):
+    if inspect.isclass(value):
+        return
+    signature = inspect.signature(value)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not parameter.empty, parameter.name
+    assert signature.return_annotation is not signature.empty
+
+
+def test_public_methods_are_documented():
+    for name in treetap.__all__:
+        value = getattr(treetap, name)
+        if not inspect.isclass(value) or issubclass(value, Exception):
+            continue
+        for method, held in vars(value).items():
+            if not method.startswith("_") and inspect.isfunction(held):
+                assert held.__doc__, f"{name}.{method}"
+
+
+def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
+    additions = {
+        *("AliasError", "AttributeStatusError", "CycleError", "FilterError"),
+        *("MetadataError", "StructureError", "TraceContextError", "TreetapError"),
+        *("PathIn", "is_variable", "nnx"),
+    }
+    assert set(treetap.__all__) - set(nnx.__all__) == additions
+
+
+def test_version_is_that_of_the_package():
+    from importlib.metadata import version
+
+    assert treetap.__version__ == version("treetap")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        treetap.nonsense
+
+
+def test_importing_is_light():
+    program = (
+        "import sys, jax, jax.numpy; import treetap;"
+        "heavy = {'optax', 'treescope', 'rich', 'flax', 'IPython'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

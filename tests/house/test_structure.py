@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house itself: imports go one way, files and functions stay small."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "treetap"
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = {path.stem: path for path in FILES if path.parent == SOURCE}
+
+# Rooms from the ground up: each may import only from rooms before it. The namespaces at
+# the end are for users; nothing inside imports them.
+ORDER = [
+    "_errors",
+    "_settings",
+    "_traces",
+    "_trees",
+    "_metadata",
+    "_facts",
+    "_values",
+    "_placement",
+    "_operators",
+    "_display",
+    "_variables",
+    "_kinds",
+    "_filters",
+    "_attributes",
+    "_layouts",
+    "_pytrees",
+    "_states",
+    "_sharing",
+    "_graphs",
+    "_copies",
+    "_splitting",
+    "_updates",
+    "_traversals",
+    "_walks",
+    "_methods",
+    "_modules",
+    "_containers",
+    "_views",
+    "_randomness",
+    "_reseeding",
+    "_deprecated",
+    "nnx",
+    "__init__",
+]
+
+MAX_FILE = 500
+MAX_FUNCTION = 50
+
+
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def rooms_imported(path: pathlib.Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if "treetap" in name.name}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "treetap"
+        ):
+            assert node.level == 0, f"{path.name}: a relative import"
+            if node.module == "treetap":
+                found |= {f"treetap.{name.name}" for name in node.names}
+            else:
+                found.add(str(node.module))
+    return found
+
+
+def test_every_room_has_a_place_in_the_order():
+    assert sorted(ORDER) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_imports_go_one_way(room):
+    for imported in rooms_imported(MODULES[room]):
+        assert imported != "treetap", f"{room} imports the root"
+        name = imported.split(".")[1]
+        assert name in ORDER, f"{room} imports {imported}, which is no room"
+        assert ORDER.index(name) < ORDER.index(room), f"{room} imports {name} above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_are_small(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_FILE, f"{path.name} has {lines} lines"
+
+
+def code_lines(function: ast.AST, source: list[str]) -> int:
+    """Lines of a function without its docstring, comments and blanks."""
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    start, end = function.lineno, function.end_lineno or 0
+    skipped: set[int] = set()
+    first = function.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        skipped |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    for number in range(start, end + 1):
+        text = source[number - 1].strip()
+        if not text or text.startswith("#"):
+            skipped.add(number)
+    return end - start + 1 - len(skipped)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_functions_fit_on_a_screen(path):
+    source = path.read_text().splitlines()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = code_lines(node, source)
+            assert lines <= MAX_FUNCTION, f"{path.name}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_only_public_jax_is_used(path):
+    text = path.read_text()
+    assert "jax._src" not in text
+    assert "jaxlib" not in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_open_with_licence_and_purpose(path):
+    text = path.read_text()
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    docstring = ast.get_docstring(tree_of(path))
+    assert docstring
+    assert len(docstring.split()) >= 8
+
+
+def test_suppressions_name_their_rule_and_reason():
+    for path in FILES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for mark in ("# noqa", "# pyright: ignore"):
+                if mark in line:
+                    told = line.split(mark, 1)[1]
+                    place = f"{path.name}:{number}"
+                    assert told.startswith((":", "[")), f"{place} names no rule"
+                    assert " - " in told, f"{place} gives no reason"
+            assert "# type: ignore" not in line, f"{path.name}:{number}"
