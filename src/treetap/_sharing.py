@@ -49,11 +49,48 @@ def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
     yield from visit((), root)
 
 
+def first_two_places(root: Any, wanted: Any) -> list[tuple[Path, bool]]:
+    """The first two paths to a value, with whether it contains itself there.
+
+    Unlike `places` this enters a shared object each time it is met; those that were
+    found not to lead to the value are left out.
+    """
+    found: list[tuple[Path, bool]] = []
+    active: set[int] = set()
+    fruitless: set[int] = set()
+
+    def visit(path: Path, value: Any) -> None:
+        if len(found) == 2 or id(value) in fruitless:
+            return
+        if value is wanted:
+            found.append((path, id(value) in active))
+        if isinstance(value, Variable) or id(value) in active:
+            return
+        before = len(found)
+        if isinstance(value, Node):
+            children, (layout, _) = flat_of(value)
+            keys = layout.keys
+        elif is_container(value):
+            opened = open_container(value)
+            keys, children = opened.keys, opened.children
+        else:
+            return
+        active.add(id(value))
+        for key, child in zip(keys, children):
+            visit((*path, key), child)
+        active.discard(id(value))
+        if len(found) == before and value is not wanted:
+            fruitless.add(id(value))
+
+    visit((), root)
+    return found
+
+
 def refuse_shared(name: str, root: Any, value: Any) -> AliasError:
     """The error for a value that stands at two places of a tree."""
-    found = [(path, cyclic) for path, at, cyclic in places(root) if at is value]
+    found = first_two_places(root, value)
     kind = type(value).__name__
-    shown = " and ".join(show_path(path) for path, _ in found[:2])
+    shown = " and ".join(show_path(path) for path, _ in found)
     if any(cyclic for _, cyclic in found):
         return CycleError(
             f"{name}: Cycle detected: the {kind} found at paths {shown} contains "

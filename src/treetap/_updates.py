@@ -120,6 +120,8 @@ class _Plan:
 
     def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
         """Plans the replacement of a leaf that is not a Variable."""
+        if new is old:
+            return
         if isinstance(new, Variable):
             found = f"a {type(new).__name__} where a plain value stands"
             self.problems.append(f"{show_trail(path)}: {found}")

@@ -197,9 +197,11 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         if self._facts.metadata["ref"] and _is_ref(current):
             current[... if index is MISSING else index] = value
             return
+        if is_foreign(self._facts.trace):  # before anything is computed
+            raise refuse_foreign_variable(type(self).__name__)
         if index is not MISSING:
             value = with_item(current, index, value)
-        self.set_raw_value(value)
+        set_box(self, (value,))
 
     def get_raw_value(self) -> Any:
         """Returns what is stored: no copy, no override; the Ref when there is one."""
