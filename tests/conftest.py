@@ -20,7 +20,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 @pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a process-wide setting behind."""
-    before = dict(_settings.Setting._process)
+    before = {key: list(held) for key, held in _settings.Setting._process.items()}
     yield
-    _settings.Setting._process.clear()
-    _settings.Setting._process.update(before)
+    for key, held in before.items():
+        _settings.Setting._process[key][:] = held

@@ -11,6 +11,8 @@ from typing import Any as _AnyType
 
 from treetap import _deprecated as _deprecated
 from treetap import nnx as nnx
+from treetap._applying import call as call
+from treetap._applying import map as map
 from treetap._attributes import data as data
 from treetap._attributes import dataclass as dataclass
 from treetap._attributes import has_data as has_data
@@ -66,11 +68,9 @@ from treetap._settings import use_eager_sharding as use_eager_sharding
 from treetap._settings import using_eager_sharding as using_eager_sharding
 from treetap._sharing import find_duplicates as find_duplicates
 from treetap._splitting import GraphState as GraphState
-from treetap._splitting import call as call
 from treetap._splitting import flatten as flatten
 from treetap._splitting import graphdef as graphdef
 from treetap._splitting import is_variable as is_variable
-from treetap._splitting import map as map
 from treetap._splitting import merge as merge
 from treetap._splitting import split as split
 from treetap._splitting import state as state

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from treetap._errors import AttributeStatusError
+from treetap._marks import Marked
 from treetap._metadata import MISSING
 from treetap._trees import find_leaves
 from treetap._variables import Variable
@@ -59,19 +60,6 @@ class Node:
 
 
 _DATA_TYPES = (Variable, Node, np.ndarray, np.generic, jax.Array, jax.Ref)
-
-
-class Marked:
-    """What `data(x)` and `static(x)` return: a value on its way into an attribute."""
-
-    __slots__ = ("is_data", "value")
-
-    def __init__(self, value: Any, is_data: bool):
-        self.value = value
-        self.is_data = is_data
-
-    def __repr__(self) -> str:
-        return f"{'data' if self.is_data else 'static'}({self.value!r})"
 
 
 def _field(is_data: bool, options: dict[str, Any]) -> Any:
@@ -150,13 +138,22 @@ def is_data(value: Any) -> bool:
     return isinstance(value, _DATA_TYPES) or kind in _registered
 
 
+def _is_data_inside(value: Any) -> bool:
+    # A numpy scalar in a container, such as a shape, is as good as a number.
+    return is_data(value) and not isinstance(value, np.generic)
+
+
 def has_data(value: Any) -> list[Any]:
     """The data inside a value: itself, or found in its containers."""
-    return find_leaves(value, is_data)
+    return [value] if is_data(value) else find_leaves(value, _is_data_inside)
 
 
 def _has_marked(value: Any) -> bool:
-    return any(isinstance(leaf, Marked) for leaf in jax.tree.leaves(value))
+    return bool(find_leaves(value, _is_marked, (Variable, Node)))
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, Marked)
 
 
 def is_plain(value: Any) -> bool:
@@ -185,8 +182,10 @@ def classify(
         return value, bool(status)
     if kind is Marked:
         return _unmarked(_where(owner, name), value)
-    if isinstance(value, Variable | Node) or is_data(value):
+    if is_data(value):
         if status is False:
+            if isinstance(value, np.generic):
+                return value, False
             raise AttributeStatusError(
                 f"{_where(owner, name)}: cannot assign data of type {kind.__name__} to "
                 "a static attribute. Wrap it with `data(...)`, or make the attribute "

@@ -180,6 +180,9 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
     (1.0, ['a'])
     """
 
+    # Programs iterate over items, so two orders are two structures.
+    _pytree__ordered = True
+
     def __init__(
         self,
         items: Mapping[str, T] | Iterable[tuple[str, T]] = (),

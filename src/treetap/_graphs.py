@@ -190,7 +190,9 @@ class _Apart:
         if is_container(value):
             opened = open_container(value)
             specs, state = self.children(opened.keys, opened.children)
-            spec = ContainerSpec(opened.kind, opened.keys, opened.definition, specs)
+            # The order of a plain dict's keys does not count, as everywhere in JAX.
+            definition = None if opened.kind is dict else opened.definition
+            spec = ContainerSpec(opened.kind, opened.keys, definition, specs)
             return spec, state or NOTHING
         if not isinstance(value, jax.Ref):
             self.num_leaves += 1

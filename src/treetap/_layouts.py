@@ -62,12 +62,14 @@ class Layout:
         "children_of",
         "entries",
         "keys",
+        "ordered",
         "static_names",
         "statics_of",
         "status",
     )
 
-    def __init__(self, status: Mapping[Key, bool]):
+    def __init__(self, status: Mapping[Key, bool], ordered: bool = False):
+        self.ordered = ordered
         self.status = Sealed(status)
         self.keys = tuple(sorted_keys(n for n, is_data in status.items() if is_data))
         self.static_names = tuple(sorted_keys(n for n, d in status.items() if not d))
@@ -83,7 +85,9 @@ class Layout:
         if not isinstance(other, Layout):
             return NotImplemented
         return self is other or (
-            self.keys == other.keys and self.static_names == other.static_names
+            self.keys == other.keys
+            and self.static_names == other.static_names
+            and (not self.ordered or tuple(self.status) == tuple(other.status))
         )
 
     def __hash__(self) -> int:
@@ -93,18 +97,21 @@ class Layout:
         return f"Layout(data={list(self.keys)}, static={list(self.static_names)})"
 
     def __reduce__(self) -> Any:
-        return layout_of, (dict(self.status),)
+        return layout_of, (dict(self.status), self.ordered)
 
 
-_known: "WeakValueDictionary[tuple[tuple[Key, bool], ...], Layout]" = (
-    WeakValueDictionary()
-)
+_known: "WeakValueDictionary[Any, Layout]" = WeakValueDictionary()
 
 
-def layout_of(status: Mapping[Key, bool]) -> Layout:
-    """The Layout for these attributes; the same object for the same ones."""
-    key = tuple(status.items())
+def layout_of(status: Mapping[Key, bool], ordered: bool = False) -> Layout:
+    """The Layout for these attributes; the same object for the same ones.
+
+    Args:
+        status: Name to is-data, in order of assignment.
+        ordered: Whether the order is to count in comparisons.
+    """
+    key = (ordered, *status.items())
     layout = _known.get(key)
     if layout is None:
-        layout = _known.setdefault(key, Layout(status))
+        layout = _known.setdefault(key, Layout(status, ordered))
     return layout

@@ -38,7 +38,9 @@ class VariableMetadata(Generic[A]):
         self.metadata = dict(metadata)
 
 
-def checked_names(kind: type, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def checked_names(
+    kind: type, metadata: Mapping[str, Any], stacklevel: int = 3
+) -> dict[str, Any]:
     """Metadata under their present names; one that could never be read is refused."""
     checked: dict[str, Any] = {}
     for name, value in metadata.items():
@@ -47,7 +49,7 @@ def checked_names(kind: type, metadata: Mapping[str, Any]) -> dict[str, Any]:
                 f"{kind.__name__}: the metadata name {name!r} is deprecated; "
                 f"use {_RENAMED[name]!r}.",
                 DeprecationWarning,
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
             name = _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
         if name not in PLAIN and hasattr(kind, name):
@@ -62,6 +64,91 @@ def checked_names(kind: type, metadata: Mapping[str, Any]) -> dict[str, Any]:
 def required_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the metadata that is fixed."""
     return {name: metadata[name] for name in REQUIRED}
+
+
+class MetadataMethods:
+    """Mixin: reading and changing the metadata of a Variable."""
+
+    __slots__ = ()
+
+    _facts: Any  # holds the mapping; see `_facts.Facts`
+
+    def _replace_metadata(self, metadata: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def get_metadata(
+        self,
+        name: str | None = None,
+        default: Any = MISSING,
+        *,
+        exclude_required: bool | None = None,
+    ) -> Any:
+        """Returns one metadata value, or a copy of all.
+
+        Args:
+            name: Which one; all of them without it.
+            default: What to return when there is none of that name.
+            exclude_required: Leave out `hijax`, `ref` and `eager_sharding`.
+        """
+        if name is None:
+            if default is not MISSING:
+                raise TypeError("get_metadata: `default` needs a `name`.")
+            if not exclude_required:
+                return dict(self._facts.metadata)
+            return {k: v for k, v in self._facts.metadata.items() if k not in REQUIRED}
+        if exclude_required is not None:
+            raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
+        if name not in self._facts.metadata and default is MISSING:
+            raise KeyError(
+                f"{type(self).__name__} has no metadata {name!r}; "
+                f"it has {sorted(self._facts.metadata)}."
+            )
+        return self._facts.metadata.get(name, default)
+
+    def set_metadata(self, *args: Any, **metadata: Any) -> None:
+        """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
+
+        >>> import treetap as tt
+        >>> v = tt.Param(1.0, tag="a")
+        >>> v.set_metadata(tag="b")
+        >>> v.tag
+        'b'
+        """
+        if bool(args) == bool(metadata) or len(args) > 2:
+            raise TypeError(
+                "set_metadata: give one mapping, a name and a value, or keywords."
+            )
+        if len(args) == 1 and not isinstance(args[0], Mapping):
+            raise TypeError(
+                f"set_metadata: expected a mapping, got {type(args[0]).__name__}."
+            )
+        if len(args) == 1:
+            given, kept = dict(args[0]), required_of(self._facts.metadata)
+        else:
+            given, kept = dict([args]) if args else metadata, self._facts.metadata
+        for name in REQUIRED:
+            if name in given and given[name] != self._facts.metadata[name]:
+                raise MetadataError(
+                    f"set_metadata: {name!r} of a {type(self).__name__} is fixed when "
+                    "it is made. Make a new one with `v.copy()` or `with_vars`."
+                )
+        self._replace_metadata({**kept, **checked_names(type(self), given)})
+
+    def has_metadata(self, name: str) -> bool:
+        """Whether there is metadata of that name."""
+        return name in self._facts.metadata
+
+    def del_metadata(self, name: str) -> None:
+        """Removes metadata by name."""
+        if name in REQUIRED:
+            raise MetadataError(
+                f"del_metadata: {name!r} of a {type(self).__name__} is required."
+            )
+        if name not in self._facts.metadata:
+            raise KeyError(f"{type(self).__name__} has no metadata {name!r}.")
+        self._replace_metadata(
+            {k: v for k, v in self._facts.metadata.items() if k != name}
+        )
 
 
 def with_metadata(

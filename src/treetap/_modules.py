@@ -5,10 +5,11 @@ A Module's public methods run under the name its parent holds it by (see `_metho
 and attributes such as `deterministic` can be set for a Module and everything inside it.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from treetap._attributes import Marked, classify
+from treetap._attributes import classify
 from treetap._errors import StructureError
 from treetap._filters import Any as AnyOf
 from treetap._filters import Filter
@@ -112,13 +113,25 @@ def assign(
             f"{name}: Could not find at least one instance of the following "
             f"attributes: {missing}. Nothing was set."
         )
-    for module, key, value in planned:  # what would be refused is refused here
-        module._check_trace()
-        if type(module)._pytree__is_pytree and not isinstance(value, Marked):
-            status = module._pytree__status.get(key)
-            classify(type(module).__name__, key, value, status)
+    for module, key, value in planned:
+        _check_assignment(module, key, value)
     for module, key, value in planned:
         setattr(module, key, value)
+
+
+def _check_assignment(module: Module, key: str, value: Any) -> None:
+    """Raises what `setattr(module, key, value)` would raise, and changes nothing."""
+    cls = type(module)
+    module._check_trace()
+    if key in cls._pytree__descriptors:
+        held = inspect.getattr_static(cls, key)
+        if isinstance(held, property) and held.fset is None:
+            raise AttributeError(
+                f"set_attributes: {cls.__name__}.{key} is a property without a setter."
+            )
+    elif cls._pytree__is_pytree:
+        status = module._pytree__status.get(key, cls._pytree__class_status.get(key))
+        classify(cls.__name__, key, value, status)
 
 
 def iter_modules(

@@ -58,6 +58,7 @@ class ValueOperators:
     """
 
     __slots__ = ()
+    __array_priority__ = 200  # numpy on the left leaves operators to us
 
     def get_value(self) -> Any:
         """Returns the value inside."""

@@ -19,7 +19,6 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap import _display
 from treetap._attributes import (
-    Marked,
     Node,
     check_static,
     class_status,
@@ -29,6 +28,7 @@ from treetap._attributes import (
 )
 from treetap._kinds import RngState
 from treetap._layouts import Sealed, layout_of
+from treetap._marks import Marked
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import is_container, open_container
 from treetap._variables import Variable
@@ -115,6 +115,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
 
     _pytree__is_pytree: ClassVar[bool] = True
     _pytree__cached: ClassVar[bool] = True
+    _pytree__ordered: ClassVar[bool] = False
     _pytree__class_status: ClassVar[dict[str, bool]] = {}
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
 
@@ -259,7 +260,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         status = self._pytree__status
         if len(status) != len(attributes) or status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
-        layout = layout_of(status)
+        layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.children_of(attributes), (layout, layout.statics_of(attributes))
         if type(self)._pytree__cached:
             replace_status(self, layout.status)

@@ -9,7 +9,7 @@ import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -109,11 +109,16 @@ class RngStream(Pytree):
         self.key = RngKey(key, tag=tag)
         self.count = RngCount(jnp.zeros(key.shape, jnp.uint32), tag=tag)
 
+    if TYPE_CHECKING:  # the samplers and initializers that `_add_draws` adds
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
     def __call__(self) -> jax.Array:
         """The next key; the counter advances."""
         count = self.count[...]
+        key = jax.random.fold_in(self.key[...], count)
         self.count[...] = count + jnp.uint32(1)
-        return jax.random.fold_in(self.key[...], count)
+        return key
 
     def fork(self) -> "RngStream":
         """A new stream whose key is the next key of this one."""

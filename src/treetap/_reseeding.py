@@ -53,6 +53,14 @@ def _choose(rules: list[Any], path: Path, stream: RngStream) -> tuple[str, Any] 
     return (best[0][0], best[0][2]) if best else None
 
 
+def _check_stream(path: Path, stream: RngStream, rule: Any) -> None:
+    if rule is not None and stream.key.shape:
+        raise StructureError(
+            f"with_rngs: the stream at {show_path(path)} has keys of shape "
+            f"{stream.key.shape}, so it gives no single key to {rule[0]}. Map over it."
+        )
+
+
 def with_rngs(
     node: Any = MISSING,
     /,
@@ -102,7 +110,8 @@ def with_rngs(
     def apply(tree: Any) -> Any:
         mode = resolve_graph(graph)
         for path, stream in nodes_below(tree, RngStream, mode, "with_rngs"):
-            _choose(rules, path, stream)  # conflicts, before any counter moves
+            if wanted(path, stream):  # what is wrong, before any counter moves
+                _check_stream(path, stream, _choose(rules, path, stream))
         return recursive_map(replaced, tree, graph=mode)
 
     if node is not MISSING:
@@ -129,9 +138,9 @@ def reseed(
 ) -> None:
     """Gives random streams new keys, in place, and sets their counters to zero.
 
-    An `Rngs` gets exactly the keys `Rngs(**seeds)` would have. Streams inside another
-    object, in the order of `iter_graph`, get the successive keys of the stream of their
-    tag in `Rngs(**seeds)`.
+    An `Rngs`, or a stream, gets exactly the keys `Rngs(**seeds)` has. Streams inside
+    another object, in the order of `iter_graph`, get the successive keys of the stream
+    of their tag in `Rngs(**seeds)`.
 
     Args:
         node: Any tree with streams in it.
@@ -159,7 +168,7 @@ def reseed(
     planned = []
     for path, stream in found:
         if stream.tag in seeds:
-            is_root = isinstance(node, Rngs)
+            is_root = isinstance(node, Rngs | RngStream)
             key = as_key(seeds[stream.tag]) if is_root else sources[stream.tag]()
             planned.append((stream, _shaped(key, stream.key.shape, path, policy)))
     for stream, _ in planned:

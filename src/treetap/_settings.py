@@ -16,8 +16,8 @@ the context (thread, task) that runs it:
 import functools
 import os
 from collections.abc import Callable
-from contextvars import ContextVar, Token
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,22 +41,26 @@ def read_flag(variable: str) -> bool | None:
     )
 
 
+_KEPT = 64  # process-wide values remembered, should the latest be taken back
+
+
 class Setting:
     """One on/off setting; see the module's text. Subclasses name the setting."""
 
     default: ClassVar[bool]
-    _process: ClassVar[dict[str, bool]] = {}
-    _local: ClassVar[ContextVar[Any]]
+    # Process-wide values by setting, the latest last. One that turns out to belong to a
+    # block or a decorator is taken out again, whatever was set in between.
+    _process: ClassVar[dict[str, list["Setting | bool"]]] = {}
+    _local: ClassVar[ContextVar[tuple[bool, ...]]]  # of the blocks around, inmost last
     _key: ClassVar[str]
 
     def __init_subclass__(cls, *, key: str, default: bool, variable: str | None = None):
         cls.default = default
         cls._key = key
         if "_local" not in vars(cls.__mro__[1]):  # a variant shares its parent's scopes
-            cls._local = ContextVar(key)
+            cls._local = ContextVar(key, default=())
             preset = read_flag(variable) if variable else None
-            if preset is not None:
-                cls._process[key] = preset
+            cls._process[key] = [] if preset is None else [preset]
 
     def __init__(self, value: bool):
         if not isinstance(value, bool):
@@ -64,30 +68,33 @@ class Setting:
                 f"{type(self).__name__}: expected True or False, got {value!r}."
             )
         self._value = value
-        self._before = self._process.get(self._key)
-        self._tokens: list[Token[Any]] = []
-        self._process[self._key] = value
+        entries = self._process[self._key]
+        entries.append(self)
+        del entries[:-_KEPT]
 
     @classmethod
     def current_value(cls) -> bool:
         """The value in force: the innermost block's, the process's, or the default."""
-        local = cls._local.get(None)
-        return cls._process.get(cls._key, cls.default) if local is None else local
+        blocks = cls._local.get()
+        if blocks:
+            return blocks[-1]
+        entries = cls._process[cls._key]
+        if not entries:
+            return cls.default
+        latest = entries[-1]
+        return latest._value if isinstance(latest, Setting) else latest
 
     def _take_back(self) -> None:
         """Undoes the process-wide change that calling the setting made."""
-        if self._before is None:
-            self._process.pop(self._key, None)
-        else:
-            self._process[self._key] = self._before
+        entries = self._process[self._key]
+        entries[:] = [entry for entry in entries if entry is not self]
 
     def __enter__(self) -> None:
-        if not self._tokens:
-            self._take_back()
-        self._tokens.append(self._local.set(self._value))
+        self._take_back()
+        self._local.set((*self._local.get(), self._value))
 
     def __exit__(self, *exception: object) -> None:
-        self._local.reset(self._tokens.pop())
+        self._local.set(self._local.get()[:-1])
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorates `fn` so that the setting holds while it runs."""
@@ -95,11 +102,8 @@ class Setting:
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            token = self._local.set(self._value)
-            try:
+            with self:
                 return fn(*args, **kwargs)
-            finally:
-                self._local.reset(token)
 
         return call
 

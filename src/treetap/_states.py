@@ -5,6 +5,7 @@ A State wraps a plain nested dict; nested dicts come back as States that write t
 Functions here accept any nested mapping, so a dictionary read from a file does as well.
 """
 
+import functools
 from collections.abc import (
     Callable,
     Iterable,
@@ -45,9 +46,9 @@ class State(MutableMapping[Key, Any], _display.Shown):
     _mapping: dict[Key, Any]
 
     def __init__(self, mapping: Nested | Iterable[tuple[Key, Any]] = (), /):
-        if isinstance(mapping, State):
-            mapping = mapping._mapping
-        object.__setattr__(self, "_mapping", dict(mapping))
+        pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
+        plain = {k: v._mapping if isinstance(v, State) else v for k, v in pairs}
+        object.__setattr__(self, "_mapping", plain)
 
     @property
     def raw_mapping(self) -> dict[Key, Any]:
@@ -143,7 +144,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    return np.issubdtype(np.asarray(value).dtype, np.inexact)
+    return jax.numpy.issubdtype(np.asarray(value).dtype, np.inexact)
 
 
 def _flatten(state: State) -> Any:
@@ -282,7 +283,7 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
 
 def to_flat_state(state: Nested) -> FlatState:
     """The content of a nested mapping as a FlatState, sorted by path."""
-    return FlatState(flat_items(state))
+    return FlatState(flat_items(state), sort=False)
 
 
 def from_flat_state(
@@ -354,7 +355,13 @@ def replace_by_pure_dict(
                     f"replace_by_pure_dict: {show_path((*path, given))} is not in the "
                     f"State; at {show_path(path)} it has {sorted_keys(mapping)}."
                 )
-            if isinstance(mapping[key], dict) and is_branch(value):
+            if isinstance(mapping[key], dict):
+                if not is_branch(value):
+                    raise StructureError(
+                        f"replace_by_pure_dict: {show_path((*path, key))} is a "
+                        f"{type(value).__name__}, but the State has a level there: "
+                        f"{sorted_keys(mapping[key])}."
+                    )
                 plan(mapping[key], value, (*path, key))
             else:
                 planned.append((mapping, key, replace(mapping[key], value)))
@@ -401,7 +408,24 @@ def merge_state(
     """
     if not states:
         return state
-    return cls(nested(item for one in (state, *states) for item in flat_items(one)))
+    return cls(functools.reduce(united, states, united({}, state)))
+
+
+def united(first: Nested, second: Nested, path: Path = ()) -> dict[Key, Any]:
+    """Two nested mappings in one; where both have a value, the second's."""
+    union = dict(first)
+    for key, value in second.items():
+        known = union.get(key, {})
+        if is_branch(value) and is_branch(known):
+            union[key] = united(known, value, (*path, key))
+        elif key in union and is_branch(value) != is_branch(known):
+            raise StructureError(
+                f"{show_path((*path, key))} is a value in one State and the start of "
+                "other paths in another; a path can be only one of them."
+            )
+        else:
+            union[key] = value
+    return union
 
 
 def map_state(fn: Callable[[Path, Any], Any], state: Nested) -> State:

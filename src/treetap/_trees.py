@@ -8,6 +8,7 @@ container JAX knows, giving plain keys; `Opened.close` puts it together again.
 
 import types
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ def show_trail(trail: Trail) -> str:
 
 def sort_key(key: Key) -> tuple[bool, str, Key]:
     """Orders keys of mixed types: numbers first, then names, then the rest by type."""
-    if isinstance(key, int):
+    if isinstance(key, int | float):
         return (False, "", key)
     return (True, type(key).__name__, key if isinstance(key, str) else str(key))
 
@@ -128,7 +129,7 @@ def close_container(
     """Builds a container from what `open_container` told of it."""
     if kind is dict:
         found = dict(zip(keys, children, strict=True))
-        return {key: found[key] for key in definition}
+        return {key: found[key] for key in definition or keys}
     if kind in (list, tuple):
         return kind(children)
     if is_named_tuple(kind):
@@ -137,10 +138,37 @@ def close_container(
 
 
 def copy_containers(value: Any) -> Any:
-    """Copies the containers of `value`, sharing everything inside them."""
-    return jax.tree.map(lambda leaf: leaf, value)
+    """Copies lists, tuples and dicts, sharing everything inside them."""
+    kind = type(value)
+    if kind is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_containers(item) for item in value]
+    if issubclass(kind, tuple):
+        items = [copy_containers(item) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return kind(*items) if is_named_tuple(kind) else kind(items)
+    return value
 
 
-def find_leaves(value: Any, wanted: Callable[[Any], bool]) -> list[Any]:
-    """The parts of a pytree for which `wanted` holds, not looked into any further."""
-    return [leaf for leaf in jax.tree.leaves(value, is_leaf=wanted) if wanted(leaf)]
+def find_leaves(
+    value: Any, wanted: Callable[[Any], bool], closed: tuple[type, ...] = ()
+) -> list[Any]:
+    """The parts of a pytree for which `wanted` holds, not looked into any further.
+
+    Values of the types in `closed` are not looked into either.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if wanted(part):
+            found.append(part)
+        elif id(part) in seen or isinstance(part, closed):
+            continue  # a list may contain itself
+        elif is_container(part):
+            seen.add(id(part))
+            waiting.extend(reversed(open_container(part).children))
+    return found

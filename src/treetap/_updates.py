@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treetap._attributes import Node
 from treetap._copies import Rebuild
 from treetap._errors import AliasError, MetadataError, StructureError
 from treetap._filters import Filter, grouped, predicate_of, predicates_of
+from treetap._marks import Marked
 from treetap._metadata import REQUIRED, checked_names, required_of
 from treetap._pytrees import attributes_of, flat_of
 from treetap._sharing import places
@@ -26,6 +28,7 @@ from treetap._trees import (
     Key,
     Path,
     Trail,
+    copy_containers,
     is_container,
     open_container,
     show_path,
@@ -116,7 +119,7 @@ class _Plan:
             self.others.append(lambda: variable.set_value(new))
         else:
             self.variables.append(variable)
-            self.values.append(new)
+            self.values.append(_fitted(raw, copy_containers(new)))
 
     def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
         """Plans the replacement of a leaf that is not a Variable."""
@@ -129,8 +132,10 @@ class _Plan:
             self.problems.append(f"{show_trail(path)}: {difference}")
         elif isinstance(owner, Node):
             owner._check_trace()
+            new = _fitted(old, new)
             self.others.append(lambda: owner._replace_child(key, new))
         elif isinstance(owner, list | dict):
+            new = _fitted(old, new)
             self.others.append(lambda: owner.__setitem__(key, new))
         else:
             kind = type(owner).__name__
@@ -148,16 +153,28 @@ class _Plan:
 
 
 def misfit(old: Any, new: Any) -> str:
-    """How `new` differs from `old` in shape or dtype; empty when it fits."""
+    """How `new` cannot stand for `old`; empty when it fits."""
+    if isinstance(new, Marked):
+        return f"{new!r} where a value belongs"
+    if not (hasattr(old, "shape") and hasattr(old, "dtype")):
+        return ""  # containers and numbers may change
     if type(old) is type(new) and getattr(old, "aval", None) is getattr(new, "aval", 0):
         return ""
-    if is_branch(old) or is_branch(new) or not hasattr(old, "shape"):
-        return ""  # containers and numbers may change
+    is_number = isinstance(new, bool | int | float | complex)
+    if not is_number and not (hasattr(new, "shape") and hasattr(new, "dtype")):
+        return f"a {type(new).__name__} where an array stands"
     if np.shape(new) != old.shape:
         return f"shape {np.shape(new)}, expected {old.shape}"
-    if hasattr(new, "dtype") and new.dtype != old.dtype:
-        return f"dtype {new.dtype}, expected {old.dtype}"
+    dtype = jnp.result_type(old.dtype, new) if is_number else new.dtype
+    if dtype != old.dtype:
+        return f"dtype {dtype}, expected {old.dtype}"
     return ""
+
+
+def _fitted(old: Any, new: Any) -> Any:
+    """A value that fits, as an array where the old one is an array."""
+    is_number = isinstance(new, bool | int | float | complex)
+    return jnp.asarray(new, old.dtype) if is_number and hasattr(old, "dtype") else new
 
 
 def update(node: Any, state: Any, /, *states: Any) -> None:
@@ -249,10 +266,32 @@ def pop(node: Any, *filters: Filter) -> Any:
     groups, _ = grouped(
         [(path, value) for _, _, path, value in owned], predicates_of(filters)
     )
-    taken = {id(value) for group in groups for _, value in group}
+    chosen = {path for group in groups for path, _ in group}
+    # Every reference to a Variable goes; a plain value has no identity.
+    taken = {
+        id(value) for group in groups for _, value in group if _has_identity(value)
+    }
     removals = [
-        (owner, key, path) for owner, key, path, value in owned if id(value) in taken
+        (owner, key, path)
+        for owner, key, path, value in owned
+        if path in chosen or (_has_identity(value) and id(value) in taken)
     ]
+    _remove(removals)
+    states = []
+    for group in groups:
+        first: dict[Any, tuple[Path, Any]] = {}
+        for path, value in group:
+            first.setdefault(id(value) if _has_identity(value) else path, (path, value))
+        states.append(State(nested(first.values())))
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _has_identity(value: Any) -> bool:
+    return isinstance(value, Variable | jax.Ref)
+
+
+def _remove(removals: list[tuple[Any, Key, Path]]) -> None:
+    """Removes children from their owners, all or none."""
     for owner, _, path in removals:
         if not isinstance(owner, Node | dict):
             raise StructureError(
@@ -266,13 +305,6 @@ def pop(node: Any, *filters: Filter) -> Any:
             owner._remove_child(key)
         else:
             del owner[key]
-    states = []
-    for group in groups:
-        first: dict[int, tuple[Path, Any]] = {}
-        for path, value in group:
-            first.setdefault(id(value), (path, value))
-        states.append(State(nested(first.values())))
-    return states[0] if len(states) == 1 else tuple(states)
 
 
 def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:

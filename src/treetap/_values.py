@@ -40,6 +40,18 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
     return changed
 
 
+def write_ref(ref: Any, index: Any, value: Any) -> None:
+    """Writes into a Ref, which keeps its shape and dtype."""
+    if index is Ellipsis:
+        value = jnp.asarray(value, ref.dtype)
+        if jnp.broadcast_shapes(value.shape, ref.shape) != ref.shape:
+            raise StructureError(
+                f"A Ref keeps its shape: {value.shape} does not fit into {ref.shape}."
+            )
+        value = jnp.broadcast_to(value, ref.shape)
+    ref[index] = value
+
+
 def _fits(current: jax.Array, value: Any) -> bool:
     """Whether `value` can stand for `current` as it is: same shape, type and place."""
     if not isinstance(value, jax.Array):

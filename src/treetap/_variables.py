@@ -26,10 +26,12 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from treetap import _display
 from treetap._errors import MetadataError, StructureError
 from treetap._facts import Facts, facts_of
+from treetap._marks import Marked
 from treetap._metadata import (
     MISSING,
     PLAIN,
     REQUIRED,
+    MetadataMethods,
     VariableMetadata,
     checked_names,
     required_of,
@@ -38,8 +40,8 @@ from treetap._operators import ValueOperators
 from treetap._placement import place
 from treetap._settings import using_eager_sharding
 from treetap._traces import current_trace, is_foreign, refuse_foreign_variable
-from treetap._trees import copy_containers
-from treetap._values import with_item
+from treetap._trees import copy_containers, find_leaves
+from treetap._values import with_item, write_ref
 
 A = TypeVar("A")
 
@@ -74,7 +76,13 @@ def _is_ref(value: Any) -> bool:
     return isinstance(value, jax.Ref)
 
 
-class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMeta):
+class Variable(
+    ValueOperators,
+    MetadataMethods,
+    _display.Shown,
+    Generic[A],
+    metaclass=VariableMeta,
+):
     """A mutable box with one value and metadata.
 
     Args:
@@ -140,7 +148,12 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         if isinstance(value, jax.Array):
             if not isinstance(value, Tracer):
                 _array_types.add(type(value))
-        elif any(map(_is_ref, jax.tree.leaves(value))):
+        elif isinstance(value, Marked):
+            raise MetadataError(
+                f"{type(self).__name__}: the value is {value!r}. `data` and `static` "
+                "mark attributes; give the value itself."
+            )
+        elif find_leaves(value, _is_ref, (Variable,)):
             raise StructureError(
                 f"{type(self).__name__}: the value is, or contains, a jax.Ref. "
                 "Pass the array and say `ref=True`."
@@ -148,13 +161,12 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         ref = _Defaults.ref if ref is None else ref
         eager = using_eager_sharding() if eager is None else eager
         if metadata or ref or not eager:
-            checked = checked_names(type(self), metadata)
+            checked = checked_names(type(self), metadata, 4)
             metadata = {**PLAIN, "ref": ref, "eager_sharding": eager, **checked}
         else:
             metadata = PLAIN
         value = self.create_value(value)
-        if type(value) in (dict, list):
-            value = copy_containers(value)  # the caller's container stays the caller's
+        value = copy_containers(value)  # the caller's container stays the caller's
         if eager and metadata.get("out_sharding"):
             value = place(value, metadata)
         if ref:
@@ -176,14 +188,18 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         """Returns the value, or the part of it at `index`.
 
         Containers are copied (their items are not), so that editing the result does not
-        edit the Variable. Override to change what reading gives.
+        edit the Variable; a container found at an index is the one inside, except from
+        another trace. Override to change what reading gives.
         """
         value: Any = self._box[0]
         if self._facts.metadata["ref"] and _is_ref(value):
             return value[...] if index is MISSING else value[index]
         if index is MISSING or index is Ellipsis:
-            return copy_containers(value) if type(value) in (dict, list) else value
-        return value[index]
+            return copy_containers(value)
+        part = value[index]
+        if type(part) in (dict, list) and is_foreign(self._facts.trace):
+            return copy_containers(part)  # a write into it must not reach the Variable
+        return part
 
     def set_value(self, value: Any, *, index: Any = MISSING) -> None:
         """Replaces the value, or the part of it at `index`.
@@ -195,10 +211,11 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         value = value.get_value() if isinstance(value, Variable) else value
         current: Any = self._box[0]
         if self._facts.metadata["ref"] and _is_ref(current):
-            current[... if index is MISSING else index] = value
+            write_ref(current, ... if index is MISSING else index, value)
             return
         if is_foreign(self._facts.trace):  # before anything is computed
             raise refuse_foreign_variable(type(self).__name__)
+        value = copy_containers(value)
         if index is not MISSING:
             value = with_item(current, index, value)
         set_box(self, (value,))
@@ -237,14 +254,17 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
         metadata = self._facts.metadata
         if name in metadata and name not in _ARRAY_ATTRIBUTES:
             return metadata[name]
+        value: Any = self._box[0]
+        if type(value) in (dict, list) and is_foreign(self._facts.trace):
+            value = copy_containers(value)  # `append` must not reach the Variable
         try:
-            return getattr(self._box[0], name)
+            return getattr(value, name)
         except AttributeError:
             if name in metadata:
                 return metadata[name]
             raise AttributeError(
                 f"{type(self).__name__}: no metadata and no attribute of the value "
-                f"(a {type(self._box[0]).__name__}) is called {name!r}."
+                f"(a {type(value).__name__}) is called {name!r}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -262,77 +282,7 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             f"Use `v.del_metadata({name!r})` for metadata."
         )
 
-    # Metadata.
-
-    def get_metadata(
-        self,
-        name: str | None = None,
-        default: Any = MISSING,
-        *,
-        exclude_required: bool | None = None,
-    ) -> Any:
-        """Returns one metadata value, or a copy of all.
-
-        Args:
-            name: Which one; all of them without it.
-            default: What to return when there is none of that name.
-            exclude_required: Leave out `hijax`, `ref` and `eager_sharding`.
-        """
-        if name is None:
-            if default is not MISSING:
-                raise TypeError("get_metadata: `default` needs a `name`.")
-            if not exclude_required:
-                return dict(self._facts.metadata)
-            return {k: v for k, v in self._facts.metadata.items() if k not in REQUIRED}
-        if exclude_required is not None:
-            raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
-        if name not in self._facts.metadata and default is MISSING:
-            raise KeyError(
-                f"{type(self).__name__} has no metadata {name!r}; "
-                f"it has {sorted(self._facts.metadata)}."
-            )
-        return self._facts.metadata.get(name, default)
-
-    def set_metadata(self, *args: Any, **metadata: Any) -> None:
-        """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
-
-        >>> import treetap as tt
-        >>> v = tt.Param(1.0, tag="a")
-        >>> v.set_metadata(tag="b")
-        >>> v.tag
-        'b'
-        """
-        if bool(args) == bool(metadata) or len(args) > 2:
-            raise TypeError(
-                "set_metadata: give one mapping, a name and a value, or keywords."
-            )
-        if len(args) == 1:
-            given, kept = dict(args[0]), required_of(self._facts.metadata)
-        else:
-            given, kept = dict([args]) if args else metadata, self._facts.metadata
-        for name in REQUIRED:
-            if name in given and given[name] != self._facts.metadata[name]:
-                raise MetadataError(
-                    f"set_metadata: {name!r} of a {type(self).__name__} is fixed when "
-                    "it is made. Make a new one with `v.copy()` or `with_vars`."
-                )
-        self._replace_metadata({**kept, **checked_names(type(self), given)})
-
-    def has_metadata(self, name: str) -> bool:
-        """Whether there is metadata of that name."""
-        return name in self._facts.metadata
-
-    def del_metadata(self, name: str) -> None:
-        """Removes metadata by name."""
-        if name in REQUIRED:
-            raise MetadataError(
-                f"del_metadata: {name!r} of a {type(self).__name__} is required."
-            )
-        if name not in self._facts.metadata:
-            raise KeyError(f"{type(self).__name__} has no metadata {name!r}.")
-        self._replace_metadata(
-            {k: v for k, v in self._facts.metadata.items() if k != name}
-        )
+    # Metadata; the rest is in `MetadataMethods`.
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         trace = self._facts.trace
@@ -361,9 +311,10 @@ class Variable(ValueOperators, _display.Shown, Generic[A], metaclass=VariableMet
             value = value._box[0]
         if _is_ref(value):
             value = value[...]
-        elif type(value) in (dict, list):
-            value = copy_containers(value)
+        value = copy_containers(value)
         full = self._facts.metadata
+        if metadata.get("hijax"):
+            raise MetadataError(f"{type(self).__name__}: hijax is not supported.")
         if metadata:
             full = {**full, **checked_names(type(self), metadata)}
         if full["ref"]:

@@ -176,7 +176,7 @@ def _described(doc: str) -> dict[str, list[str]]:
         if line.strip() and indent is None:
             indent = width
         name, colon, text = line.strip().partition(":")
-        name = name.split("(")[0].strip()
+        name = name.split("(")[0].strip().lstrip("*")
         if colon and width == indent and name.isidentifier():
             current = texts.setdefault(name, [])
             if text.strip():

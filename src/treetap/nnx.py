@@ -11,8 +11,18 @@ from collections.abc import Callable
 from typing import Any as _Any
 from typing import TypeVar
 
-from treetap import _copies, _modules, _reseeding, _settings, _splitting, _views, _walks
+from treetap import (
+    _applying,
+    _copies,
+    _modules,
+    _reseeding,
+    _settings,
+    _splitting,
+    _views,
+    _walks,
+)
 from treetap import _traversals as traversals
+from treetap._applying import call
 from treetap._attributes import (
     data,
     dataclass,
@@ -61,7 +71,7 @@ from treetap._pytrees import Pytree, check_pytree
 from treetap._randomness import Rngs, RngStream
 from treetap._settings import use_eager_sharding, using_eager_sharding
 from treetap._sharing import find_duplicates
-from treetap._splitting import GraphState, call, merge, unflatten
+from treetap._splitting import GraphState, merge, unflatten
 from treetap._states import (
     FlatState,
     State,
@@ -109,7 +119,7 @@ iter_children = _graph_by_default(_modules.iter_children)
 iter_graph = _graph_by_default(_walks.iter_graph)
 iter_module_children = iter_children
 iter_modules = _graph_by_default(_modules.iter_modules)
-map = _graph_by_default(_splitting.map)
+map = _graph_by_default(_applying.map)
 recursive_map = _graph_by_default(_walks.recursive_map)
 reseed = _graph_by_default(_reseeding.reseed)
 split = _graph_by_default(_splitting.split)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""map and call: functions applied to the leaves, and to the object, of a split."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+
+
+class Linear(tt.Module):
+    def __init__(self, din=2, dout=3, bias=True):
+        self.w = tt.Param(jnp.ones((din, dout)))
+        self.b = tt.Param(jnp.zeros(dout)) if bias else None
+        self.dout = dout
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def bent(x):
+    return jnp.tanh(x)
+
+
+class Net(tt.Module):
+    def __init__(self):
+        self.first = Linear(2, 3)
+        self.layers = tt.List([Linear(3, 3), bent])
+        self.calls = tt.Variable(0)
+        self.scale = jnp.ones(3)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.layers[0](self.first(x)) * self.scale
+
+
+PATHS = (
+    ("calls",),
+    ("first", "b"),
+    ("first", "w"),
+    ("layers", 0, "b"),
+    ("layers", 0, "w"),
+    ("scale",),
+)
+both_modes = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
+
+
+def tied():
+    net = Net()
+    net.layers[0] = net.first
+    return net
+
+
+@both_modes
+def test_map_replaces_every_leaf(graph):
+    net = Net()
+    seen = []
+
+    def zeroed(path, leaf):
+        seen.append(path)
+        return jax.tree.map(jnp.zeros_like, leaf[...] if path != ("scale",) else leaf)
+
+    mapped = tt.map(zeroed, net, graph=graph)
+    assert tuple(seen) == PATHS
+    assert type(mapped.first.w) is tt.Param
+    assert mapped.first.w[0, 0] == 0
+    assert net.first.w[0, 0] == 1
+    assert mapped.first.dout == 3
+
+
+def test_map_can_leave_values_bare_and_keeps_sharing():
+    doubled = tt.map(lambda p, x: x * 2, [tt.Param(2)], recreate_variables=False)
+    assert doubled == [4]
+    mapped = tt.map(lambda path, leaf: leaf.copy(), tied(), graph=True)
+    assert mapped.layers[0] is mapped.first
+    assert tt.map(lambda path, leaf: leaf + 1, 1) == 2
+
+
+@both_modes
+def test_call_runs_a_method_functionally(graph):
+    net = Net()
+    parts = tt.split(net, graph=graph)
+    (out, (graphdef, state)) = tt.call(parts)(jnp.ones(2))
+    assert out.shape == (3,)
+    assert graphdef == parts[0]
+    assert state.calls[...] == 1
+    part, _ = tt.call(parts).layers[0](jnp.ones(3))
+    assert part.shape == (3,)
+    same, _ = graphdef.apply(state).first(jnp.ones(2))
+    assert same.shape == (3,)
+    with pytest.raises(AttributeError, match="__len__"):
+        tt.call(parts).__len__

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List, Dict and Sequential."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+
+
+def params(*values):
+    return [tt.Param(jnp.array(float(value))) for value in values]
+
+
+def numbers(items):
+    return [float(item[...]) for item in items]
+
+
+def test_lists_behave_like_lists():
+    items = tt.List(params(0, 1, 2))
+    assert len(items) == 3
+    assert numbers(items) == [0, 1, 2]
+    assert float(items[-1][...]) == 2
+    assert numbers(items[1:]) == [1, 2]
+    assert isinstance(items[1:], tt.List)
+    assert items[0] in items
+    items.append(*params(3))
+    items.insert(0, *params(-1))
+    items.extend(params(4, 5))
+    assert numbers(items) == [-1, 0, 1, 2, 3, 4, 5]
+    assert float(items.pop()[...]) == 5
+    assert float(items.pop(0)[...]) == -1
+    items.reverse()
+    assert numbers(items) == [4, 3, 2, 1, 0]
+    del items[1:3]
+    assert numbers(items) == [4, 1, 0]
+    items[0:2] = params(7, 8)
+    assert numbers(items) == [7, 8, 0]
+    items.clear()
+    assert len(items) == 0
+    assert not jax.tree.leaves(items)
+
+
+def test_list_indices_are_checked():
+    items = tt.List(params(0))
+    for index in (1, -2):
+        with pytest.raises(
+            IndexError, match=f"List: index {index} is out of range for 1"
+        ):
+            items[index]
+        with pytest.raises(IndexError):
+            items[index] = tt.Param(1.0)
+    with pytest.raises(TypeError):
+        items["a"]
+    with pytest.raises(ValueError, match="cannot assign 2 items to a slice of 1"):
+        items[0:1] = params(1, 2)
+    assert numbers(items) == [0]
+
+
+def test_items_are_data_or_static_each_by_itself():
+    items = tt.List([tt.Param(1.0), jax.nn.relu, tt.data(3), "name"])
+    assert len(jax.tree.leaves(items)) == 2
+    items[2] = 4
+    assert jax.tree.leaves(items)[1] == 4
+    items[0] = jax.nn.tanh
+    assert jax.tree.leaves(items) == [4]
+    items[1] = tt.Param(2.0)
+    assert jax.tree.leaves(items) == [2.0, 4]
+    with pytest.raises(
+        tt.AttributeStatusError, match=r"List\[0\]: Found data on value"
+    ):
+        items[0] = [jnp.zeros(2)]
+
+
+def test_positions_in_paths_are_numbers_in_numeric_order():
+    items = tt.List(params(*range(12)))
+    paths = [path for path, _ in tt.to_flat_state(tt.state(items))]
+    assert paths == [(i,) for i in range(12)]
+    again = tt.merge(*tt.split(items))
+    assert numbers(again) == list(range(12))
+
+
+def test_lists_survive_jit_and_maps():
+    doubled = jax.jit(lambda items: jax.tree.map(lambda x: 2 * x, items))(
+        tt.List([*params(1, 2), jax.nn.relu])
+    )
+    assert numbers(doubled[:2]) == [2, 4]
+    assert doubled[2] is jax.nn.relu
+
+
+def test_lists_may_be_subclassed_with_attributes():
+    class Stack(tt.List):
+        def __init__(self, items, scale):
+            super().__init__(items)
+            self.scale = tt.Param(scale)
+            self.name = "stack"
+
+    stack = tt.merge(*tt.split(Stack(params(1, 2), 3.0)))
+    assert stack.scale[...] == 3.0
+    assert stack.name == "stack"
+    assert numbers(stack) == [1, 2]
+    assert "scale" in dir(stack)
+    assert set(tt.state(stack)) == {0, 1, "scale"}
+    assert "name='stack'" in repr(stack)
+
+
+def test_lists_of_outer_traces_cannot_change():
+    items = tt.List(params(1))
+    for change in (lambda: items.append(1), lambda: items.pop(), items.reverse):
+        with pytest.raises(tt.TraceContextError, match="Cannot mutate 'List'"):
+            jax.jit(lambda x, change=change: (change(), x)[1])(1.0)
+    assert len(items) == 1
+
+
+def test_dicts_behave_like_dicts():
+    items = tt.Dict({"b": tt.Param(1.0)}, a=tt.Param(2.0))
+    items["c"] = tt.Param(3.0)
+    items.d = jax.nn.relu
+    assert list(items) == ["b", "a", "c", "d"]
+    assert items.a is items["a"]
+    assert "a" in items
+    assert "z" not in items
+    assert len(items) == 4
+    assert items.pop("d") is jax.nn.relu
+    assert items.get("z", 5) == 5
+    del items["b"]
+    del items.c
+    assert list(items.items()) == [("a", items.a)]
+    items.update(x=1)
+    assert dict(items)["x"] == 1
+    with pytest.raises(KeyError):
+        items["z"]
+    with pytest.raises(KeyError):
+        del items["z"]
+    with pytest.raises(AttributeError):
+        items.z
+    with pytest.raises(TypeError, match="Dict: keys are strings, got 3 of type int"):
+        items[3] = 1
+
+
+def test_dict_order_survives_round_trips():
+    items = tt.Dict(b=tt.Param(1.0), a=tt.Param(2.0), c=3)
+    for again in (
+        tt.clone(items),
+        tt.merge(*tt.split(items)),
+        jax.tree.map(lambda x: x, items),
+        jax.jit(lambda d: d)(items),
+    ):
+        assert list(again) == ["b", "a", "c"]
+
+
+def test_containers_compare_and_hash_by_identity():
+    one, two = tt.List([1]), tt.List([1])
+    assert one != two
+    assert one in [one]
+    assert {one: 1, tt.Dict(): 2}[one] == 1
+
+
+def test_sequential_passes_results_on():
+    chain = tt.Sequential(
+        lambda x: (x, 2 * x),
+        lambda a, b: {"left": a, "right": b},
+        lambda left, right: left + right,
+    )
+    assert chain(1.0) == 3.0
+
+
+def test_sequential_hands_rngs_to_those_that_take_it():
+    def noisy(x, *, rngs):
+        return x + rngs.uniform()
+
+    chain = tt.Sequential(noisy, jnp.square, max)
+    chain.layers.pop()
+    expected = jnp.square(1.0 + tt.Rngs(0).uniform())
+    assert chain(1.0, rngs=tt.Rngs(0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "result"),
+    [((1,), {}, 1), ((1, 2), {}, (1, 2)), ((), {"a": 1}, {"a": 1}), ((), {}, None)],
+)
+def test_an_empty_sequential_returns_its_arguments(args, kwargs, result):
+    assert tt.Sequential()(*args, **kwargs) == result
+
+
+def test_sequential_refuses_what_cannot_be_called():
+    with pytest.raises(TypeError, match="Sequential: layer 1 is a int, which cannot"):
+        tt.Sequential(jnp.sin, 3)
+
+
+def test_sequential_splits_by_position():
+    class Scale(tt.Module):
+        def __init__(self):
+            self.w = tt.Param(jnp.array(2.0))
+
+        def __call__(self, x):
+            return x * self.w
+
+    chain = tt.Sequential(Scale(), jnp.sin, Scale())
+    graphdef, state = tt.split(chain)
+    assert list(state.layers) == [0, 2]
+    hash(graphdef)
+    assert tt.merge(graphdef, state)(0.0) == 0.0

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams inside other objects: with_rngs and reseed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+
+
+class Dropout(tt.Module):
+    def __init__(self, rngs):
+        self.rngs = rngs.dropout.fork()
+        self.w = tt.Param(1.0)
+
+
+class Net(tt.Module):
+    def __init__(self, rngs):
+        self.b = Dropout(rngs)
+        self.a = Dropout(rngs)
+        self.noise = tt.RngStream(9, tag="noise")
+
+
+def nth(seed, n):
+    return jax.random.fold_in(jax.random.key(seed), n)
+
+
+def rngs_of():
+    return tt.Rngs(0, params=1, dropout=2)
+
+
+# with_rngs.
+
+
+def test_every_stream_can_be_split_forked_or_broadcast():
+    rngs = rngs_of()
+    assert tt.with_rngs(rngs, split=3).params.key.shape == (3,)
+    assert tt.with_rngs(rngs, broadcast=(2, 2)).params.key.shape == (2, 2)
+    assert tt.with_rngs(rngs, fork=...).params.key[...] == nth(1, 2)
+    assert rngs.params.count[...] == 3
+    assert rngs.params.key[...] == jax.random.key(1)
+
+
+def test_rules_go_by_filter_and_the_rest_is_shared():
+    rngs = rngs_of()
+    new = tt.with_rngs(
+        rngs, split={"params": 3}, broadcast={"dropout": 2}, fork=[tt.Nothing()]
+    )
+    assert new.params.key.shape == (3,)
+    assert bool((new.dropout.key[...] == nth(2, 0)).all())
+    assert new.default.key is rngs.default.key
+    assert new.default.count is rngs.default.count
+    assert rngs.default.count[...] == 0
+
+
+def test_fork_takes_several_filters():
+    new = tt.with_rngs(rngs_of(), fork=["params", "dropout"])
+    assert new.params.key[...] == nth(1, 0)
+    assert new.dropout.key[...] == nth(2, 0)
+    assert new.default.key[...] == jax.random.key(0)
+
+
+def test_a_rule_that_names_a_stream_wins_over_a_catch_all():
+    new = tt.with_rngs(rngs_of(), split=3, fork="params", broadcast={"dropout": 2})
+    assert new.params.key.shape == ()
+    assert new.dropout.key.shape == (2,)
+    assert new.default.key.shape == (3,)
+    assert tt.with_rngs(rngs_of(), fork=True, split=2).params.key.shape == (2,)
+
+
+def test_two_rules_that_name_a_stream_are_refused_before_any_draw():
+    rngs = rngs_of()
+    with pytest.raises(
+        tt.StructureError,
+        match=r"with_rngs: the stream at params matches multiple rules: split "
+        r"\('params'\), fork \(\['params', 'x'\]\)\. Let one rule take it",
+    ):
+        tt.with_rngs(rngs, split={"params": 2, ...: 3}, fork=[["params", "x"]])
+    assert [s.count[...] for _, s in rngs.items()] == [0, 0, 0]
+
+
+def test_a_stream_of_several_keys_cannot_be_split_again():
+    rngs = tt.Rngs(a=0, b=1).split({"b": 3})
+    with pytest.raises(
+        tt.StructureError,
+        match=r"with_rngs: the stream at b has keys of shape \(3,\), .*Map over it",
+    ):
+        tt.with_rngs(rngs, split=2)
+    assert rngs.a.count[...] == 0
+
+
+def test_only_limits_what_is_touched():
+    rngs = rngs_of()
+    new = tt.with_rngs(rngs, split=3, only="params")
+    assert new.params.key.shape == (3,)
+    assert new.dropout.key is rngs.dropout.key
+
+
+def test_streams_left_alone_may_match_several_rules():
+    rules = {"params": 2, tt.RngStream: 3}
+    assert tt.with_rngs(rngs_of(), split=rules, only="dropout").dropout.key.shape == (
+        3,
+    )
+
+
+def test_streams_inside_other_objects_are_found():
+    net = Net(tt.Rngs(0, dropout=1))
+    new = tt.with_rngs({"net": [net]}, split={"dropout": 2})["net"][0]
+    assert new.a.rngs.key.shape == new.b.rngs.key.shape == (2,)
+    assert new.noise.key is net.noise.key
+    assert new.a.w is net.a.w
+    assert net.a.rngs.count[...] == 1
+    assert net.a.rngs.key.shape == ()
+
+
+def test_without_rules_everything_is_shared():
+    rngs = rngs_of()
+    new = tt.with_rngs(rngs)
+    assert new is not rngs
+    assert new.params.key is rngs.params.key
+
+
+@pytest.mark.parametrize("flags", [{}, {"graph": True, "graph_updates": True}])
+def test_as_a_decorator_it_changes_all_arguments(flags):
+    @tt.with_rngs(split={"dropout": 2}, **flags)
+    def shapes(rngs, x, *, more):
+        """Text."""
+        return rngs.dropout.key.shape, rngs.params.key.shape, more.dropout.key.shape, x
+
+    rngs = rngs_of()
+    assert shapes(rngs, 7, more=rngs_of()) == ((2,), (), (2,), 7)
+    assert shapes.__doc__ == "Text."
+    assert rngs.dropout.count[...] == 1
+
+
+def test_shared_streams_are_refused_or_kept():
+    stream = tt.RngStream(0, tag="a")
+    with pytest.raises(tt.AliasError, match=r"with_rngs: .*found at paths 0.* and 1"):
+        tt.with_rngs([stream, stream], split=2)
+    assert stream.count[...] == 0
+    new = tt.with_rngs([stream, stream], split=2, graph=True)
+    assert new[0] is new[1]
+    assert stream.count[...] == 1
+
+
+def test_a_split_model_can_be_mapped():
+    net = tt.with_rngs(tt.Rngs(0), split=3)
+    drawn = jax.vmap(lambda rngs: rngs.normal())(net)
+    keys = jax.random.split(nth(0, 0), 3)
+    expected = [jax.random.normal(jax.random.fold_in(key, 0)) for key in keys]
+    assert jnp.allclose(drawn, jnp.stack(expected))
+
+
+# reseed.
+
+
+def test_reseeded_rngs_are_those_of_the_seeds():
+    rngs = rngs_of()
+    rngs.params()
+    rngs.dropout()
+    assert tt.reseed(rngs, params=5) is None
+    assert rngs.params.count[...] == 0
+    assert rngs.params() == tt.Rngs(params=5).params()
+    assert rngs.dropout.count[...] == 1
+
+
+@pytest.mark.parametrize("seed", [5, jax.random.key(5), jax.random.PRNGKey(5)])
+def test_streams_in_a_model_get_successive_keys(seed):
+    net = Net(tt.Rngs(0, dropout=1))
+    before = net.a.rngs.key
+    net.a.rngs()
+    tt.reseed(net, dropout=seed)
+    assert net.a.rngs.key is before
+    assert net.a.rngs.key[...] == nth(5, 0)
+    assert net.b.rngs.key[...] == nth(5, 1)
+    assert net.a.rngs.count[...] == 0
+    assert net.noise.key[...] == jax.random.key(9)
+
+
+def test_a_layer_built_from_default_has_that_tag():
+    net = Net(tt.Rngs(0))
+    tt.reseed(net, default=3, noise=4)
+    assert net.a.rngs.key[...] == nth(3, 0)
+    assert net.noise.key[...] == nth(4, 0)
+
+
+def test_an_unknown_tag_changes_nothing():
+    net = Net(tt.Rngs(0))
+    with pytest.raises(
+        tt.StructureError,
+        match=r"reseed: no stream is tagged 'dropout', 'odd'; the tags here are "
+        r"\['default', 'noise'\]\..*the tag 'default'",
+    ):
+        tt.reseed(net, noise=1, odd=2, dropout=3)
+    assert net.noise.key[...] == jax.random.key(9)
+
+
+def test_streams_of_several_keys_need_a_policy():
+    rngs = tt.Rngs(one=0, many=1).split({"many": 3})
+    rngs.one()
+    with pytest.raises(
+        tt.StructureError,
+        match=r"reseed: the stream at many has keys of shape \(3,\)\. Say "
+        "`policy='match_shape'`",
+    ):
+        tt.reseed(rngs, one=5, many=6)
+    assert rngs.one.count[...] == 1
+    tt.reseed(rngs, policy="match_shape", one=5, many=6)
+    assert bool((rngs.many.key[...] == jax.random.split(jax.random.key(6), 3)).all())
+    assert rngs.many.count[...].tolist() == [0, 0, 0]
+
+
+def test_a_policy_may_be_a_function():
+    calls = []
+
+    def policy(path, key, shape):
+        calls.append((path, shape))
+        return jnp.broadcast_to(key, shape)
+
+    holder = {"x": tt.RngStream(0, tag="many").split((2,))}
+    tt.reseed(holder, policy=policy, many=6)
+    assert calls == [(("x",), (2,))]
+    assert bool((holder["x"].key[...] == nth(6, 0)).all())
+
+
+def test_shared_streams_are_visited_once_in_graph_mode():
+    stream = tt.RngStream(0, tag="a")
+    with pytest.raises(tt.AliasError, match="reseed: Duplicate"):
+        tt.reseed([stream, stream], a=1)
+    tt.reseed([stream, stream], graph=True, a=1)
+    assert stream.key[...] == nth(1, 0)
+
+
+def test_a_closed_over_stream_cannot_be_reseeded():
+    rngs = tt.Rngs(0)
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate"):
+        jax.jit(lambda: tt.reseed(rngs, default=1))()
+    assert rngs.default.key[...] == jax.random.key(0)
