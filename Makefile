@@ -1,6 +1,9 @@
 # Every target builds the environment it needs when it is missing.
 PYTHON ?= python3
-NEWEST ?= $(firstword $(shell for v in 3.13 3.12; do command -v python$$v || ls $$HOME/.pyenv/versions/$$v*/bin/python 2>/dev/null | tail -1; done))
+# A newer Python for `test-newest`: on the PATH, or where pyenv keeps them.
+NEWEST ?= $(firstword $(foreach v,3.12 3.13,$(shell \
+	for p in python$(v) $$HOME/.pyenv/versions/$(v).*/bin/python; do \
+	$$p -c "" 2>/dev/null && echo $$p && break; done)))
 BIN := .venv/bin
 READY := .venv/.ready
 NEWEST_READY := .venv-newest/.ready
@@ -8,7 +11,7 @@ PEERS_READY := .venv-peers/.ready
 # Two workers suit a laptop and a small CI machine alike.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-newest lint format bench docs clean
+.PHONY: demo test test-all test-newest newest-python lint format bench docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/spirals.py
@@ -17,10 +20,13 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n $(WORKERS)
 
 test-newest: $(NEWEST_READY)
 	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long"
+
+newest-python:
+	@echo $(NEWEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,7 +38,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(PEERS_READY)
-	.venv-peers/bin/python benchmarks/eager.py
+	.venv-peers/bin/python benchmarks/eager.py --json benchmarks/results/eager.json
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"

@@ -96,7 +96,8 @@ def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
         attributes = dict(vars(value))
         return type(value), [(k, describe(v, seen)) for k, v in attributes.items()]
     if isinstance(value, dict):
-        return dict, {key: describe(item, seen) for key, item in value.items()}
+        # The order of a plain dict does not count, so it must not number objects.
+        return dict, {key: describe(value[key], seen) for key in sorted(value)}
     if isinstance(value, list | tuple):
         return type(value), [describe(item, seen) for item in value]
     if isinstance(value, jax.Array | np.ndarray):

@@ -163,3 +163,7 @@ def test_a_remainder_is_named():
 def test_a_long_remainder_is_cut():
     with pytest.raises(tt.FilterError, match=r"4 \(int\) and 3 more\."):
         refuse_rest("split", [((i,), i) for i in range(8)])
+
+
+def test_generic_aliases_mean_their_class():
+    assert predicate_of(tt.Param[int]) == tt.OfType(tt.Param)

@@ -236,3 +236,13 @@ def test_a_closed_over_stream_cannot_be_reseeded():
     with pytest.raises(tt.TraceContextError, match="Cannot mutate"):
         jax.jit(lambda: tt.reseed(rngs, default=1))()
     assert rngs.default.key[...] == jax.random.key(0)
+
+
+def test_seeds_of_another_shape_and_unknown_policies_are_refused():
+    rngs = tt.Rngs(a=0)
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(tt.StructureError, match=r"shape \(\), the new one is of shape"):
+        tt.reseed(rngs, a=keys)
+    with pytest.raises(ValueError, match="`policy` is 'nonsense'"):
+        tt.reseed(rngs, policy="nonsense", a=1)
+    assert rngs.a.count[...] == 0

@@ -442,3 +442,8 @@ def test_a_bare_variable_can_be_flattened(graph):
 def test_is_variable():
     assert tt.is_variable(tt.Param(1.0))
     assert not tt.is_variable(1.0)
+
+
+def test_a_flat_bare_variable_merges():
+    variable = tt.Param(1.0)
+    assert tt.merge(*tt.flatten(variable)) is variable

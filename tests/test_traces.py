@@ -199,3 +199,12 @@ def test_copies_of_a_ref_have_their_own_ref():
     assert isinstance(same.get_raw_value(), jax.Ref)
     assert isinstance(plain.get_raw_value(), jax.Array)
     assert isinstance(plain.copy(ref=True).get_raw_value(), jax.Ref)
+
+
+def test_a_ref_takes_what_broadcasts_into_it():
+    variable = tt.Param(jnp.zeros((2, 3)), ref=True)
+    variable[...] = jnp.ones(3)
+    assert variable[1, 2] == 1.0
+    for wrong in (jnp.ones(2), jnp.ones((1, 2, 3))):
+        with pytest.raises(tt.StructureError, match="A Ref keeps its shape"):
+            variable.set_value(wrong)

@@ -114,7 +114,7 @@ def test_update_with_its_own_state_changes_nothing():
     [
         ({"odd": 1.0}, "unexpected odd: Net has ["),
         ({"linear": {"odd": tt.Param(1.0)}}, "unexpected linear/odd: Linear has ["),
-        ({"linear": {"size": 4}}, "unexpected linear/size"),
+        ({"linear": {"size": 4}}, "linear/size is static"),
         ({"linear": 3.0}, "linear: a float where a Linear stands"),
         (
             {"linear": {"w": tt.BatchStat(jnp.ones((2, 3)))}},
@@ -382,3 +382,15 @@ def test_with_vars_refuses_what_is_not_supported(options):
         tt.MetadataError, match=f"with_vars: `{name}` is not supported.*`ref=True`"
     ):
         tt.with_vars(Linear(), **options)
+
+
+def test_refs_may_be_updated_from_a_closure():
+    variable = tt.Param(jnp.zeros(2), ref=True)
+    jax.jit(lambda x: tt.update({"v": variable}, {"v": x}))(jnp.ones(2))
+    assert variable[0] == 1.0
+
+
+def test_static_attributes_are_named_as_such():
+    module = tt.Dict(n=3)
+    with pytest.raises(tt.StructureError, match="- n is static"):
+        tt.update(module, {"n": 4})

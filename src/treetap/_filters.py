@@ -9,6 +9,7 @@ takes it.
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any as AnyType
+from typing import get_origin
 
 from treetap._errors import FilterError
 from treetap._trees import Path, show_path
@@ -185,8 +186,8 @@ def predicate_of(filter: Filter) -> Predicate:
         return Nothing()
     if isinstance(filter, str):
         return WithTag(filter)
-    if isinstance(filter, type):
-        return OfType(filter)
+    if isinstance(kind := get_origin(filter) or filter, type):
+        return OfType(kind)  # `Param[jax.Array]` means `Param`
     if isinstance(filter, list | tuple):
         return Any(*filter)
     if callable(filter):

@@ -187,6 +187,8 @@ class Rngs(Pytree):
         streams = attributes_of(self)
         if name in streams:
             return streams[name]
+        if name.startswith("_"):
+            return None  # somebody is probing, not drawing
         if "default" in streams and (meant := _meant(name, tuple(streams))):
             warnings.warn(
                 f"Rngs: there is no stream {name!r}, so `default` serves it; "
@@ -199,7 +201,7 @@ class Rngs(Pytree):
     def __getattr__(self, name: str) -> RngStream:
         if name == "_pytree__flat":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from checkers
-        stream = None if name.startswith("_") else self._stream(name)
+        stream = self._stream(name)
         if stream is None:
             raise AttributeError(
                 f"No RngStream named {name!r} in Rngs, which has {list(self)}. "

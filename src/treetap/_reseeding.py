@@ -156,6 +156,11 @@ def reseed(
     >>> bool(rngs.dropout() == key)
     True
     """
+    if not (callable(policy) or policy in ("scalars_only", "match_shape")):
+        raise ValueError(
+            f"reseed: `policy` is {policy!r}; expected 'scalars_only', 'match_shape' "
+            "or a function of (path, key, shape)."
+        )
     found = nodes_below(node, RngStream, resolve_graph(graph), "reseed")
     known = {stream.tag for _, stream in found}
     if unknown := sorted(seeds.keys() - known):
@@ -180,8 +185,13 @@ def reseed(
 
 def _shaped(key: jax.Array, shape: tuple[int, ...], path: Path, policy: Policy) -> Any:
     """A new key in the shape of the old one."""
-    if not shape or shape == key.shape:
+    if shape == key.shape:
         return key
+    if key.shape:
+        raise StructureError(
+            f"reseed: the stream at {show_path(path)} has keys of shape {shape}, the "
+            f"new one is of shape {key.shape}."
+        )
     if callable(policy):
         return policy(path, key, shape)
     if policy == "match_shape":

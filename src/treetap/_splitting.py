@@ -168,7 +168,9 @@ def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
 
 
 def _as_mapping(one: Any) -> Any:
-    return nested(one) if isinstance(one, FlatState) else one
+    if not isinstance(one, FlatState):
+        return one
+    return one.leaves[0] if one.paths == ((),) else nested(one)
 
 
 def merge(
@@ -238,8 +240,7 @@ def unflatten(
 ) -> Any:
     """The object from what `flatten` gave: FlatState, mapping or list of leaves."""
     if isinstance(leaves, FlatState):
-        is_leaf = leaves.paths == ((),)
-        found = leaves.leaves[0] if is_leaf else nested(leaves)
+        found = _as_mapping(leaves)
     elif isinstance(leaves, Mapping):
         found = leaves
     else:

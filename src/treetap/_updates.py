@@ -85,9 +85,11 @@ class _Plan:
             if isinstance(child, Variable):
                 if child is not inner:
                     self.variable(child, inner, (path, key))
-            elif child is self or not _is_data_of(value, key):
+            elif child is self:
                 has = f"{type(value).__name__} has {sorted_keys(known)}"
                 self.problems.append(f"unexpected {show_trail((path, key))}: {has}")
+            elif not _is_data_of(value, key):
+                self.problems.append(f"{show_trail((path, key))} is static")
             elif isinstance(child, Node) or is_container(child):
                 self.any(child, inner, (path, key))
             else:
@@ -96,7 +98,8 @@ class _Plan:
     def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
         """Plans a write into a Variable, from a Variable or a bare value."""
         facts = variable._facts
-        if facts.trace is not self.trace:
+        # A Ref may be written from anywhere: that is what it is for.
+        if facts.trace is not self.trace and not isinstance(variable._box[0], jax.Ref):
             raise refuse_foreign_variable(type(variable).__name__)
         if isinstance(new, Variable):
             if type(new) is not type(variable):

@@ -44,7 +44,9 @@ def write_ref(ref: Any, index: Any, value: Any) -> None:
     """Writes into a Ref, which keeps its shape and dtype."""
     if index is Ellipsis:
         value = jnp.asarray(value, ref.dtype)
-        if jnp.broadcast_shapes(value.shape, ref.shape) != ref.shape:
+        sizes = zip(reversed(value.shape), reversed(ref.shape))
+        fits = value.ndim <= ref.ndim and all(n in (1, size) for n, size in sizes)
+        if not fits:
             raise StructureError(
                 f"A Ref keeps its shape: {value.shape} does not fit into {ref.shape}."
             )
