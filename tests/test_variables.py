@@ -443,7 +443,7 @@ def test_weak_references_work():
 
 def test_twins_have_their_own_box():
     variable = tt.Param(1.0, tag="a")
-    twin = _variables.twin(variable, variable._facts.trace)
+    twin = _variables.twin(variable, variable._trace)
     twin[...] = 2.0
     assert (variable[...], twin[...], twin.tag) == (1.0, 2.0, "a")
 

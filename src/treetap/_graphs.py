@@ -34,7 +34,7 @@ from treetap._trees import (
     show_trail,
     sorted_keys,
 )
-from treetap._variables import Variable, get_facts, make
+from treetap._variables import Variable, get_metadata, make
 
 
 class ObjectSpec(NamedTuple):
@@ -228,7 +228,7 @@ class _Apart:
             spec = ObjectSpec(number, type(node), structure, specs, None)
             if not graph and all(map(_is_variable_spec, specs)):
                 spec = spec._replace(kinds=tuple(map(type, children)))
-                set_spec(node, (children, tuple(map(get_facts, children)), spec))
+                set_spec(node, (children, tuple(map(get_metadata, children)), spec))
         if number is None:
             numbers[identity] = DONE
             if met is DONE and self.num_leaves != before:
@@ -238,12 +238,12 @@ class _Apart:
     def kept(self, node: Any, children: Any) -> ObjectSpec | None:
         """The description an object of Variables keeps, if it is still right.
 
-        It is while the children are the same tuple and their metadata the same objects.
+        It is while the children are the same tuple and their metadata the same.
         """
         kept = node._pytree__spec
         if kept is None or kept[0] is not children:
             return None
-        if kept[1] != tuple(map(get_facts, children)):
+        if kept[1] != tuple(map(get_metadata, children)):
             return None
         numbers = self.numbers
         for child in children:
@@ -268,7 +268,7 @@ class _Apart:
                 spec = self.again(child)
             else:
                 number = len(numbers) if graph else None
-                spec = VariableSpec(number, type(child), child._facts.metadata)
+                spec = VariableSpec(number, type(child), child._metadata)
                 numbers[identity] = len(numbers) if graph else DONE
                 self.num_leaves += 1
                 state[key] = child

@@ -71,7 +71,7 @@ class MetadataMethods:
 
     __slots__ = ()
 
-    _facts: Any  # holds the mapping; see `_facts.Facts`
+    _metadata: dict[str, Any]  # never edited: it may be shared
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -94,16 +94,16 @@ class MetadataMethods:
             if default is not MISSING:
                 raise TypeError("get_metadata: `default` needs a `name`.")
             if not exclude_required:
-                return dict(self._facts.metadata)
-            return {k: v for k, v in self._facts.metadata.items() if k not in REQUIRED}
+                return dict(self._metadata)
+            return {k: v for k, v in self._metadata.items() if k not in REQUIRED}
         if exclude_required is not None:
             raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
-        if name not in self._facts.metadata and default is MISSING:
+        if name not in self._metadata and default is MISSING:
             raise KeyError(
                 f"{type(self).__name__} has no metadata {name!r}; "
-                f"it has {sorted(self._facts.metadata)}."
+                f"it has {sorted(self._metadata)}."
             )
-        return self._facts.metadata.get(name, default)
+        return self._metadata.get(name, default)
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
         """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
@@ -123,11 +123,11 @@ class MetadataMethods:
                 f"set_metadata: expected a mapping, got {type(args[0]).__name__}."
             )
         if len(args) == 1:
-            given, kept = dict(args[0]), required_of(self._facts.metadata)
+            given, kept = dict(args[0]), required_of(self._metadata)
         else:
-            given, kept = dict([args]) if args else metadata, self._facts.metadata
+            given, kept = dict([args]) if args else metadata, self._metadata
         for name in REQUIRED:
-            if name in given and given[name] != self._facts.metadata[name]:
+            if name in given and given[name] != self._metadata[name]:
                 raise MetadataError(
                     f"set_metadata: {name!r} of a {type(self).__name__} is fixed when "
                     "it is made. Make a new one with `v.copy()` or `with_vars`."
@@ -136,7 +136,7 @@ class MetadataMethods:
 
     def has_metadata(self, name: str) -> bool:
         """Whether there is metadata of that name."""
-        return name in self._facts.metadata
+        return name in self._metadata
 
     def del_metadata(self, name: str) -> None:
         """Removes metadata by name."""
@@ -144,11 +144,9 @@ class MetadataMethods:
             raise MetadataError(
                 f"del_metadata: {name!r} of a {type(self).__name__} is required."
             )
-        if name not in self._facts.metadata:
+        if name not in self._metadata:
             raise KeyError(f"{type(self).__name__} has no metadata {name!r}.")
-        self._replace_metadata(
-            {k: v for k, v in self._facts.metadata.items() if k != name}
-        )
+        self._replace_metadata({k: v for k, v in self._metadata.items() if k != name})
 
 
 def with_metadata(

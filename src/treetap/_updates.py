@@ -97,18 +97,19 @@ class _Plan:
 
     def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
         """Plans a write into a Variable, from a Variable or a bare value."""
-        facts = variable._facts
         # A Ref may be written from anywhere: that is what it is for.
-        if facts.trace is not self.trace and not isinstance(variable._box[0], jax.Ref):
+        if variable._trace is not self.trace and not isinstance(
+            variable._box[0], jax.Ref
+        ):
             raise refuse_foreign_variable(type(variable).__name__)
         if isinstance(new, Variable):
             if type(new) is not type(variable):
                 found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
                 self.problems.append(f"{show_trail(path)} is {found}")
                 return
-            metadata = new._facts.metadata
-            if metadata is not facts.metadata:
-                metadata = {**metadata, **required_of(facts.metadata)}
+            metadata = new._metadata
+            if metadata is not variable._metadata:
+                metadata = {**metadata, **required_of(variable._metadata)}
                 self.metadata.append((variable, metadata))
             new = new._box[0]
         raw = variable._box[0]
@@ -330,7 +331,7 @@ def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None
     for path, value, _ in places(node):
         if isinstance(value, Variable) and wanted(path, value):
             checked_names(type(value), metadata)
-            if value._facts.trace is not trace:
+            if value._trace is not trace:
                 raise refuse_foreign_variable(type(value).__name__)
             chosen[id(value)] = value
     for variable in chosen.values():
@@ -378,7 +379,7 @@ def with_vars(
             chosen.setdefault(id(value), path)
 
     def convert(variable: Variable[Any]) -> Variable[Any]:
-        changes = ref is not None and variable._facts.metadata["ref"] != ref
+        changes = ref is not None and variable._metadata["ref"] != ref
         return (
             variable.copy(ref=ref) if changes and id(variable) in chosen else variable
         )

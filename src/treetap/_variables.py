@@ -25,7 +25,6 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from treetap import _display
 from treetap._errors import MetadataError, StructureError
-from treetap._facts import Facts, facts_of
 from treetap._marks import Marked
 from treetap._metadata import (
     MISSING,
@@ -101,10 +100,11 @@ class Variable(
     (3, 3.5)
     """
 
-    __slots__ = ("__weakref__", "_box", "_facts")
+    __slots__ = ("__weakref__", "_box", "_metadata", "_trace")
 
-    _box: tuple[A]
-    _facts: Facts
+    _box: tuple[A]  # as JAX wants the children of a node
+    _metadata: dict[str, Any]
+    _trace: Any
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class Variable(
         is_plain &= eager_sharding is None and type(value) in _array_types
         if is_plain and using_eager_sharding():  # the common case, made quickly
             set_box(self, (self.create_value(value),))
-            _set_facts(self, facts_of(PLAIN, current_trace()))
+            _set_metadata(self, PLAIN)
+            _set_trace(self, current_trace())
             return
         given = {"hijax": hijax, "ref": ref, "eager_sharding": eager_sharding}
         if isinstance(value, VariableMetadata):
@@ -172,7 +173,8 @@ class Variable(
         if ref:
             value = jax.new_ref(jnp.asarray(value))
         set_box(self, (value,))
-        _set_facts(self, facts_of(metadata, current_trace()))
+        _set_metadata(self, metadata)
+        _set_trace(self, current_trace())
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -192,12 +194,12 @@ class Variable(
         another trace. Override to change what reading gives.
         """
         value: Any = self._box[0]
-        if self._facts.metadata["ref"] and _is_ref(value):
+        if self._metadata["ref"] and _is_ref(value):
             return value[...] if index is MISSING else value[index]
         if index is MISSING or index is Ellipsis:
             return copy_containers(value)
         part = value[index]
-        if type(part) in (dict, list) and is_foreign(self._facts.trace):
+        if type(part) in (dict, list) and is_foreign(self._trace):
             return copy_containers(part)  # a write into it must not reach the Variable
         return part
 
@@ -210,10 +212,10 @@ class Variable(
         """
         value = value.get_value() if isinstance(value, Variable) else value
         current: Any = self._box[0]
-        if self._facts.metadata["ref"] and _is_ref(current):
+        if self._metadata["ref"] and _is_ref(current):
             write_ref(current, ... if index is MISSING else index, value)
             return
-        if is_foreign(self._facts.trace):  # before anything is computed
+        if is_foreign(self._trace):  # before anything is computed
             raise refuse_foreign_variable(type(self).__name__)
         value = copy_containers(value)
         if index is not MISSING:
@@ -226,7 +228,7 @@ class Variable(
 
     def set_raw_value(self, value: Any) -> None:
         """Stores `value` as it is, past `set_value` overrides; the trace is checked."""
-        if is_foreign(self._facts.trace):
+        if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
         set_box(self, (value,))
 
@@ -249,13 +251,13 @@ class Variable(
 
     def __getattr__(self, name: str) -> Any:
         # Reached only when the class knows no such name.
-        if name in ("_box", "_facts") or (name[:2] == name[-2:] == "__"):
+        if name in ("_box", "_metadata", "_trace") or (name[:2] == name[-2:] == "__"):
             raise AttributeError(name)
-        metadata = self._facts.metadata
+        metadata = self._metadata
         if name in metadata and name not in _ARRAY_ATTRIBUTES:
             return metadata[name]
         value: Any = self._box[0]
-        if type(value) in (dict, list) and is_foreign(self._facts.trace):
+        if type(value) in (dict, list) and is_foreign(self._trace):
             value = copy_containers(value)  # `append` must not reach the Variable
         try:
             return getattr(value, name)
@@ -285,10 +287,9 @@ class Variable(
     # Metadata; the rest is in `MetadataMethods`.
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        trace = self._facts.trace
-        if is_foreign(trace):
+        if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
-        _set_facts(self, facts_of(metadata, trace))
+        _set_metadata(self, metadata)
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Override to follow an axis that a mapping transform added."""
@@ -312,7 +313,7 @@ class Variable(
         if _is_ref(value):
             value = value[...]
         value = copy_containers(value)
-        full = self._facts.metadata
+        full = self._metadata
         if metadata.get("hijax"):
             raise MetadataError(f"{type(self).__name__}: hijax is not supported.")
         if metadata:
@@ -334,8 +335,8 @@ class Variable(
 
     def update_from_state(self, other: "Variable[Any]") -> None:
         """Takes the value and metadata of another Variable, `ref` staying one's own."""
-        kept = required_of(self._facts.metadata)
-        metadata = other._facts.metadata
+        kept = required_of(self._metadata)
+        metadata = other._metadata
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
         raw = other.get_raw_value()
@@ -344,7 +345,7 @@ class Variable(
             self.set_value(raw)
         else:
             self.set_raw_value(raw)
-        if metadata is not self._facts.metadata:
+        if metadata is not self._metadata:
             self._replace_metadata(metadata)
 
     @classmethod
@@ -358,7 +359,7 @@ class Variable(
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raw: Any = self._box[0]
         value = copy.deepcopy(raw[...] if _is_ref(raw) else raw, memo)
-        metadata = self._facts.metadata
+        metadata = self._metadata
         if metadata is not PLAIN:
             metadata = copy.deepcopy(metadata, memo)
         if metadata["ref"]:
@@ -368,7 +369,7 @@ class Variable(
     def __reduce__(self) -> Any:
         raw: Any = self._box[0]
         value = raw[...] if _is_ref(raw) else raw
-        return _unpickle, (type(self), value, self._facts.metadata)
+        return _unpickle, (type(self), value, self._metadata)
 
     # Display.
 
@@ -381,7 +382,7 @@ class Variable(
         shown = [("value", value)]
         shown += [
             (name, fact)
-            for name, fact in self._facts.metadata.items()
+            for name, fact in self._metadata.items()
             if name not in REQUIRED or fact != PLAIN[name]
         ]
         return _display.Parts(comment, shown)
@@ -390,8 +391,9 @@ class Variable(
 # C-level access for code that handles many Variables: `map(set_box, variables,
 # zip(values))` writes them all in one call.
 set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
-_set_facts: Callable[[Any, Facts], None] = Variable.__dict__["_facts"].__set__
-get_facts: Callable[[Variable[Any]], Facts] = Variable.__dict__["_facts"].__get__
+get_metadata: Callable[[Variable[Any]], Any] = Variable.__dict__["_metadata"].__get__
+_set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
+_set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 
 
 def make(
@@ -403,8 +405,8 @@ def make(
     """
     variable = object.__new__(kind)
     set_box(variable, (value,))
-    trace = current_trace() if trace is None else trace
-    _set_facts(variable, facts_of(metadata, trace))
+    _set_metadata(variable, metadata)
+    _set_trace(variable, current_trace() if trace is None else trace)
     return variable
 
 
@@ -412,10 +414,8 @@ def twin(variable: Variable[Any], trace: Any) -> Any:
     """Another Variable of the same kind with the same value and metadata."""
     same = object.__new__(type(variable))
     set_box(same, variable._box)
-    facts = variable._facts
-    if facts.trace is not trace:
-        facts = facts_of(facts.metadata, trace)
-    _set_facts(same, facts)
+    _set_metadata(same, variable._metadata)
+    _set_trace(same, trace)
     return same
 
 
@@ -426,17 +426,18 @@ def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
 
 
 def _flatten_with_key(variable: Variable[Any]) -> Any:
-    return ((_VALUE_KEY, variable._box[0]),), variable._facts.metadata
+    return ((_VALUE_KEY, variable._box[0]),), variable._metadata
 
 
 def _register(kind: type[Variable[Any]]) -> None:
     def unflatten(metadata: dict[str, Any], box: Any) -> Variable[Any]:
         variable = object.__new__(kind)
         set_box(variable, tuple(box))
-        _set_facts(variable, facts_of(metadata, current_trace()))
+        _set_metadata(variable, metadata)
+        _set_trace(variable, current_trace())
         return variable
 
-    flatten = attrgetter("_box", "_facts.metadata")  # in C: every JAX call does it
+    flatten = attrgetter("_box", "_metadata")  # in C: every JAX call does it
     register_pytree_with_keys(kind, _flatten_with_key, unflatten, flatten)
 
 

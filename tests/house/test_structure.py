@@ -20,7 +20,6 @@ ORDER = [
     "_trees",
     "_marks",
     "_metadata",
-    "_facts",
     "_values",
     "_placement",
     "_operators",
