@@ -6,6 +6,7 @@ and equinox stand beside it when they are installed.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import subprocess
@@ -74,23 +75,25 @@ if nnx is not None and eqx is not None:
         return EqxModel([EqxLayer(ARRAY, ARRAY) for _ in range(layers)])
 
 
+def shifted(tree: Any, by: float) -> Any:
+    return jax.tree.map(lambda leaf: leaf + by, tree)
+
+
 def same(leaf: Any) -> Any:
     return leaf
 
 
 def assign(target: Any, source: Any) -> None:
-    pairs = source.items() if isinstance(source, dict) else enumerate(source)
-    for key, value in pairs:
-        if isinstance(value, dict | list):
+    for key, value in source.items() if type(source) is dict else enumerate(source):
+        if isinstance(value, (dict, list)):
             assign(target[key], value)
         else:
             target[key] = value
 
 
 def walk(path: tuple[Any, ...], value: Any) -> Iterator[tuple[Any, Any]]:
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, child in pairs:
-        if isinstance(child, dict | list):
+    for key, child in value.items() if type(value) is dict else enumerate(value):
+        if isinstance(child, (dict, list)):
             yield from walk((*path, key), child)
     yield path, value
 
@@ -103,8 +106,9 @@ def round_trip(split: Callable[..., Any], merge: Callable[..., Any]) -> Any:
 def eager_rows(layers: int) -> list[timing.Row]:
     n = 2 * layers
     model, plain = Model(layers), dict_model(layers)
-    other_state = tt.state(tt.clone(model))
-    raw_state = tt.to_pure_dict(other_state)
+    changed = [tt.state(shifted(model, by)) for by in (1, 2)]
+    states = itertools.cycle(changed)  # in turns, so that every call has to write
+    raw_states = itertools.cycle([tt.to_pure_dict(state) for state in changed])
     groups: dict[str, tuple[dict[str, Callable[[], Any]], float]] = {
         "split + merge": (
             {
@@ -127,8 +131,8 @@ def eager_rows(layers: int) -> list[timing.Row]:
         "update()": (
             {
                 "floor: nested dict assignment": lambda: assign(plain, plain),
-                "treetap": lambda: tt.update(model, other_state),
-                "treetap, bare arrays": lambda: tt.update(model, raw_state),
+                "treetap": lambda: tt.update(model, next(states)),
+                "treetap, bare arrays": lambda: tt.update(model, next(raw_states)),
             },
             4,
         ),
@@ -181,7 +185,8 @@ def add_peers(groups: Any, layers: int) -> None:
     assert nnx is not None
     assert eqx is not None
     model, arrays = NnxModel(layers), eqx_model(layers)
-    state = nnx.state(nnx.clone(model))
+    changed = [nnx.state(shifted(model, by)) for by in (1, 2)]
+    states = itertools.cycle(changed)
     groups["split + merge"][0].update(
         {
             "nnx tree": lambda: nnx.merge(*nnx.split(model, graph=False)),
@@ -198,7 +203,7 @@ def add_peers(groups: Any, layers: int) -> None:
             "eqx.filter": lambda: eqx.filter(arrays, eqx.is_array),
         }
     )
-    groups["update()"][0]["nnx"] = lambda: nnx.update(model, state)
+    groups["update()"][0]["nnx"] = lambda: nnx.update(model, next(states))
     groups["clone()"][0].update(
         {
             "nnx tree": lambda: nnx.clone(model, graph=False),

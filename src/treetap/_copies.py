@@ -18,6 +18,7 @@ from treetap._settings import resolve_graph
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
 from treetap._trees import is_container, open_container
+from treetap._values import is_ref
 from treetap._variables import Variable, twin
 
 
@@ -70,7 +71,7 @@ class Rebuild:
             adopt(made, key)
             return made
         self.leaves += 1
-        if not isinstance(value, jax.Ref):
+        if not is_ref(value):
             return self.leaf(value)
         if id(value) in self.made:
             return self.again(value)
@@ -172,7 +173,7 @@ def clone(
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Ref):
+    if is_ref(leaf):
         return jax.new_ref(leaf[...])
     return leaf.copy() if hasattr(leaf, "shape") and hasattr(leaf, "copy") else leaf
 
@@ -189,6 +190,6 @@ def as_pure(tree: Any) -> Any:
         return as_pure(variable.get_value())
 
     def leaf_of(leaf: Any) -> Any:
-        return leaf[...] if isinstance(leaf, jax.Ref) else leaf
+        return leaf[...] if is_ref(leaf) else leaf
 
     return Rebuild(tree, True, "as_pure", variable=value_of, leaf=leaf_of).run()

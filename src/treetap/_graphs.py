@@ -34,6 +34,7 @@ from treetap._trees import (
     show_trail,
     sorted_keys,
 )
+from treetap._values import is_ref
 from treetap._variables import Variable, get_metadata, make
 
 
@@ -194,7 +195,7 @@ class _Apart:
             definition = None if opened.kind is dict else opened.definition
             spec = ContainerSpec(opened.kind, opened.keys, definition, specs)
             return spec, state or NOTHING
-        if not isinstance(value, jax.Ref):
+        if not is_ref(value):
             self.num_leaves += 1
             return PLAIN_LEAF, value
         if id(value) in self.numbers:
@@ -343,7 +344,7 @@ class _Together:
             variable = None
         elif self.recreate:
             value = state
-            if spec.metadata["ref"] and not isinstance(state, jax.Ref):
+            if spec.metadata["ref"] and not is_ref(state):
                 value = jax.new_ref(state)
             variable = make(spec.type, value, spec.metadata, self.trace)
         else:

@@ -11,7 +11,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 """
 
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -35,7 +35,8 @@ from treetap._variables import Variable
 
 Flat = tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
 
-_attributes_of = Node.__dict__["__dict__"].__get__
+# The attributes of an object, without dropping what is cached.
+attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
 _set_attributes = Node.__dict__["__dict__"].__set__
 set_flat = Node.__dict__["_pytree__flat"].__set__
 cached_flat = Node.__dict__[
@@ -211,7 +212,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride] - the same content
         """The attributes. Handing them out may change them: nothing stays cached."""
         drop_flat(self)
-        return _attributes_of(self)
+        return attributes_of(self)
 
     def _check_trace(self) -> None:
         if is_foreign(self._pytree__trace):
@@ -220,7 +221,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     def _settle(self) -> None:
         """Classifies attributes that came past `__setattr__`, and checks the rest."""
         cls = type(self)
-        attributes = _attributes_of(self)
+        attributes = attributes_of(self)
         status = self._pytree__status
         if len(status) != len(attributes) or status.keys() != attributes.keys():
             status = {}
@@ -240,20 +241,20 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
 
     def _replace_child(self, key: Any, value: Any) -> None:
         """Puts another value where a data attribute stands; the status stays."""
-        _attributes_of(self)[key] = value
+        attributes_of(self)[key] = value
         adopt(value, key)
         drop_flat(self)
 
     def _remove_child(self, key: Any) -> None:
         """Removes a data attribute."""
-        del _attributes_of(self)[key]
+        del attributes_of(self)[key]
         self._forget(key)
 
     # The tree.
 
     def _refresh(self) -> Flat:
         """Reads children and statics from the attributes, and keeps them."""
-        attributes = _attributes_of(self)
+        attributes = attributes_of(self)
         if not type(self)._pytree__is_pytree:
             return _flat_by_value(attributes)
         before = list(attributes.values())
@@ -274,11 +275,11 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     # Copies.
 
     def __getstate__(self) -> Any:
-        return dict(_attributes_of(self)), dict(self._pytree__status)
+        return dict(attributes_of(self)), dict(self._pytree__status)
 
     def __setstate__(self, state: Any) -> None:
         attributes, status = state
-        _attributes_of(self).update(attributes)
+        attributes_of(self).update(attributes)
         replace_status(self, dict(status))
         for name, value in attributes.items():
             adopt(value, name)
@@ -292,16 +293,11 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         status = self._pytree__status
         items = [
             (name, value)
-            for name, value in _attributes_of(self).items()
+            for name, value in attributes_of(self).items()
             if name[0] != "_" or status.get(name)
         ]
         color = _display.color_of(type(self).__name__)
         return _display.Parts(counts(self), items, color=color)
-
-
-def attributes_of(node: Node) -> dict[Any, Any]:
-    """The attributes of an object, without dropping what is cached."""
-    return _attributes_of(node)
 
 
 def _bare(cls: type[Any]) -> Any:

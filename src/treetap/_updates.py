@@ -7,9 +7,10 @@ nothing has changed yet, and the writes themselves cannot fail.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,10 +19,9 @@ from treetap._copies import Rebuild
 from treetap._errors import AliasError, MetadataError, StructureError
 from treetap._filters import Filter, grouped, predicate_of, predicates_of
 from treetap._marks import Marked
-from treetap._metadata import REQUIRED, checked_names, required_of
+from treetap._metadata import MISSING, REQUIRED, checked_names, required_of
 from treetap._pytrees import attributes_of, flat_of
 from treetap._sharing import places
-from treetap._splitting import GraphState
 from treetap._states import FlatState, State, is_branch, nested
 from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import (
@@ -35,17 +35,21 @@ from treetap._trees import (
     show_trail,
     sorted_keys,
 )
-from treetap._variables import Variable, set_box
+from treetap._values import is_ref
+from treetap._variables import (
+    Variable,
+    get_box,
+    set_box,
+)
+
+_aval_of = attrgetter("aval")
 
 
-def _children_by_key(value: Any) -> dict[Key, Any]:
-    """What an object or container holds; attributes that are static included."""
-    if isinstance(value, Node):
-        return attributes_of(value)
-    if type(value) is dict:
-        return value
-    opened = open_container(value)
-    return dict(zip(opened.keys, opened.children))
+def _keys_of(owner: Any) -> list[Key]:
+    """The names and positions under which something holds what it holds."""
+    if isinstance(owner, Node):
+        return list(attributes_of(owner))
+    return list(open_container(owner).keys)
 
 
 def _is_data_of(owner: Any, key: Key) -> bool:
@@ -58,12 +62,23 @@ def _is_data_of(owner: Any, key: Key) -> bool:
 
 
 class _Plan:
-    """The writes of one update, gathered before any is made."""
+    """The writes of one update, gathered before any is made.
 
-    __slots__ = ("metadata", "others", "problems", "trace", "values", "variables")
+    Args:
+        quick: Take a Variable for a Variable of the same kind and metadata without
+            looking at the values; `fits` looks at all of them together.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        *("boxes", "metadata", "others", "problems", "quick", "ready", "trace"),
+        *("values", "variables"),
+    )
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
         self.trace = current_trace()
+        self.ready: list[Variable[Any]] = []  # taken quickly, with their new boxes
+        self.boxes: list[tuple[Any]] = []
         self.variables: list[Variable[Any]] = []
         self.values: list[Any] = []
         self.metadata: list[tuple[Variable[Any], dict[str, Any]]] = []
@@ -74,33 +89,66 @@ class _Plan:
         """Plans the writes that bring `value` to what `new` says."""
         if isinstance(value, Variable):
             self.variable(value, new, path)
-            return
+        elif isinstance(value, Node):
+            self.holder(value, attributes_of(value), new, path)
+        elif type(value) is dict:
+            self.holder(value, value, new, path)
+        else:
+            opened = open_container(value)
+            known = dict(zip(opened.keys, opened.children))
+            self.holder(value, known, new, path)
+
+    def holder(self, value: Any, known: Any, new: Any, path: Trail) -> None:
+        """Plans the writes into an object or container, given what it holds."""
         if type(new) is not dict and not is_branch(new):
             found = f"a {type(new).__name__} where a {type(value).__name__} stands"
             self.problems.append(f"{show_trail(path)}: {found}")
             return
-        known = _children_by_key(value)
+        quick, ready, boxes, trace = self.quick, self.ready, self.boxes, self.trace
         for key, inner in new.items():
-            child = known.get(key, self)
+            child = known.get(key, MISSING)
             if isinstance(child, Variable):
-                if child is not inner:
+                if (
+                    quick
+                    and type(inner) is type(child)
+                    and child._trace is trace
+                    and inner._metadata is child._metadata
+                ):
+                    ready.append(child)
+                    boxes.append(inner._box)
+                else:
                     self.variable(child, inner, (path, key))
-            elif child is self:
-                has = f"{type(value).__name__} has {sorted_keys(known)}"
-                self.problems.append(f"unexpected {show_trail((path, key))}: {has}")
-            elif not _is_data_of(value, key):
-                self.problems.append(f"{show_trail((path, key))} is static")
-            elif isinstance(child, Node) or is_container(child):
-                self.any(child, inner, (path, key))
+            elif isinstance(child, Node):
+                self.holder(child, attributes_of(child), inner, (path, key))
             else:
-                self.leaf(value, key, child, inner, (path, key))
+                self.plain(value, key, child, inner, (path, key))
+
+    def plain(self, owner: Any, key: Key, child: Any, new: Any, path: Trail) -> None:
+        """Plans for what is neither a Variable nor an object of ours."""
+        if child is MISSING:
+            has = f"{type(owner).__name__} has {sorted_keys(_keys_of(owner))}"
+            self.problems.append(f"unexpected {show_trail(path)}: {has}")
+        elif not _is_data_of(owner, key):
+            self.problems.append(f"{show_trail(path)} is static")
+        elif is_container(child):
+            self.any(child, new, path)
+        else:
+            self.leaf(owner, key, child, new, path)
+
+    def fits(self) -> bool:
+        """Whether the values that were taken quickly are of the old ones' types."""
+        before = chain.from_iterable(map(get_box, self.ready))
+        after = chain.from_iterable(self.boxes)
+        try:
+            return list(map(_aval_of, before)) == list(map(_aval_of, after))
+        except AttributeError:  # not all are arrays; Refs are among these
+            return not self.ready
 
     def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
         """Plans a write into a Variable, from a Variable or a bare value."""
+        own = variable._metadata
         # A Ref may be written from anywhere: that is what it is for.
-        if variable._trace is not self.trace and not isinstance(
-            variable._box[0], jax.Ref
-        ):
+        if variable._trace is not self.trace and not own["ref"]:
             raise refuse_foreign_variable(type(variable).__name__)
         if isinstance(new, Variable):
             if type(new) is not type(variable):
@@ -108,22 +156,23 @@ class _Plan:
                 self.problems.append(f"{show_trail(path)} is {found}")
                 return
             metadata = new._metadata
-            if metadata is not variable._metadata:
-                metadata = {**metadata, **required_of(variable._metadata)}
-                self.metadata.append((variable, metadata))
+            if metadata is not own:
+                self.metadata.append((variable, {**metadata, **required_of(own)}))
             new = new._box[0]
         raw = variable._box[0]
         if raw is new:
             return
-        if isinstance(new, jax.Ref):
-            new = new[...]
-        if difference := misfit(raw, new):
-            self.problems.append(f"{show_trail(path)}: {difference}")
-        elif isinstance(raw, jax.Ref):
+        if not same_aval(raw, new):
+            new = new[...] if is_ref(new) else new
+            if difference := misfit(raw, new):
+                self.problems.append(f"{show_trail(path)}: {difference}")
+                return
+            new = _fitted(raw, copy_containers(new))
+        if own["ref"]:
             self.others.append(lambda: variable.set_value(new))
         else:
             self.variables.append(variable)
-            self.values.append(_fitted(raw, copy_containers(new)))
+            self.values.append(new)
 
     def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
         """Plans the replacement of a leaf that is not a Variable."""
@@ -147,13 +196,21 @@ class _Plan:
 
     def write(self) -> None:
         """Makes the planned writes."""
-        deque(
-            map(set_box, self.variables, zip(self.values)), 0
-        )  # one call: all or nothing
+        variables = chain(self.ready, self.variables)
+        boxes = chain(self.boxes, zip(self.values))
+        deque(map(set_box, variables, boxes), 0)  # one call: all or nothing
         for variable, metadata in self.metadata:
             variable._replace_metadata(metadata)
         for change in self.others:
             change()
+
+
+def same_aval(old: Any, new: Any) -> bool:
+    """Whether two values are arrays of the same type: the quick answer to fitting."""
+    try:
+        return type(old) is type(new) and old.aval == new.aval
+    except AttributeError:
+        return False
 
 
 def misfit(old: Any, new: Any) -> str:
@@ -162,8 +219,6 @@ def misfit(old: Any, new: Any) -> str:
         return f"{new!r} where a value belongs"
     if not (hasattr(old, "shape") and hasattr(old, "dtype")):
         return ""  # containers and numbers may change
-    if type(old) is type(new) and getattr(old, "aval", None) is getattr(new, "aval", 0):
-        return ""
     is_number = isinstance(new, bool | int | float | complex)
     if not is_number and not (hasattr(new, "shape") and hasattr(new, "dtype")):
         return f"a {type(new).__name__} where an array stands"
@@ -179,6 +234,17 @@ def _fitted(old: Any, new: Any) -> Any:
     """A value that fits, as an array where the old one is an array."""
     is_number = isinstance(new, bool | int | float | complex)
     return jnp.asarray(new, old.dtype) if is_number and hasattr(old, "dtype") else new
+
+
+def _planned(node: Any, states: tuple[Any, ...], quick: bool) -> _Plan:
+    """The writes that bring `node` to what the States say."""
+    plan = _Plan(quick)
+    for state in states:
+        if isinstance(state, FlatState):
+            plan.any(node, nested(state), ())
+        else:
+            plan.any(node, state.raw_mapping if isinstance(state, State) else state, ())
+    return plan
 
 
 def update(node: Any, state: Any, /, *states: Any) -> None:
@@ -200,19 +266,14 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
     >>> model["w"][...]
     2.0
     """
-    plan = _Plan()
-    for one in (state, *states):
-        if isinstance(one, FlatState):
-            one = nested(one)  # noqa: PLW2901 - the same content
-        elif isinstance(one, State | GraphState):
-            one = one.raw_mapping  # noqa: PLW2901 - the same content
-        if isinstance(node, Variable | Node) or is_container(node):
-            plan.any(node, one, ())
-        else:
-            raise TypeError(
-                f"update: a {type(node).__name__} cannot be changed in place. Pass a "
-                "Module, a Variable, or a container of them."
-            )
+    if not isinstance(node, Variable | Node) and not is_container(node):
+        raise TypeError(
+            f"update: a {type(node).__name__} cannot be changed in place. Pass a "
+            "Module, a Variable, or a container of them."
+        )
+    plan = _planned(node, (state, *states), quick=True)
+    if not plan.fits():  # look again, at each Variable
+        plan = _planned(node, (state, *states), quick=False)
     if plan.problems:
         shown = "\n".join(f"  - {problem}" for problem in plan.problems[:12])
         more = len(plan.problems) - 12
@@ -291,7 +352,7 @@ def pop(node: Any, *filters: Filter) -> Any:
 
 
 def _has_identity(value: Any) -> bool:
-    return isinstance(value, Variable | jax.Ref)
+    return isinstance(value, Variable) or is_ref(value)
 
 
 def _remove(removals: list[tuple[Any, Key, Path]]) -> None:

@@ -15,6 +15,11 @@ from jax.core import Tracer
 from treetap._errors import StructureError
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value is a `jax.Ref`; arrays are told apart first, which is quicker."""
+    return not isinstance(value, jax.Array) and isinstance(value, jax.Ref)
+
+
 def with_item(current: Any, index: Any, value: Any) -> Any:
     """`current` with the part at `index` replaced; `current` itself stays as it was."""
     if isinstance(current, jax.Array):

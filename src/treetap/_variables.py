@@ -40,7 +40,7 @@ from treetap._placement import place
 from treetap._settings import using_eager_sharding
 from treetap._traces import current_trace, is_foreign, refuse_foreign_variable
 from treetap._trees import copy_containers, find_leaves
-from treetap._values import with_item, write_ref
+from treetap._values import is_ref, with_item, write_ref
 
 A = TypeVar("A")
 
@@ -69,10 +69,6 @@ class VariableMeta(type):
     ) -> "VariableMeta":
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
-
-
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, jax.Ref)
 
 
 class Variable(
@@ -154,7 +150,7 @@ class Variable(
                 f"{type(self).__name__}: the value is {value!r}. `data` and `static` "
                 "mark attributes; give the value itself."
             )
-        elif find_leaves(value, _is_ref, (Variable,)):
+        elif find_leaves(value, is_ref, (Variable,)):
             raise StructureError(
                 f"{type(self).__name__}: the value is, or contains, a jax.Ref. "
                 "Pass the array and say `ref=True`."
@@ -194,7 +190,7 @@ class Variable(
         another trace. Override to change what reading gives.
         """
         value: Any = self._box[0]
-        if self._metadata["ref"] and _is_ref(value):
+        if self._metadata["ref"] and is_ref(value):
             return value[...] if index is MISSING else value[index]
         if index is MISSING or index is Ellipsis:
             return copy_containers(value)
@@ -212,7 +208,7 @@ class Variable(
         """
         value = value.get_value() if isinstance(value, Variable) else value
         current: Any = self._box[0]
-        if self._metadata["ref"] and _is_ref(current):
+        if self._metadata["ref"] and is_ref(current):
             write_ref(current, ... if index is MISSING else index, value)
             return
         if is_foreign(self._trace):  # before anything is computed
@@ -310,7 +306,7 @@ class Variable(
             value = self._box[0]
         elif isinstance(value, Variable):
             value = value._box[0]
-        if _is_ref(value):
+        if is_ref(value):
             value = value[...]
         value = copy_containers(value)
         full = self._metadata
@@ -340,8 +336,8 @@ class Variable(
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
         raw = other.get_raw_value()
-        raw = raw[...] if _is_ref(raw) else raw
-        if _is_ref(self._box[0]):
+        raw = raw[...] if is_ref(raw) else raw
+        if is_ref(self._box[0]):
             self.set_value(raw)
         else:
             self.set_raw_value(raw)
@@ -358,7 +354,7 @@ class Variable(
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raw: Any = self._box[0]
-        value = copy.deepcopy(raw[...] if _is_ref(raw) else raw, memo)
+        value = copy.deepcopy(raw[...] if is_ref(raw) else raw, memo)
         metadata = self._metadata
         if metadata is not PLAIN:
             metadata = copy.deepcopy(metadata, memo)
@@ -368,7 +364,7 @@ class Variable(
 
     def __reduce__(self) -> Any:
         raw: Any = self._box[0]
-        value = raw[...] if _is_ref(raw) else raw
+        value = raw[...] if is_ref(raw) else raw
         return _unpickle, (type(self), value, self._metadata)
 
     # Display.
@@ -391,7 +387,8 @@ class Variable(
 # C-level access for code that handles many Variables: `map(set_box, variables,
 # zip(values))` writes them all in one call.
 set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
-get_metadata: Callable[[Variable[Any]], Any] = Variable.__dict__["_metadata"].__get__
+get_box: Callable[[Variable[Any]], tuple[Any]] = attrgetter("_box")
+get_metadata: Callable[[Variable[Any]], Any] = attrgetter("_metadata")
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
 _set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 

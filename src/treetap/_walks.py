@@ -9,8 +9,6 @@ meeting is an AliasError, and a cycle a CycleError.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._pytrees import adopt_all, bare, cached_flat, fill, flat_of
@@ -18,6 +16,7 @@ from treetap._settings import resolve_graph
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
 from treetap._trees import Key, Path, is_container, open_container
+from treetap._values import is_ref
 from treetap._variables import Variable
 
 Pair = tuple[Path, Any]
@@ -154,7 +153,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
             keys, children = opened.keys, opened.children
         else:
             walk.leaves += 1
-            if isinstance(value, jax.Ref) and not walk.is_new(value):
+            if is_ref(value) and not walk.is_new(value):
                 return
             found.append((path, value))
             return
