@@ -26,9 +26,10 @@ def map(
     A Variable is one leaf; a bare value returned for it is put into a Variable of the
     same kind.
 
-    >>> import treetap as tt
-    >>> tt.map(lambda path, leaf: leaf[...] + 1, {"a": tt.Param(1.0)})["a"][...]
-    2.0
+    Examples:
+        >>> import treetap as tt
+        >>> tt.map(lambda path, leaf: leaf[...] + 1, {"a": tt.Param(1.0)})["a"][...]
+        2.0
     """
     definition, found = take_apart(node, resolve_graph(graph), "map")
     if isinstance(found, dict):
@@ -76,15 +77,16 @@ def call(graphdef_and_state: tuple[Any, ...], /) -> Any:
         A proxy: choose a method by attribute or item, call it, and get
         `(result, (graphdef, state))`.
 
-    >>> import treetap as tt
-    >>> class Counter(tt.Module):
-    ...     def __init__(self):
-    ...         self.n = tt.Variable(0)
-    ...     def add(self, k):
-    ...         self.n[...] += k
-    ...         return self.n[...]
-    >>> result, (graphdef, state) = tt.call(tt.split(Counter())).add(3)
-    >>> result
-    3
+    Examples:
+        >>> import treetap as tt
+        >>> class Counter(tt.Module):
+        ...     def __init__(self):
+        ...         self.n = tt.Variable(0)
+        ...     def add(self, k):
+        ...         self.n[...] += k
+        ...         return self.n[...]
+        >>> result, (graphdef, state) = tt.call(tt.split(Counter())).add(3)
+        >>> result
+        3
     """
     return Call(tuple(graphdef_and_state))

@@ -95,12 +95,13 @@ def data(value: Any = MISSING, /, **options: Any) -> Any:
         value: The value to assign; `self.blocks = data([...])`.
         **options: Options of `dataclasses.field`, for use in a class body.
 
-    >>> import treetap as tt
-    >>> class Sum(tt.Module):
-    ...     def __init__(self):
-    ...         self.parts = tt.data([tt.Param(1.0), tt.Param(2.0)])
-    >>> len(tt.to_flat_state(tt.state(Sum())))
-    2
+    Examples:
+        >>> import treetap as tt
+        >>> class Sum(tt.Module):
+        ...     def __init__(self):
+        ...         self.parts = tt.data([tt.Param(1.0), tt.Param(2.0)])
+        >>> len(tt.to_flat_state(tt.state(Sum())))
+        2
     """
     return _marked("data", True, value, options)
 
@@ -128,9 +129,10 @@ def register_data_type(kind: C) -> C:
 def is_data(value: Any) -> bool:
     """Whether an attribute holding `value` is data by itself.
 
-    >>> import numpy as np, treetap as tt
-    >>> tt.is_data(np.zeros(2)), tt.is_data(1.0), tt.is_data([np.zeros(2)])
-    (True, False, False)
+    Examples:
+        >>> import numpy as np, treetap as tt
+        >>> tt.is_data(np.zeros(2)), tt.is_data(1.0), tt.is_data([np.zeros(2)])
+        (True, False, False)
     """
     kind = type(value)
     if kind in _PLAIN_TYPES:
@@ -267,13 +269,14 @@ def dataclass(**options: Any) -> Callable[[C], C]: ...
 def dataclass(cls: Any = None, /, **options: Any) -> Any:
     """`dataclasses.dataclass` for Modules: keeps the readable `repr`.
 
-    >>> import treetap as tt
-    >>> @tt.dataclass
-    ... class Scale(tt.Module):
-    ...     factor: tt.Param
-    ...     power: int = 1
-    >>> Scale(tt.Param(2.0)).power
-    1
+    Examples:
+        >>> import treetap as tt
+        >>> @tt.dataclass
+        ... class Scale(tt.Module):
+        ...     factor: tt.Param
+        ...     power: int = 1
+        >>> Scale(tt.Param(2.0)).power
+        1
     """
     options.setdefault("repr", False)
     decorate = dataclasses.dataclass(**options)

@@ -34,11 +34,12 @@ class List(Module, MutableSequence[T], Generic[T]):
     Args:
         items: The items; wrap one in `data` or `static` to decide what it is.
 
-    >>> import jax, treetap as tt
-    >>> layers = tt.List([tt.Param(1.0), jax.nn.relu])
-    >>> layers.append(tt.Param(2.0))
-    >>> [path for path, _ in tt.to_flat_state(tt.state(layers))]
-    [(0,), (2,)]
+    Examples:
+        >>> import jax, treetap as tt
+        >>> layers = tt.List([tt.Param(1.0), jax.nn.relu])
+        >>> layers.append(tt.Param(2.0))
+        >>> [path for path, _ in tt.to_flat_state(tt.state(layers))]
+        [(0,), (2,)]
     """
 
     def __init__(self, items: Iterable[T] | None = None, /):
@@ -174,10 +175,11 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
         items: A mapping, or pairs.
         **more: More items.
 
-    >>> import treetap as tt
-    >>> d = tt.Dict(a=tt.Param(1.0))
-    >>> d.a[...], list(d)
-    (1.0, ['a'])
+    Examples:
+        >>> import treetap as tt
+        >>> d = tt.Dict(a=tt.Param(1.0))
+        >>> d.a[...], list(d)
+        (1.0, ['a'])
     """
 
     # Programs iterate over items, so two orders are two structures.
@@ -243,9 +245,10 @@ class Sequential(Module):
     Args:
         *fns: Modules or functions.
 
-    >>> import treetap as tt
-    >>> tt.Sequential(lambda x: (x, x + 1), lambda x, y: x * y)(3)
-    12
+    Examples:
+        >>> import treetap as tt
+        >>> tt.Sequential(lambda x: (x, x + 1), lambda x, y: x * y)(3)
+        12
     """
 
     def __init__(self, *fns: Callable[..., Any]):

@@ -142,12 +142,13 @@ def clone(
         arrays: Copy the arrays as well.
         graph: Keep shared references instead of refusing them.
 
-    >>> import treetap as tt
-    >>> a = tt.Param(1.0)
-    >>> b = tt.clone(a)
-    >>> b[...] = 2.0
-    >>> a[...]
-    1.0
+    Examples:
+        >>> import treetap as tt
+        >>> a = tt.Param(1.0)
+        >>> b = tt.clone(a)
+        >>> b[...] = 2.0
+        >>> a[...]
+        1.0
     """
     if arrays and not variables:
         raise StructureError(
@@ -181,9 +182,10 @@ def _copied(leaf: Any) -> Any:
 def as_pure(tree: Any) -> Any:
     """Replaces every Variable by its value and every Ref by its array, at any depth.
 
-    >>> import treetap as tt
-    >>> tt.as_pure({"a": tt.Param(1.0)})
-    {'a': 1.0}
+    Examples:
+        >>> import treetap as tt
+        >>> tt.as_pure({"a": tt.Param(1.0)})
+        {'a': 1.0}
     """
 
     def value_of(variable: Variable[Any]) -> Any:

@@ -175,10 +175,11 @@ class Nothing(_Predicate):
 def predicate_of(filter: Filter) -> Predicate:
     """Turns a filter literal into a predicate.
 
-    >>> import treetap as tt
-    >>> from treetap._filters import predicate_of
-    >>> predicate_of([tt.Param, "dropout"])
-    Any(OfType(type=<class 'treetap._kinds.Param'>), WithTag(tag='dropout'))
+    Examples:
+        >>> import treetap as tt
+        >>> from treetap._filters import predicate_of
+        >>> predicate_of([tt.Param, "dropout"])
+        Any(OfType(type=<class 'treetap._kinds.Param'>), WithTag(tag='dropout'))
     """
     if filter is Ellipsis or filter is True:
         return Everything()

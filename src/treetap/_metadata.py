@@ -108,11 +108,12 @@ class MetadataMethods:
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
         """Sets metadata: `set_metadata({...})` all, `(name, value)` or keywords some.
 
-        >>> import treetap as tt
-        >>> v = tt.Param(1.0, tag="a")
-        >>> v.set_metadata(tag="b")
-        >>> v.tag
-        'b'
+        Examples:
+            >>> import treetap as tt
+            >>> v = tt.Param(1.0, tag="a")
+            >>> v.set_metadata(tag="b")
+            >>> v.tag
+            'b'
         """
         if bool(args) == bool(metadata) or len(args) > 2:
             raise TypeError(
@@ -154,10 +155,11 @@ def with_metadata(
 ) -> Callable[..., VariableMetadata[Any]]:
     """Wraps an initializer so that the Variable made from it gets `metadata`.
 
-    >>> import jax, treetap as tt
-    >>> init = tt.with_metadata(jax.nn.initializers.zeros, role="bias")
-    >>> tt.Param(init(jax.random.key(0), (2,))).role
-    'bias'
+    Examples:
+        >>> import jax, treetap as tt
+        >>> init = tt.with_metadata(jax.nn.initializers.zeros, role="bias")
+        >>> tt.Param(init(jax.random.key(0), (2,))).role
+        'bias'
     """
 
     def initialize(*args: Any, **kwargs: Any) -> VariableMetadata[Any]:

@@ -23,15 +23,16 @@ from treetap._walks import children_of, nodes_below
 class Module(Pytree):
     """Base class of neural-network modules.
 
-    >>> import jax.numpy as jnp, treetap as tt
-    >>> class Affine(tt.Module):
-    ...     def __init__(self, size):
-    ...         self.w = tt.Param(jnp.ones(size))
-    ...         self.b = tt.Param(jnp.zeros(size))
-    ...     def __call__(self, x):
-    ...         return x * self.w + self.b
-    >>> Affine(2)(jnp.arange(2.0))
-    Array([0., 1.], dtype=float32)
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> class Affine(tt.Module):
+        ...     def __init__(self, size):
+        ...         self.w = tt.Param(jnp.ones(size))
+        ...         self.b = tt.Param(jnp.zeros(size))
+        ...     def __call__(self, x):
+        ...         return x * self.w + self.b
+        >>> Affine(2)(jnp.arange(2.0))
+        Array([0., 1.], dtype=float32)
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -143,14 +144,15 @@ def iter_modules(
         module: A Module, or any tree of Modules.
         graph: Visit a shared Module once, at its first path, instead of refusing it.
 
-    >>> import treetap as tt
-    >>> class Leaf(tt.Module):
-    ...     pass
-    >>> class Tree(tt.Module):
-    ...     def __init__(self):
-    ...         self.b, self.a = Leaf(), Leaf()
-    >>> [path for path, _ in tt.iter_modules(Tree())]
-    [('a',), ('b',), ()]
+    Examples:
+        >>> import treetap as tt
+        >>> class Leaf(tt.Module):
+        ...     pass
+        >>> class Tree(tt.Module):
+        ...     def __init__(self):
+        ...         self.b, self.a = Leaf(), Leaf()
+        >>> [path for path, _ in tt.iter_modules(Tree())]
+        [('a',), ('b',), ()]
     """
     return iter(nodes_below(module, Module, resolve_graph(graph), "iter_modules"))
 

@@ -29,9 +29,10 @@ def logical_axis_rules(rules: Rules) -> Iterator[None]:
     Args:
         rules: Pairs of a logical name and a mesh axis (a name, several, or None).
 
-    >>> import treetap as tt
-    >>> with tt.logical_axis_rules([("embed", "model")]):
-    ...     pass
+    Examples:
+        >>> import treetap as tt
+        >>> with tt.logical_axis_rules([("embed", "model")]):
+        ...     pass
     """
     token = _context_rules.set(tuple((name, axis) for name, axis in rules))
     try:

@@ -103,13 +103,14 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     Declare a class with `pytree=False` to keep it out of JAX's registry and free of
     checks; its subclasses inherit that.
 
-    >>> import jax, treetap as tt
-    >>> class Point(tt.Pytree):
-    ...     def __init__(self, x, name):
-    ...         self.x = tt.data(x)
-    ...         self.name = name
-    >>> jax.tree.map(lambda x: x + 1, Point(1, "p")).x
-    2
+    Examples:
+        >>> import jax, treetap as tt
+        >>> class Point(tt.Pytree):
+        ...     def __init__(self, x, name):
+        ...         self.x = tt.data(x)
+        ...         self.name = name
+        >>> jax.tree.map(lambda x: x + 1, Point(1, "p")).x
+        2
     """
 
     __slots__ = ()
@@ -423,11 +424,12 @@ def counts(node: Pytree) -> str:
 def check_pytree(node: Pytree) -> None:
     """Checks every attribute again: static ones must not have come to hold data.
 
-    >>> import jax.numpy as jnp, treetap as tt
-    >>> class Bag(tt.Module):
-    ...     def __init__(self):
-    ...         self.names = ["a"]
-    >>> tt.check_pytree(Bag())
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> class Bag(tt.Module):
+        ...     def __init__(self):
+        ...         self.names = ["a"]
+        >>> tt.check_pytree(Bag())
     """
     if not isinstance(node, Pytree):
         raise TypeError(

@@ -159,12 +159,13 @@ class Rngs(Pytree):
         default: Seed, key or stream of the stream `default`, or a mapping of streams.
         **streams: Seeds, keys or streams by name.
 
-    >>> import treetap as tt
-    >>> rngs = tt.Rngs(0, params=1)
-    >>> sorted(name for name, _ in rngs.items()), "dropout" in rngs
-    (['default', 'params'], False)
-    >>> tt.Rngs(0).normal((2,)).shape
-    (2,)
+    Examples:
+        >>> import treetap as tt
+        >>> rngs = tt.Rngs(0, params=1)
+        >>> sorted(name for name, _ in rngs.items()), "dropout" in rngs
+        (['default', 'params'], False)
+        >>> tt.Rngs(0).normal((2,)).shape
+        (2,)
     """
 
     def __init__(self, default: Any = None, **streams: Any):

@@ -87,10 +87,11 @@ def with_rngs(
         graph: Keep shared references instead of refusing them.
         graph_updates: Accepted for symmetry; the result is always a copy.
 
-    >>> import treetap as tt
-    >>> rngs = tt.Rngs(params=0, dropout=1)
-    >>> tt.with_rngs(rngs, split={"dropout": 3}).dropout.key.shape
-    (3,)
+    Examples:
+        >>> import treetap as tt
+        >>> rngs = tt.Rngs(params=0, dropout=1)
+        >>> tt.with_rngs(rngs, split={"dropout": 3}).dropout.key.shape
+        (3,)
     """
     del graph_updates
     rules = _rules(split, fork, broadcast)
@@ -149,12 +150,13 @@ def reseed(
         graph: Visit shared streams once instead of refusing them.
         **seeds: Seeds or keys by tag; a tag that no stream has is an error.
 
-    >>> import treetap as tt
-    >>> rngs = tt.Rngs(dropout=0)
-    >>> key = rngs.dropout()
-    >>> tt.reseed(rngs, dropout=0)
-    >>> bool(rngs.dropout() == key)
-    True
+    Examples:
+        >>> import treetap as tt
+        >>> rngs = tt.Rngs(dropout=0)
+        >>> key = rngs.dropout()
+        >>> tt.reseed(rngs, dropout=0)
+        >>> bool(rngs.dropout() == key)
+        True
     """
     if not (callable(policy) or policy in ("scalars_only", "match_shape")):
         raise ValueError(

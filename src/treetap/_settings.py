@@ -113,12 +113,13 @@ class set_graph_mode(
 ):
     """Sets whether functions keep shared references (graph mode) or refuse them.
 
-    >>> import treetap as tt
-    >>> with tt.set_graph_mode(True):
-    ...     tt.set_graph_mode.current_value()
-    True
-    >>> tt.set_graph_mode.current_value()
-    False
+    Examples:
+        >>> import treetap as tt
+        >>> with tt.set_graph_mode(True):
+        ...     tt.set_graph_mode.current_value()
+        True
+        >>> tt.set_graph_mode.current_value()
+        False
     """
 
 

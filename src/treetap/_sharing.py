@@ -49,6 +49,15 @@ def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
     yield from visit((), root)
 
 
+def has_leaves(root: Any) -> bool:
+    """Whether there is anything but structure below a value."""
+    return any(
+        isinstance(value, Variable)
+        or not (isinstance(value, Node) or is_container(value))
+        for _, value, _ in places(root)
+    )
+
+
 def first_two_places(root: Any, wanted: Any) -> list[tuple[Path, bool]]:
     """The first two paths to a value, with whether it contains itself there.
 
@@ -121,10 +130,11 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
         node: Any tree of Modules, Variables and arrays.
         only: Which values to look at.
 
-    >>> import treetap as tt
-    >>> shared = tt.Param(1.0)
-    >>> tt.find_duplicates({"a": shared, "b": [shared]})
-    [[('a',), ('b', 0)]]
+    Examples:
+        >>> import treetap as tt
+        >>> shared = tt.Param(1.0)
+        >>> tt.find_duplicates({"a": shared, "b": [shared]})
+        [[('a',), ('b', 0)]]
     """
     wanted = predicate_of(only)
     found: dict[int, list[Path]] = {}

@@ -89,14 +89,15 @@ def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
     Returns:
         The GraphDef, then the States, as one tuple.
 
-    >>> import treetap as tt
-    >>> class Affine(tt.Module):
-    ...     def __init__(self):
-    ...         self.w = tt.Param(2.0)
-    ...         self.calls = tt.Variable(0)
-    >>> graphdef, params, rest = tt.split(Affine(), tt.Param, ...)
-    >>> list(params), list(rest)
-    (['w'], ['calls'])
+    Examples:
+        >>> import treetap as tt
+        >>> class Affine(tt.Module):
+        ...     def __init__(self):
+        ...         self.w = tt.Param(2.0)
+        ...         self.calls = tt.Variable(0)
+        >>> graphdef, params, rest = tt.split(Affine(), tt.Param, ...)
+        >>> list(params), list(rest)
+        (['w'], ['calls'])
     """
     graphdef, state = take_apart(node, resolve_graph(graph), "split")
     return graphdef, *_groups("split", state, filters)
@@ -122,9 +123,10 @@ def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
         *filters: One State for each; what none of them takes is left out.
         graph: Keep shared references instead of refusing them.
 
-    >>> import treetap as tt
-    >>> tt.state({"w": tt.Param(1.0), "n": tt.Variable(2)}, tt.Param).w[...]
-    1.0
+    Examples:
+        >>> import treetap as tt
+        >>> tt.state({"w": tt.Param(1.0), "n": tt.Variable(2)}, tt.Param).w[...]
+        1.0
     """
     _, found = take_apart(node, resolve_graph(graph), "state")
     if not filters:

@@ -35,10 +35,11 @@ class State(MutableMapping[Key, Any], _display.Shown):
     Args:
         mapping: Nested mappings, or pairs. The top level is copied, the rest shared.
 
-    >>> import treetap as tt
-    >>> s = tt.State({"a": {"b": 1}})
-    >>> s.a.b, s["a"]["b"], "c" in s.a
-    (1, 1, False)
+    Examples:
+        >>> import treetap as tt
+        >>> s = tt.State({"a": {"b": 1}})
+        >>> s.a.b, s["a"]["b"], "c" in s.a
+        (1, 1, False)
     """
 
     __slots__ = ("_mapping",)
@@ -168,9 +169,10 @@ register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 class FlatState(Sequence[tuple[Path, Any]]):
     """A sequence of (path, value), sorted by path; immutable.
 
-    >>> import treetap as tt
-    >>> tt.to_flat_state({"b": 1, "a": {"c": 2}}).paths
-    (('a', 'c'), ('b',))
+    Examples:
+        >>> import treetap as tt
+        >>> tt.to_flat_state({"b": 1, "a": {"c": 2}}).paths
+        (('a', 'c'), ('b',))
     """
 
     __slots__ = ("leaves", "paths")
@@ -402,9 +404,10 @@ def merge_state(
 ) -> Any:
     """The union of several States; later ones win.
 
-    >>> import treetap as tt
-    >>> dict(tt.merge_state({"a": 1}, {"b": 2}))
-    {'a': 1, 'b': 2}
+    Examples:
+        >>> import treetap as tt
+        >>> dict(tt.merge_state({"a": 1}, {"b": 2}))
+        {'a': 1, 'b': 2}
     """
     if not states:
         return state

@@ -61,9 +61,10 @@ def flatten_mapping(
         is_leaf: Tells which mappings to leave whole.
         sep: Join paths to strings with this.
 
-    >>> from treetap import nnx
-    >>> nnx.traversals.flatten_mapping({"a": {"b": 1}}, sep="/")
-    {'a/b': 1}
+    Examples:
+        >>> from treetap import nnx
+        >>> nnx.traversals.flatten_mapping({"a": {"b": 1}}, sep="/")
+        {'a/b': 1}
     """
     if not isinstance(xs, Mapping):
         raise TypeError(

@@ -260,11 +260,12 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
             bare values give the value.
         *states: More of the same.
 
-    >>> import treetap as tt
-    >>> model = {"w": tt.Param(1.0)}
-    >>> tt.update(model, {"w": 2.0})
-    >>> model["w"][...]
-    2.0
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0)}
+        >>> tt.update(model, {"w": 2.0})
+        >>> model["w"][...]
+        2.0
     """
     if not isinstance(node, Variable | Node) and not is_container(node):
         raise TypeError(
@@ -318,10 +319,11 @@ def pop(node: Any, *filters: Filter) -> Any:
     Every reference to a removed Variable goes. One filter gives a State, several give
     a tuple.
 
-    >>> import treetap as tt
-    >>> model = {"w": tt.Param(1.0), "seen": tt.Intermediate(2.0)}
-    >>> tt.pop(model, tt.Intermediate).seen[...], list(model)
-    (2.0, ['w'])
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0), "seen": tt.Intermediate(2.0)}
+        >>> tt.pop(model, tt.Intermediate).seen[...], list(model)
+        (2.0, ['w'])
     """
     if not filters:
         raise TypeError("pop: expected at least one filter.")
@@ -375,11 +377,12 @@ def _remove(removals: list[tuple[Any, Key, Path]]) -> None:
 def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:
     """Sets metadata on every Variable below `node` that a filter takes, in place.
 
-    >>> import treetap as tt
-    >>> model = {"w": tt.Param(1.0)}
-    >>> tt.set_metadata(model, tt.Param, group="decay")
-    >>> model["w"].group
-    'decay'
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0)}
+        >>> tt.set_metadata(model, tt.Param, group="decay")
+        >>> model["w"].group
+        'decay'
     """
     if fixed := [name for name in REQUIRED if name in metadata]:
         raise MetadataError(

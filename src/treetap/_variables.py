@@ -89,11 +89,12 @@ class Variable(
         hijax: Accepted for NNX programs; only False is supported.
         **metadata: Named facts; part of the pytree structure.
 
-    >>> import treetap as tt
-    >>> count = tt.Variable(1)
-    >>> count[...] += 2
-    >>> count[...], count + 0.5
-    (3, 3.5)
+    Examples:
+        >>> import treetap as tt
+        >>> count = tt.Variable(1)
+        >>> count[...] += 2
+        >>> count[...], count + 0.5
+        (3, 3.5)
     """
 
     __slots__ = ("__weakref__", "_box", "_metadata", "_trace")

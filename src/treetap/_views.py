@@ -64,16 +64,17 @@ def view(
         graph: Keep shared references instead of refusing them.
         **kwargs: What to hand to `set_view`.
 
-    >>> import treetap as tt
-    >>> class Noise(tt.Module):
-    ...     def __init__(self):
-    ...         self.deterministic = False
-    ...     def set_view(self, deterministic: bool | None = None):
-    ...         if deterministic is not None:
-    ...             self.deterministic = deterministic
-    >>> noise = Noise()
-    >>> tt.view(noise, deterministic=True).deterministic, noise.deterministic
-    (True, False)
+    Examples:
+        >>> import treetap as tt
+        >>> class Noise(tt.Module):
+        ...     def __init__(self):
+        ...         self.deterministic = False
+        ...     def set_view(self, deterministic: bool | None = None):
+        ...         if deterministic is not None:
+        ...             self.deterministic = deterministic
+        >>> noise = Noise()
+        >>> tt.view(noise, deterministic=True).deterministic, noise.deterministic
+        (True, False)
     """
     wanted = predicate_of(only)
     objects = _rebuilt(node, graph, "view")

@@ -13,7 +13,7 @@ from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._pytrees import adopt_all, bare, cached_flat, fill, flat_of
 from treetap._settings import resolve_graph
-from treetap._sharing import refuse_pytree_false, refuse_shared
+from treetap._sharing import has_leaves, refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
 from treetap._trees import Key, Path, is_container, open_container
 from treetap._values import is_ref
@@ -75,39 +75,51 @@ class _Visit:
         self.seen.add(identity)
 
 
+INSIDE, DONE = 1, 2
+
+
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
     """The objects of type `wanted` in a tree or graph, with their paths."""
-    walk = _Visit(root, graph, name)
-    found, seen = walk.found, walk.seen
+    found: list[Pair] = []
+    met: dict[int, int] = {}  # by identity: INSIDE or DONE
+    is_wanted: dict[type, bool] = {}  # `isinstance` of an abstract class is slow
 
     def visit_node(path: Path, node: Any) -> None:
-        before = walk.enter(node)
-        if before is None:
-            return
+        before = met.get(id(node))
+        if before is not None:
+            if graph:
+                return
+            if before is INSIDE:
+                raise refuse_shared(name, root, node)
+        met[id(node)] = INSIDE
         try:
             children, (layout, _) = cached_flat(node)
         except AttributeError:
+            if not (graph or node._pytree__is_pytree):
+                raise refuse_pytree_false(name, root, node) from None
             children, (layout, _) = node._refresh()
-        visit(path, layout.keys, children)
-        walk.leave(node, before)
-        if isinstance(node, wanted):
+        visit(path, layout.keys, children)  # a shared Variable is found in here
+        met[id(node)] = DONE
+        if before is not None and has_leaves(node):
+            raise refuse_shared(name, root, node)
+        kind = type(node)
+        if kind not in is_wanted:
+            is_wanted[kind] = issubclass(kind, wanted)
+        if is_wanted[kind]:
             found.append((path, node))
 
     def visit(path: Path, keys: Any, children: Any) -> None:
         for key, child in zip(keys, children):
             if isinstance(child, Variable):
-                if id(child) in seen:
-                    walk.is_new(child)
-                else:
-                    seen.add(id(child))
-                    walk.leaves += 1
+                if id(child) not in met:
+                    met[id(child)] = DONE
+                elif not graph:
+                    raise refuse_shared(name, root, child)
             elif isinstance(child, Node):
                 visit_node((*path, key), child)
             elif is_container(child):
                 opened = open_container(child)
                 visit((*path, key), opened.keys, opened.children)
-            else:
-                walk.leaves += 1
 
     if isinstance(root, Node):
         visit_node((), root)
@@ -125,9 +137,10 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
         graph: Visit shared objects once, and static attributes as well, instead of
             refusing what is shared.
 
-    >>> import treetap as tt
-    >>> [path for path, _ in tt.iter_graph({"a": [tt.Param(1.0)]})]
-    [('a', 0), ('a',), ()]
+    Examples:
+        >>> import treetap as tt
+        >>> [path for path, _ in tt.iter_graph({"a": [tt.Param(1.0)]})]
+        [('a', 0), ('a',), ()]
     """
     graph = resolve_graph(graph)
     walk = _Visit(node, graph, "iter_graph")
