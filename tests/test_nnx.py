@@ -2,6 +2,7 @@
 """`treetap.nnx`: the same library under NNX's names and defaults."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -83,7 +84,7 @@ def test_the_environment_presets_the_mode(flag, expected):
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={"NNX_GRAPH_MODE": flag, "PATH": "", "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "NNX_GRAPH_MODE": flag, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=True,

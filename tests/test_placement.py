@@ -8,6 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import treetap as tt
 
+pytestmark = pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="a mesh of 2 x 4 needs eight devices"
+)
+
 
 def mesh_of(kind=AxisType.Auto, names=("data", "model"), kinds=None):
     return jax.make_mesh((2, 4), names, axis_types=kinds or (kind,) * 2)

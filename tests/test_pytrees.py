@@ -367,3 +367,11 @@ def test_stacking_siblings_and_averaging_models_work():
 def test_unknown_attributes_are_attribute_errors():
     with pytest.raises(AttributeError, match="'Block' object has no attribute 'nope'"):
         Block().nope
+
+
+def test_a_replaced_variable_is_freed_at_once():
+    block = Block()
+    tt.split(block)
+    old = weakref.ref(block.weight)
+    block.weight = tt.Param(jnp.zeros(2))
+    assert old() is None

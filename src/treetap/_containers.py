@@ -78,7 +78,11 @@ class List(Module, MutableSequence[T], Generic[T]):
         return place % length
 
     def __len__(self) -> int:
-        return sum(1 for key in attributes_of(self) if type(key) is int)
+        # Positions are stored in order, so the last one tells.
+        for key in reversed(attributes_of(self)):
+            if type(key) is int:
+                return key + 1
+        return 0
 
     def __iter__(self) -> Iterator[T]:
         return iter([value for value, _ in self._items()])
@@ -127,7 +131,13 @@ class List(Module, MutableSequence[T], Generic[T]):
 
     def append(self, value: T) -> None:
         """Adds an item at the end."""
-        self.insert(len(self), value)
+        self._check_trace()
+        place = len(self)
+        value, is_data_item = self._admitted(place, value)
+        status = {**self._pytree__status, place: is_data_item}
+        attributes_of(self)[place] = value
+        adopt(value, place)
+        unseal(self, status)
 
     def extend(self, values: Iterable[T]) -> None:
         """Adds items at the end."""

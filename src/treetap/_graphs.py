@@ -20,7 +20,7 @@ from jax.tree_util import register_static
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._metadata import MISSING
+from treetap._metadata import MISSING, PLAIN
 from treetap._pytrees import adopt, bare, cached_flat, fill, set_spec
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._states import is_branch
@@ -147,10 +147,8 @@ def describe(spec: Any, label: str, depth: int) -> list[str]:
         case ContainerSpec(kind, keys, _, children):
             lines = [f"{start}: {kind.__name__}"]
         case VariableSpec(_, kind, metadata):
-            facts = {k: v for k, v in metadata.items() if k not in ("hijax", "ref")}
-            facts = {
-                k: v for k, v in facts.items() if (k, v) != ("eager_sharding", True)
-            }
+            plain = PLAIN.items()
+            facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
             return [f"{start}: {kind.__name__}{facts or ''}"]
         case SharedSpec(number):
             return [f"{start}: the same as number {number}"]

@@ -39,9 +39,8 @@ Flat = tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
 attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
 _set_attributes = Node.__dict__["__dict__"].__set__
 set_flat = Node.__dict__["_pytree__flat"].__set__
-cached_flat = Node.__dict__[
-    "_pytree__flat"
-].__get__  # AttributeError when there is none
+# The cached children and structure; AttributeError when there are none.
+cached_flat = Node.__dict__["_pytree__flat"].__get__
 _drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
 set_spec = Node.__dict__["_pytree__spec"].__set__
 set_key = Node.__dict__["_pytree__key"].__set__
@@ -60,6 +59,7 @@ def drop_flat(node: Node) -> None:
 def unseal(node: Node, status: dict[Any, bool]) -> None:
     """Gives a changed object a status of its own, and forgets its children."""
     replace_status(node, status)
+    set_spec(node, None)
     try:  # noqa: SIM105 - `suppress` would cost more than the write that calls this
         _drop_flat_slot(node)
     except AttributeError:
@@ -127,11 +127,9 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     _pytree__status: dict[Any, bool]
     _pytree__trace: Any
 
-    def __init_subclass__(
-        cls, *, pytree: bool | None = None, own_slots: bool = False, **kwargs: Any
-    ):
+    def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if "__slots__" in vars(cls) and not own_slots:
+        if "__slots__" in vars(cls):
             raise TypeError(
                 f"{cls.__name__}: `__slots__` cannot be used in a subclass of Pytree; "
                 "its attributes must be in its `__dict__`."

@@ -337,7 +337,7 @@ class Variable(
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
         raw = other.get_raw_value()
-        raw = raw[...] if is_ref(raw) else raw
+        raw = raw[...] if is_ref(raw) else copy_containers(raw)
         if is_ref(self._box[0]):
             self.set_value(raw)
         else:
