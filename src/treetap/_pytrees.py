@@ -369,6 +369,17 @@ def flat_of(node: Any) -> Flat:
         return node._refresh()
 
 
+def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
+    """Keys and children of an object of ours or a container; None for a leaf."""
+    if isinstance(value, Node):
+        children, (layout, _) = flat_of(value)
+        return layout.keys, children
+    if isinstance(value, Variable) or not is_container(value):
+        return None
+    container = open_container(value)
+    return container.keys, container.children
+
+
 def _register(cls: type[Pytree]) -> None:
     def unflatten(structure: Any, children: Iterable[Any]) -> Any:
         node = bare(cls, current_trace())
@@ -395,10 +406,8 @@ def variables_below(root: Any) -> Iterator[Variable[Any]]:
             seen.add(id(value))
         if isinstance(value, Variable):
             yield value
-        elif isinstance(value, Node):
-            waiting.extend(reversed(flat_of(value)[0]))
-        elif is_container(value):
-            waiting.extend(reversed(open_container(value).children))
+        elif inside := opened(value):
+            waiting.extend(reversed(tuple(inside[1])))
 
 
 def counts(node: Pytree) -> str:

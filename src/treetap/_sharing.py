@@ -14,8 +14,8 @@ import numpy as np
 from treetap._attributes import Node
 from treetap._errors import AliasError, CycleError, StructureError
 from treetap._filters import Filter, predicate_of
-from treetap._pytrees import flat_of
-from treetap._trees import Path, is_container, open_container, show_path
+from treetap._pytrees import opened
+from treetap._trees import Path, is_container, show_path
 from treetap._variables import Variable
 
 
@@ -30,19 +30,13 @@ def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
     def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
         is_node = isinstance(value, Node)
         yield path, value, is_node and id(value) in active
-        if isinstance(value, Variable) or (is_node and id(value) in seen):
+        inside = opened(value)
+        if inside is None or (is_node and id(value) in seen):
             return
         if is_node:
             seen.add(id(value))
             active.add(id(value))
-            children, (layout, _) = flat_of(value)
-            keys = layout.keys
-        elif is_container(value):
-            opened = open_container(value)
-            keys, children = opened.keys, opened.children
-        else:
-            return
-        for key, child in zip(keys, children):
+        for key, child in zip(*inside):
             yield from visit((*path, key), child)
         active.discard(id(value))
 
@@ -73,19 +67,12 @@ def first_two_places(root: Any, wanted: Any) -> list[tuple[Path, bool]]:
             return
         if value is wanted:
             found.append((path, id(value) in active))
-        if isinstance(value, Variable) or id(value) in active:
+        inside = opened(value)
+        if inside is None or id(value) in active:
             return
         before = len(found)
-        if isinstance(value, Node):
-            children, (layout, _) = flat_of(value)
-            keys = layout.keys
-        elif is_container(value):
-            opened = open_container(value)
-            keys, children = opened.keys, opened.children
-        else:
-            return
         active.add(id(value))
-        for key, child in zip(keys, children):
+        for key, child in zip(*inside):
             visit((*path, key), child)
         active.discard(id(value))
         if len(found) == before and value is not wanted:

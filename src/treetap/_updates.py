@@ -20,7 +20,7 @@ from treetap._errors import AliasError, MetadataError, StructureError
 from treetap._filters import Filter, grouped, predicate_of, predicates_of
 from treetap._marks import Marked
 from treetap._metadata import MISSING, REQUIRED, checked_names, required_of
-from treetap._pytrees import attributes_of, flat_of
+from treetap._pytrees import attributes_of, flat_of, opened
 from treetap._sharing import places
 from treetap._states import FlatState, State, is_branch, nested
 from treetap._traces import current_trace, refuse_foreign_variable
@@ -94,8 +94,8 @@ class _Plan:
         elif type(value) is dict:
             self.holder(value, value, new, path)
         else:
-            opened = open_container(value)
-            known = dict(zip(opened.keys, opened.children))
+            container = open_container(value)
+            known = dict(zip(container.keys, container.children))
             self.holder(value, known, new, path)
 
     def holder(self, value: Any, known: Any, new: Any, path: Trail) -> None:
@@ -291,25 +291,19 @@ def _owned(root: Any) -> list[tuple[Any, Key, Path, Any]]:
     found: list[tuple[Any, Key, Path, Any]] = []
     seen: set[int] = set()
 
-    def visit(value: Any, path: Path) -> None:
-        if isinstance(value, Node):
-            if id(value) in seen:
+    def visit(owner: Any, inside: Any, path: Path) -> None:
+        if isinstance(owner, Node):
+            if id(owner) in seen:
                 return
-            seen.add(id(value))
-            children, (layout, _) = flat_of(value)
-            keys = layout.keys
-        else:
-            opened = open_container(value)
-            keys, children = opened.keys, opened.children
-        for key, child in zip(keys, children):
-            if isinstance(child, Node) or (
-                not isinstance(child, Variable) and is_container(child)
-            ):
-                visit(child, (*path, key))
+            seen.add(id(owner))
+        for key, child in zip(*inside):
+            below = opened(child)
+            if below is None:
+                found.append((owner, key, (*path, key), child))
             else:
-                found.append((value, key, (*path, key), child))
+                visit(child, below, (*path, key))
 
-    visit(root, ())
+    visit(root, opened(root), ())
     return found
 
 
