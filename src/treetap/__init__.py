@@ -19,11 +19,24 @@ from treetap._attributes import has_data as has_data
 from treetap._attributes import is_data as is_data
 from treetap._attributes import register_data_type as register_data_type
 from treetap._attributes import static as static
+from treetap._batching import shard_map as shard_map
+from treetap._batching import vmap as vmap
+from treetap._branching import checkify as checkify
+from treetap._branching import cond as cond
+from treetap._branching import switch as switch
+from treetap._compiling import eval_shape as eval_shape
+from treetap._compiling import jit as jit
+from treetap._compiling import make_jaxpr as make_jaxpr
 from treetap._containers import Dict as Dict
 from treetap._containers import List as List
 from treetap._containers import Sequential as Sequential
 from treetap._copies import as_pure as as_pure
 from treetap._copies import clone as clone
+from treetap._differentiating import grad as grad
+from treetap._differentiating import jvp as jvp
+from treetap._differentiating import remat as remat
+from treetap._differentiating import value_and_grad as value_and_grad
+from treetap._differentiating import vjp as vjp
 from treetap._errors import AliasError as AliasError
 from treetap._errors import AttributeStatusError as AttributeStatusError
 from treetap._errors import CycleError as CycleError
@@ -50,12 +63,17 @@ from treetap._kinds import Perturbation as Perturbation
 from treetap._kinds import RngCount as RngCount
 from treetap._kinds import RngKey as RngKey
 from treetap._kinds import RngState as RngState
+from treetap._looping import Carry as Carry
+from treetap._looping import fori_loop as fori_loop
+from treetap._looping import scan as scan
+from treetap._looping import while_loop as while_loop
 from treetap._metadata import VariableMetadata as VariableMetadata
 from treetap._metadata import with_metadata as with_metadata
 from treetap._modules import Module as Module
 from treetap._modules import iter_children as iter_children
 from treetap._modules import iter_modules as iter_modules
 from treetap._placement import logical_axis_rules as logical_axis_rules
+from treetap._prefixes import prefix as prefix
 from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
 from treetap._randomness import Rngs as Rngs
@@ -115,6 +133,7 @@ __all__ = [
     "AttributeStatusError",
     "BatchStat",
     "Cache",
+    "Carry",
     "CycleError",
     "Dict",
     "Everything",
@@ -150,13 +169,18 @@ __all__ = [
     "as_pure",
     "call",
     "check_pytree",
+    "checkify",
     "clone",
+    "cond",
     "data",
     "dataclass",
+    "eval_shape",
     "filter_state",
     "find_duplicates",
     "flatten",
+    "fori_loop",
     "from_flat_state",
+    "grad",
     "graphdef",
     "has_data",
     "is_data",
@@ -164,25 +188,33 @@ __all__ = [
     "iter_children",
     "iter_graph",
     "iter_modules",
+    "jit",
+    "jvp",
     "logical_axis_rules",
+    "make_jaxpr",
     "map",
     "map_state",
     "merge",
     "merge_state",
     "nnx",
     "pop",
+    "prefix",
     "recursive_map",
     "register_data_type",
+    "remat",
     "replace_by_pure_dict",
     "reseed",
     "restore_int_paths",
+    "scan",
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
+    "shard_map",
     "split",
     "split_state",
     "state",
     "static",
+    "switch",
     "to_flat_state",
     "to_pure_dict",
     "unflatten",
@@ -190,9 +222,13 @@ __all__ = [
     "update",
     "use_eager_sharding",
     "using_eager_sharding",
+    "value_and_grad",
     "variables",
     "view",
     "view_info",
+    "vjp",
+    "vmap",
+    "while_loop",
     "with_attributes",
     "with_metadata",
     "with_rngs",

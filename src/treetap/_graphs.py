@@ -159,16 +159,16 @@ def describe(spec: Any, label: str, depth: int) -> list[str]:
     return lines
 
 
-class _Apart:
+class Apart:
     """One walk over an object: what was met, and the leaves counted."""
 
-    __slots__ = ("graph", "name", "num_leaves", "numbers", "root")
+    __slots__ = ("graph", "leaves", "name", "numbers", "root")
 
     def __init__(self, root: Any, graph: bool, name: str):
         self.root = root
         self.graph = graph
         self.name = name
-        self.num_leaves = 0
+        self.leaves: list[Any] = []  # in the order of the walk
         # What was met, by identity: its number in graph mode; in tree mode INSIDE or
         # DONE for an object, DONE for a Variable.
         self.numbers: dict[int, int] = {}
@@ -194,11 +194,11 @@ class _Apart:
             spec = ContainerSpec(opened.kind, opened.keys, definition, specs)
             return spec, state or NOTHING
         if not is_ref(value):
-            self.num_leaves += 1
+            self.leaves.append(value)
             return PLAIN_LEAF, value
         if id(value) in self.numbers:
             return self.again(value), NOTHING
-        self.num_leaves += 1
+        self.leaves.append(value)
         number = self.numbers[id(value)] = len(self.numbers)
         return LeafSpec(number if self.graph else None), value
 
@@ -218,7 +218,7 @@ class _Apart:
                 raise refuse_pytree_false(self.name, self.root, node) from None
             children, structure = node._refresh()
         keys = structure[0].keys
-        before = self.num_leaves
+        before = len(self.leaves)
         spec = None if graph else self.kept(node, children)
         if spec is not None:
             state: Any = dict(zip(keys, children))
@@ -230,7 +230,7 @@ class _Apart:
                 set_spec(node, (children, tuple(map(get_metadata, children)), spec))
         if number is None:
             numbers[identity] = DONE
-            if met is DONE and self.num_leaves != before:
+            if met is DONE and len(self.leaves) != before:
                 raise refuse_shared(self.name, self.root, node)
         return spec, state or NOTHING
 
@@ -249,7 +249,7 @@ class _Apart:
             if (identity := id(child)) in numbers:
                 raise refuse_shared(self.name, self.root, child)
             numbers[identity] = DONE
-        self.num_leaves += len(children)
+        self.leaves.extend(children)
         return kept[2]
 
     def children(self, keys: Any, children: Any) -> tuple[tuple[Any, ...], Any]:
@@ -269,7 +269,7 @@ class _Apart:
                 number = len(numbers) if graph else None
                 spec = VariableSpec(number, type(child), child._metadata)
                 numbers[identity] = len(numbers) if graph else DONE
-                self.num_leaves += 1
+                self.leaves.append(child)
                 state[key] = child
             specs.append(spec)
         return tuple(specs), state
@@ -289,9 +289,17 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
         The GraphDef, and the state: a dict, the leaf itself for a bare Variable or
         array, or an empty dict.
     """
-    walk = _Apart(value, graph, name)
+    walk = Apart(value, graph, name)
     spec, state = walk.any(value)
-    return GraphDef(spec, walk.num_leaves, graph), {} if state is NOTHING else state
+    definition = GraphDef(spec, len(walk.leaves), graph)
+    return definition, {} if state is NOTHING else state
+
+
+def take_leaves(value: Any, graph: bool, name: str) -> tuple[GraphDef, list[Any]]:
+    """Describes an object and gives its leaves as a list, in the order of the walk."""
+    walk = Apart(value, graph, name)
+    spec, _ = walk.any(value)
+    return GraphDef(spec, len(walk.leaves), graph), walk.leaves
 
 
 class _Together:
