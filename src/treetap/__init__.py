@@ -19,11 +19,14 @@ from treetap._attributes import has_data as has_data
 from treetap._attributes import is_data as is_data
 from treetap._attributes import register_data_type as register_data_type
 from treetap._attributes import static as static
+from treetap._batching import pmap as pmap
 from treetap._batching import shard_map as shard_map
 from treetap._batching import vmap as vmap
 from treetap._branching import checkify as checkify
 from treetap._branching import cond as cond
 from treetap._branching import switch as switch
+from treetap._changes import set_structure_policy as set_structure_policy
+from treetap._changes import structure_policy as structure_policy
 from treetap._compiling import eval_shape as eval_shape
 from treetap._compiling import jit as jit
 from treetap._compiling import make_jaxpr as make_jaxpr
@@ -197,6 +200,7 @@ __all__ = [
     "merge",
     "merge_state",
     "nnx",
+    "pmap",
     "pop",
     "prefix",
     "recursive_map",
@@ -209,11 +213,13 @@ __all__ = [
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
+    "set_structure_policy",
     "shard_map",
     "split",
     "split_state",
     "state",
     "static",
+    "structure_policy",
     "switch",
     "to_flat_state",
     "to_pure_dict",

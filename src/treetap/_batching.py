@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap and shard_map: one function over many slices.
+"""vmap, pmap and shard_map: one function over many slices.
 
 A Variable that changes comes back along the axis (or with the specification) it went in
 with; one that is the same for all slices may only be given a value that is.
@@ -27,10 +27,50 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _axes_of(given: Any, args: Any, kwargs: Any, name: str, argument: str) -> list[Any]:
-    chosen = tuple(given) if isinstance(given, list) else given
-    prefix = {"args": chosen, "kwargs": 0}
-    return spread(prefix, {"args": args, "kwargs": kwargs}, name, argument)
+Mapping = Callable[[Any, list[Any], Any], Callable[[Any], Any]]
+
+
+def _mapped(
+    name: str, f: Any, graph: bool, prefix: tuple[str, Any], mapping: Mapping
+) -> Callable[..., Any]:
+    """A function mapped by JAX over flat values, each with a prefix of its own.
+
+    Args:
+        name: The transform.
+        f: The function.
+        graph: The mode.
+        prefix: The argument's name and its value for the positional arguments.
+        mapping: Makes JAX's function from the pure one, the prefixes of its values, and
+            those of the updates.
+    """
+    argument, given = prefix
+    refuse_bound_method(f, name)
+    check_prefix(given, name, argument)
+    given = tuple(given) if isinstance(given, list) else given
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = inputs_of(args, kwargs, graph, name)
+        axes = spread({"args": given, "kwargs": 0}, inputs.tree, name, argument)
+        lanes = Lanes(axes)
+
+        def pure(values: list[Any]) -> Any:
+            return run(
+                f,
+                inputs.definition,
+                values,
+                name=name,
+                lanes=lanes.of_leaf,
+                count=len(lanes.prefixes),
+            )
+
+        # The second part stands for what is static, which has no leaves.
+        updates_axes = Updates(tuple(lanes.prefixes), None)  # pyright: ignore[reportArgumentType] - a prefix
+        out, updates = mapping(pure, axes, updates_axes)(inputs.values())
+        inputs.write_back(updates)
+        return unpack_output(out)
+
+    return call
 
 
 def vmap(
@@ -76,28 +116,10 @@ def vmap(
     }
     if f is MISSING:
         return functools.partial(vmap, **options, graph=mode, graph_updates=False)  # pyright: ignore[reportReturnType] - a decorator
-    refuse_bound_method(f, "vmap")
-    check_prefix(in_axes, "vmap", "in_axes")
     check_prefix(out_axes, "vmap", "out_axes")
 
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = inputs_of(args, kwargs, mode, "vmap")
-        axes = _axes_of(in_axes, args, kwargs, "vmap", "in_axes")
-        lanes = Lanes(axes)
-
-        def pure(values: list[Any]) -> Any:
-            return run(
-                f,
-                inputs.definition,
-                values,
-                name="vmap",
-                lanes=lanes.of_leaf,
-                count=len(lanes.prefixes),
-            )
-
-        updates_axes = Updates(tuple(lanes.prefixes), 0)  # pyright: ignore[reportArgumentType] - a prefix
-        mapped = jax.vmap(
+    def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
+        return jax.vmap(
             pure,
             in_axes=(axes,),
             out_axes=(out_axes, updates_axes),
@@ -105,11 +127,55 @@ def vmap(
             axis_size=axis_size,
             spmd_axis_name=spmd_axis_name,
         )
-        out, updates = mapped(inputs.values())
-        inputs.write_back(updates)
-        return unpack_output(out)
 
-    return call
+    return _mapped("vmap", f, mode, ("in_axes", in_axes), mapping)
+
+
+def pmap(
+    f: Callable[P, R] = MISSING,
+    *,
+    axis_name: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    devices: Any = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[P, R]:
+    """As `vmap`, over devices.
+
+    Args:
+        f: The function; without it, a decorator.
+        axis_name: As for `jax.pmap`.
+        in_axes: As for `treetap.vmap`.
+        out_axes: As for `treetap.vmap`.
+        devices: As for `jax.pmap`.
+        backend: As for `jax.pmap`.
+        axis_size: As for `jax.pmap`.
+        graph: Allow shared references.
+        graph_updates: Only False is supported.
+    """
+    mode = resolve_mode(graph, graph_updates, "pmap")
+    placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
+    if f is MISSING:
+        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
+            pmap,
+            **placed,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            axis_size=axis_size,
+            graph=mode,
+            graph_updates=False,
+        )
+    check_prefix(out_axes, "pmap", "out_axes")
+
+    def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
+        axes_out = (out_axes, updates_axes)
+        options = {**placed, "axis_size": axis_size}
+        return jax.pmap(pure, in_axes=(axes,), out_axes=axes_out, **options)
+
+    return _mapped("pmap", f, mode, ("in_axes", in_axes), mapping)
 
 
 def shard_map(
@@ -148,27 +214,9 @@ def shard_map(
             graph=mode,
             graph_updates=False,
         )
-    refuse_bound_method(f, "shard_map")
-    check_prefix(in_specs, "shard_map", "in_specs")
 
-    @functools.wraps(f)
-    def call(*args: Any) -> Any:
-        inputs = inputs_of(args, {}, mode, "shard_map")
-        specs = _axes_of(in_specs, args, {}, "shard_map", "in_specs")
-        lanes = Lanes(specs)
-
-        def pure(values: list[Any]) -> Any:
-            return run(
-                f,
-                inputs.definition,
-                values,
-                name="shard_map",
-                lanes=lanes.of_leaf,
-                count=len(lanes.prefixes),
-            )
-
-        updates_specs = Updates(tuple(lanes.prefixes), None)  # pyright: ignore[reportArgumentType] - a prefix
-        mapped = jax.shard_map(
+    def mapping(pure: Any, specs: list[Any], updates_specs: Any) -> Any:
+        return jax.shard_map(
             pure,
             mesh=mesh,
             in_specs=(specs,),
@@ -176,8 +224,5 @@ def shard_map(
             axis_names=axis_names,
             check_vma=check_vma,
         )
-        out, updates = mapped(inputs.values())
-        inputs.write_back(updates)
-        return unpack_output(out)
 
-    return call
+    return _mapped("shard_map", f, mode, ("in_specs", in_specs), mapping)

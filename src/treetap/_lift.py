@@ -23,6 +23,7 @@ import jax
 from jax.tree_util import register_static
 
 from treetap._attributes import Node
+from treetap._changes import Structure
 from treetap._errors import AliasError, StructureError
 from treetap._graphs import Apart, GraphDef, take_leaves
 from treetap._regrowing import regrow
@@ -328,7 +329,8 @@ def run(
         The result, packed for JAX, and the updates.
     """
     inside = Inside(definition, values, name)
-    out = fn(*inside.tree["args"], **inside.tree["kwargs"])
+    with Structure(inside.tree, name):
+        out = fn(*inside.tree["args"], **inside.tree["kwargs"])
     inside.check_output(out, definition.graph)
     lanes = lanes or [0] * len(inside.leaves)
     packed = pack_output(out, definition.graph, name)

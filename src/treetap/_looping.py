@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from treetap._changes import Structure
 from treetap._errors import StructureError
 from treetap._graphs import GraphDef, take_leaves
 from treetap._lift import (
@@ -194,7 +195,9 @@ class _Scan:
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
         numbers = [i for i, flag in enumerate(self.carried) if flag]
-        after, stacked = self.axes.parted(self.f(*args))
+        with Structure(inside.tree, "scan"):
+            out = self.f(*args)
+        after, stacked = self.axes.parted(out)
         inside.check_output(stacked, self.inputs.definition.graph)
         _, new = same_carry(before, after, "scan")
         new_carry = self._carry(inside, new)
@@ -321,9 +324,14 @@ class _Loop:
         inside = Inside(self.inputs.definition, values, self.name)
         return inside, inside.tree["carry"]
 
-    def leave(self, inside: Inside, out: Any) -> list[Any]:
-        """The values after a step."""
+    def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
+        """The values after a step; `found` collects which Variables it changed."""
+        inside, value = self.enter(values)
+        with Structure(inside.tree, self.name):
+            out = body(value)
         _, leaves = same_carry(inside.tree["carry"], out, self.name)
+        if found is not None:
+            found.extend(n for n in range(len(inside.leaves)) if inside.changed(n))
         return raw_values(leaves)
 
     def changed(self, body: Callable[..., Any], *args: Any) -> list[int]:
@@ -331,9 +339,7 @@ class _Loop:
         found: list[int] = []
 
         def probe(values: Any, *args: Any) -> Any:
-            inside, value = self.enter(values)
-            self.leave(inside, body(*args, value))
-            found.extend(n for n in range(len(inside.leaves)) if inside.changed(n))
+            self.step(values, functools.partial(body, *args), found)
 
         jax.eval_shape(probe, self.inputs.values(), *args)
         return found
@@ -382,8 +388,7 @@ def while_loop(
         return holds
 
     def body(values: Any) -> Any:
-        inside, value = loop.enter(values)
-        return loop.leave(inside, body_fun(value))
+        return loop.step(values, body_fun)
 
     changed = loop.changed(body_fun)
     final = jax.lax.while_loop(cond, body, loop.inputs.values())
@@ -416,8 +421,7 @@ def fori_loop(
     loop = _Loop(init_val, mode, "fori_loop")
 
     def body(i: Any, values: Any) -> Any:
-        inside, value = loop.enter(values)
-        return loop.leave(inside, body_fun(i, value))
+        return loop.step(values, functools.partial(body_fun, i))
 
     changed = loop.changed(body_fun, jnp.asarray(lower))
     values = loop.inputs.values()

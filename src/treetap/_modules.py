@@ -7,6 +7,7 @@ and attributes such as `deterministic` can be set for a Module and everything in
 
 import inspect
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from treetap._attributes import classify
@@ -92,6 +93,13 @@ _OWN_METHODS = frozenset(
 )
 
 
+# Attributes set through `set_attributes` in the transform that is being traced, by
+# object and name: a change on purpose draws no warning.
+set_on_purpose: ContextVar[set[tuple[int, Any]] | None] = ContextVar(
+    "set_on_purpose", default=None
+)
+
+
 def assign(
     modules: list[tuple[Path, Any]],
     filters: tuple[Filter, ...],
@@ -116,7 +124,10 @@ def assign(
         )
     for module, key, value in planned:
         _check_assignment(module, key, value)
+    noted = set_on_purpose.get()
     for module, key, value in planned:
+        if noted is not None:
+            noted.add((id(module), key))
         setattr(module, key, value)
 
 

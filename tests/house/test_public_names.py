@@ -68,10 +68,19 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
     additions = {
         *("AliasError", "AttributeStatusError", "CycleError", "FilterError"),
         *("MetadataError", "StructureError", "TraceContextError", "TreetapError"),
-        *("PathIn", "is_variable", "nnx"),
+        *("PathIn", "is_variable", "nnx", "set_structure_policy", "structure_policy"),
         # NNX's defaults for these (graph updates) are not offered yet
         *("Carry", "checkify", "cond", "eval_shape", "fori_loop", "grad", "jit", "jvp"),
-        *("make_jaxpr", "prefix", "remat", "scan", "shard_map", "switch", "vjp"),
+        *(
+            "make_jaxpr",
+            "pmap",
+            "prefix",
+            "remat",
+            "scan",
+            "shard_map",
+            "switch",
+            "vjp",
+        ),
         *("value_and_grad", "vmap", "while_loop"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions

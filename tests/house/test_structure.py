@@ -47,6 +47,7 @@ ORDER = [
     "_reseeding",
     "_regrowing",
     "_prefixes",
+    "_changes",
     "_lift",
     "_compiling",
     "_differentiating",

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of structure inside a transform, which would otherwise be lost silently.
+
+A transform carries out the values of Variables and nothing else. A data attribute that
+is created, removed or replaced on an argument is therefore an error, found when the
+function is traced. A changed static attribute stays local to the call; it draws a
+warning, unless `train`, `eval` or `set_attributes` made it.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import is_
+from typing import Any, Literal
+
+from treetap._attributes import Node
+from treetap._errors import StructureError
+from treetap._metadata import MISSING
+from treetap._modules import set_on_purpose
+from treetap._pytrees import attributes_of, flat_of
+from treetap._sharing import places
+from treetap._trees import Path, show_path
+
+Policy = Literal["error", "warn", "ignore"]
+
+_policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=None)
+_process: list[Policy] = ["error"]
+
+
+def set_structure_policy(policy: Policy) -> None:
+    """Sets, for the whole process, what a change of structure in a transform does.
+
+    Args:
+        policy: `"error"` refuses changed data attributes and warns of static ones,
+            `"warn"` warns of both, `"ignore"` says nothing.
+    """
+    if policy not in ("error", "warn", "ignore"):
+        raise ValueError(
+            "set_structure_policy: expected 'error', 'warn' or 'ignore', got "
+            f"{policy!r}."
+        )
+    _process[0] = policy
+
+
+@contextmanager
+def structure_policy(policy: Policy) -> Iterator[None]:
+    """As `set_structure_policy`, while a block runs."""
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+class Structure:
+    """Watches the objects in the arguments of a function while it runs.
+
+    Args:
+        tree: The arguments.
+        name: The transform, for messages.
+    """
+
+    __slots__ = ("name", "nodes", "noted", "token")
+
+    def __init__(self, tree: Any, name: str):
+        self.name = name
+        self.nodes: list[tuple[Path, Any, dict[Any, Any], frozenset[Any]]] = []
+        seen: set[int] = set()
+        for path, value, _ in places(tree):
+            if isinstance(value, Node) and id(value) not in seen:
+                seen.add(id(value))
+                keys = frozenset(flat_of(value)[1][0].keys)
+                self.nodes.append((path, value, dict(attributes_of(value)), keys))
+
+    def __enter__(self) -> None:
+        self.noted: set[tuple[int, Any]] = set()
+        self.token = set_on_purpose.set(self.noted)
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        set_on_purpose.reset(self.token)
+        policy = _policy.get() or _process[0]
+        if kind is not None or policy == "ignore":
+            return
+        for path, node, before, data in self.nodes:
+            self._compare(path, node, before, data, policy)
+
+    def _compare(
+        self, path: Path, node: Any, before: Any, data: Any, policy: Policy
+    ) -> None:
+        """Reports what became of the attributes of one object."""
+        after = attributes_of(node)
+        if before.keys() == after.keys() and all(
+            map(is_, before.values(), after.values())
+        ):
+            return
+        data = data | frozenset(flat_of(node)[1][0].keys)
+        for key in sorted({*before, *after}, key=str):
+            old, new = before.get(key, MISSING), after.get(key, MISSING)
+            where = show_path((*path, key))
+            if old is new:
+                continue
+            if key in data:
+                what = "was replaced" if new is not MISSING else "was removed"
+                self._refuse(where, "was created" if old is MISSING else what, policy)
+            elif (id(node), key) not in self.noted and old != new:
+                self._warn(f"the static attribute {where} changed")
+
+    def _refuse(self, where: str, what: str, policy: Policy) -> None:
+        text = (
+            f"{self.name}: the data attribute {where} {what} inside the function, and "
+            "would be lost: only the values of Variables come out of a transform. "
+            "Change a Variable in place (`v[...] = x`), or return the new value."
+        )
+        if policy == "error":
+            raise StructureError(text)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"{self.name}: {what} inside the function; the change stays inside.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known defects of NNX's transforms, each shown absent here in tree and graph mode.
+
+The number in a test's name is the defect's number in the project's list.
+"""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treetap as tt
+
+both_modes = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
+
+
+class Model(tt.Module):
+    def __init__(self, w=3.0):
+        self.w = tt.Param(jnp.array(w))
+        self.calls = tt.Variable(jnp.array(0))
+        self.kind = "plain"
+
+    def square(self):
+        return self.w * self.w
+
+
+def square(model):
+    return model.w * model.w
+
+
+def count(model):
+    model.calls[...] += 1
+
+
+def one_device_mesh():
+    return jax.make_mesh((1,), ("a",), (jax.sharding.AxisType.Auto,))
+
+
+# Donation.
+
+
+@both_modes
+@pytest.mark.parametrize("option", [{"donate_argnames": "m"}, {"donate_argnums": 0}])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_t01_t02_donated_variables_hold_live_buffers(graph, option, by_name):
+    def double(m, x):
+        return m.w * x
+
+    model = Model()
+    given = model.w[...]
+    f = tt.jit(double, graph=graph, **option)
+    out = f(m=model, x=2.0) if by_name else f(model, 2.0)
+    assert given.is_deleted()
+    assert (float(out), float(model.w), int(model.calls)) == (6.0, 3.0, 0)
+
+
+@both_modes
+def test_t01_t02_donated_variables_that_change_are_written(graph):
+    model = Model()
+    f = tt.jit(count, donate_argnames="model", graph=graph)
+    f(model=model)
+    f(model)
+    assert (int(model.calls), float(model.w)) == (2, 3.0)
+
+
+# Duplicates.
+
+
+def add_to_first(pair):
+    pair[0][...] += 1
+    return pair
+
+
+def test_t03_loops_refuse_duplicates():
+    v = tt.Param(jnp.array(1.0))
+    with pytest.raises(ValueError, match=r"Duplicate Param(.|\n)*fori_loop"):
+        tt.fori_loop(0, 3, lambda i, pair: add_to_first(pair), (v, v))
+    with pytest.raises(ValueError, match=r"Duplicate Param(.|\n)*while_loop"):
+        tt.while_loop(lambda pair: pair[0] < 4, add_to_first, (v, v))
+    assert float(v) == 1.0
+
+
+def test_t03_loops_handle_duplicates_in_graph_mode():
+    v = tt.Param(jnp.array(1.0))
+    one, two = tt.fori_loop(0, 3, lambda i, p: add_to_first(p), (v, v), graph=True)
+    assert one is v
+    assert two is v
+    assert float(v) == 4.0
+    tt.while_loop(lambda pair: pair[1] < 7, add_to_first, (v, v), graph=True)
+    assert float(v) == 7.0
+
+
+@pytest.mark.parametrize("name", ["cond", "switch"])
+def test_t08_alias_errors_name_the_transform_that_was_called(name):
+    v = tt.Param(1.0)
+
+    def body(a, b):
+        return a * b
+
+    calls = {
+        "cond": lambda: tt.cond(True, body, body, v, v),
+        "switch": lambda: tt.switch(0, [body, body], v, v),
+    }
+    with pytest.raises(ValueError, match="Duplicate Param") as caught:
+        calls[name]()
+    other = {"cond": "switch", "switch": "cond"}[name]
+    assert name in str(caught.value)
+    assert other not in str(caught.value)
+
+
+@both_modes
+def test_t18_inspection_refuses_shared_inputs(graph):
+    v = tt.Param(jnp.array(1.0))
+    for look in (
+        functools.partial(tt.eval_shape, lambda a, b: a * b, graph=graph),
+        tt.make_jaxpr(lambda a, b: a * b, graph=graph),
+    ):
+        with pytest.raises(ValueError, match="Duplicate Param"):
+            look(v, v)
+
+
+def test_alias_errors_in_graph_mode_show_the_users_paths():
+    model = Model()
+    f = tt.vmap(lambda a, b: None, in_axes=(0, None), graph=True)
+    with pytest.raises(ValueError, match="Inconsistent aliasing") as caught:
+        f(model, {"inner": model})
+    assert "inner" in str(caught.value)
+    assert "w" in str(caught.value)
+    assert "__state__" not in str(caught.value)
+
+
+# Auxiliary results.
+
+
+@both_modes
+@pytest.mark.parametrize("with_value", [False, True])
+def test_t04_aux_of_a_gradient_may_be_a_new_module(graph, with_value):
+    def loss(model):
+        return model.w * model.w, Model(7.0)
+
+    transform = tt.value_and_grad if with_value else tt.grad
+    found = transform(loss, has_aux=True, graph=graph)(Model())
+    if with_value:
+        (value, aux), grads = found
+        assert float(value) == 9.0
+    else:
+        grads, aux = found
+    assert type(grads) is Model
+    assert float(grads.w) == 6.0
+    assert type(aux) is Model
+    assert float(aux.w) == 7.0
+
+
+@both_modes
+def test_t04_parts_shared_between_aux_and_itself_stay_shared(graph):
+    def loss(model):
+        new = tt.Param(model.w * 2)
+        return model.w * model.w, ((new, new) if graph else (new, tt.Param(1.0)))
+
+    _, (one, two) = tt.grad(loss, has_aux=True, graph=graph)(Model())
+    assert (one is two) == graph
+    assert float(one) == 6.0
+
+
+@both_modes
+def test_t05_aux_of_vjp_and_jvp_is_what_was_returned(graph):
+    def f(x):
+        return x * x, (tt.Param(x * 2), Model(7.0))
+
+    x = jnp.array(3.0)
+    out, pull, aux = tt.vjp(f, x, has_aux=True, graph=graph)
+    assert type(aux[0]) is tt.Param
+    assert float(aux[0]) == 6.0
+    assert type(aux[1]) is Model
+    assert float(aux[1].w) == 7.0
+    assert float(out) == 9.0
+    assert float(pull(jnp.array(1.0))[0]) == 6.0
+    out, slope, aux = tt.jvp(f, (x,), (jnp.array(1.0),), has_aux=True, graph=graph)
+    assert type(aux[0]) is tt.Param
+    assert float(aux[0]) == 6.0
+    assert type(aux[1]) is Model
+    assert (float(out), float(slope)) == (9.0, 6.0)
+
+
+# Stages, options, names.
+
+
+@both_modes
+def test_t06_a_compiled_stage_tells_its_arguments(graph):
+    compiled = tt.jit(square, graph=graph).lower(Model()).compile()
+    leaves = jax.tree.leaves(compiled.args_info)
+    assert {leaf.shape for leaf in leaves} == {()}
+    assert len(leaves) == 2
+
+
+@both_modes
+@pytest.mark.parametrize("transform", [tt.vmap, tt.scan])
+def test_t07_mapping_refuses_transform_metadata(graph, transform):
+    with pytest.raises((TypeError, ValueError), match="transform_metadata"):
+        transform(square, transform_metadata={"partition": "a"}, graph=graph)
+
+
+@both_modes
+def test_t09_axes_may_be_lists(graph):
+    stacked = jnp.arange(3.0)
+    out = tt.vmap(lambda a, b: a * b, in_axes=[0, None], graph=graph)(stacked, 2.0)
+    assert out.tolist() == [0.0, 2.0, 4.0]
+    total, seen = tt.scan(
+        lambda c, x: (c + x, c),
+        in_axes=[tt.Carry, 0],
+        out_axes=[tt.Carry, 0],
+        graph=graph,
+    )(jnp.array(0.0), stacked)
+    assert float(total) == 3.0
+    assert seen.tolist() == [0.0, 0.0, 1.0]
+
+
+@both_modes
+def test_t09_shardings_and_specifications_may_be_lists(graph):
+    mesh = one_device_mesh()
+    spec, x = PartitionSpec("a"), jnp.arange(2.0)
+    whole = NamedSharding(mesh, spec)
+    f = tt.jit(lambda a, b: a + b, in_shardings=[whole, whole], graph=graph)
+    assert f(x, x).tolist() == [0.0, 2.0]
+    g = tt.shard_map(
+        lambda a, b: a + b, mesh=mesh, in_specs=[spec, spec], out_specs=spec
+    )
+    assert g(x, x).tolist() == [0.0, 2.0]
+
+
+@both_modes
+def test_t10_a_mapped_constructor_method_is_refused(graph):
+    def use():
+        class Mapped(tt.Module):
+            @tt.vmap(in_axes=(None, 0), graph=graph)
+            def __init__(self, x):
+                self.w = tt.Param(x)
+
+        return Mapped(jnp.arange(3.0))
+
+    with pytest.raises(ValueError, match="__init__"):
+        use()
+
+
+@both_modes
+def test_t13_the_first_argument_may_be_static_beside_shardings(graph):
+    sharding = NamedSharding(one_device_mesh(), PartitionSpec("a"))
+    f = tt.jit(
+        lambda power, x: x**power,
+        in_shardings=(sharding,),
+        static_argnums=0,
+        graph=graph,
+    )
+    assert f(2, jnp.arange(2.0) + 1).tolist() == [1.0, 4.0]
+
+
+@both_modes
+@pytest.mark.parametrize("argnums", [(0, 0), (0, -2), [1, 1]])
+def test_t15_repeated_argument_numbers_are_refused(graph, argnums):
+    for transform in (tt.grad, tt.value_and_grad):
+        with pytest.raises(ValueError, match=r"argnums(.|\n)*repeat"):
+            transform(lambda a, b: a * b, argnums=argnums, graph=graph)(1.0, 2.0)
+
+
+@both_modes
+def test_t16_scan_binds_keyword_arguments(graph):
+    def step(total, x, *, unused=0):
+        total[...] += x
+        return total, x * 2
+
+    total = tt.Variable(jnp.array(0.0))
+    out, seen = tt.scan(step, graph=graph)(total, x=jnp.arange(3.0))
+    assert out is total
+    assert float(total) == 3.0
+    assert seen.tolist() == [0.0, 2.0, 4.0]
+    out, _ = tt.scan(step, graph=graph)(x=jnp.arange(3.0), total=total)
+    assert out is total
+    assert float(total) == 6.0
+
+
+@both_modes
+def test_t16_scan_refuses_keyword_only_arguments_which_have_no_axis(graph):
+    def step(total, x, *, factor=1.0):
+        return total + x * factor, x
+
+    f = tt.scan(step, graph=graph)
+    with pytest.raises((TypeError, ValueError), match="factor"):
+        f(jnp.array(0.0), jnp.arange(3.0), factor=2.0)
+
+
+@both_modes
+def test_t17_checkify_binds_keyword_arguments(graph):
+    model = Model()
+
+    def step(model, x):
+        count(model)
+        return model.w * x
+
+    error, out = tt.checkify(step, graph=graph)(model=model, x=2.0)
+    assert error.get() is None
+    assert float(out) == 6.0
+    assert int(model.calls) == 1
+
+
+# Trace levels.
+
+
+@both_modes
+def test_t19_an_attribute_of_an_outer_module_cannot_be_deleted(graph):
+    model = Model()
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate 'Model'"):
+        tt.jit(lambda x: delattr(model, "kind"), graph=graph)(1.0)
+    assert model.kind == "plain"
+
+
+@both_modes
+def test_t30_reading_an_outer_module_in_a_nested_jit_is_allowed(graph):
+    model = Model()
+    inner = tt.jit(square, graph=graph)
+    assert float(jax.jit(lambda x: x * inner(model))(2.0)) == 18.0
+
+
+@both_modes
+@pytest.mark.parametrize("transform", [jax.jit, tt.jit])
+def test_t32_an_item_of_an_outer_dictionary_value_cannot_be_set(graph, transform):
+    v = tt.Variable({"a": jnp.array(0.0)})
+    options = {} if transform is jax.jit else {"graph": graph}
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate"):
+        transform(lambda x: v.__setitem__("a", x), **options)(1.0)
+    assert float(v["a"]) == 0.0
+
+
+# Settings.
+
+
+def test_t20_the_graph_mode_holds_in_all_threads():
+    found = []
+
+    def read():
+        found.append(tt.set_graph_mode.current_value())
+
+    def in_a_thread():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    tt.set_graph_mode(True)
+    in_a_thread()
+    with tt.set_graph_mode(False):
+        in_a_thread()
+    assert found == [True, True]  # a block belongs to the thread that runs it
+
+
+def shared_product(a, b):
+    return a * b
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tt.scan(in_axes=0, out_axes=0),
+        lambda: tt.jit(),
+        lambda: tt.vmap(),
+        lambda: tt.remat(),
+    ],
+    ids=["scan", "jit", "vmap", "remat"],
+)
+def test_t21_a_decorator_takes_the_mode_where_its_options_are_given(make):
+    v = tt.Param(jnp.arange(3.0))
+    with tt.set_graph_mode(True):
+        decorator = make()
+    assert decorator(shared_product)(v, v).tolist() == [0.0, 1.0, 4.0]
+    decorator = make()
+    with tt.set_graph_mode(True):
+        f = decorator(shared_product)
+    with pytest.raises(ValueError, match="Duplicate Param"):
+        f(v, v)
+
+
+# What a call changes.
+
+
+METADATA_CASES = {
+    "jit": lambda f, v, graph: tt.jit(f, graph=graph)(v),
+    "remat": lambda f, v, graph: tt.remat(f, graph=graph)(v),
+    "grad": lambda f, v, graph: tt.grad(f, graph=graph)(v),
+    "vmap": lambda f, v, graph: tt.vmap(f, in_axes=None, axis_size=2, graph=graph)(v),
+    "cond": lambda f, v, graph: tt.cond(True, f, f, v, graph=graph),
+    "checkify": lambda f, v, graph: tt.checkify(f, graph=graph)(v),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", METADATA_CASES)
+def test_t11_changed_metadata_arrive(graph, name):
+    def mark(v):
+        v.set_metadata(foo=1)
+        return v[...] * 2
+
+    v = tt.Variable(jnp.array(2.0))
+    METADATA_CASES[name](mark, v, graph)
+    assert v.get_metadata("foo") == 1
+    assert float(v) == 2.0
+
+
+LOOPS = {
+    "scan None": lambda mark, v, graph: tt.scan(
+        lambda v, x: mark(v), in_axes=(None, 0), out_axes=0, graph=graph
+    )(v, jnp.arange(3.0)),
+    "scan Carry": lambda mark, v, graph: tt.scan(
+        lambda v, x: (v, mark(v)), graph=graph
+    )(v, jnp.arange(3.0)),
+    "fori_loop": lambda mark, v, graph: tt.fori_loop(
+        0, 3, lambda i, v: (mark(v), v)[1], v, graph=graph
+    ),
+    "while_loop": lambda mark, v, graph: tt.while_loop(
+        lambda v: v < 3, lambda v: (mark(v), v)[1], v, graph=graph
+    ),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", LOOPS)
+def test_t11_a_loop_does_not_silently_drop_changed_metadata(graph, name):
+    def mark(v):
+        v.set_metadata(foo=1)
+        v[...] += 1
+        return v[...] * 2
+
+    v = tt.Variable(jnp.array(0.0))
+    try:
+        LOOPS[name](mark, v, graph)
+        wanted = (1, 3.0)
+    except (TypeError, ValueError):  # refused: nothing has changed
+        wanted = (None, 0.0)
+    assert (v.get_metadata("foo", None), float(v)) == wanted
+
+
+@both_modes
+def test_t12_scan_carries_a_changed_variable_on_axis_none(graph):
+    v = tt.Variable(jnp.array(0.0))
+
+    def step(v, x):
+        v[...] += 1
+        return x
+
+    tt.scan(step, in_axes=(None, 0), out_axes=0, graph=graph)(v, jnp.arange(3.0))
+    assert float(v) == 3.0
+
+
+@both_modes
+def test_t25_a_while_condition_may_not_change_variables(graph):
+    v = tt.Variable(jnp.array(0))
+
+    def holds(v):
+        v[...] += 1
+        return v < 3
+
+    with pytest.raises(ValueError, match=r"while_loop(.|\n)*condition"):
+        tt.while_loop(holds, lambda v: v, v, graph=graph)
+    assert int(v) == 0
+
+
+@both_modes
+@pytest.mark.parametrize("explicit", [False, True])
+def test_t27_eval_shape_attaches_shardings(graph, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("a",), (kind,))
+
+    def make():
+        return tt.Dict(w=tt.Param(jnp.zeros((4, 2)), out_sharding=("a", None)))
+
+    with jax.set_mesh(mesh):
+        abstract = tt.eval_shape(make, graph=graph)
+    value = abstract.w.get_value()
+    assert isinstance(value, jax.ShapeDtypeStruct)
+    assert value.shape == (4, 2)
+    assert isinstance(value.sharding, NamedSharding)
+    assert value.sharding.spec == PartitionSpec("a", None)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "transform",
+    [tt.jit, tt.grad, tt.value_and_grad, tt.remat, tt.vmap, tt.scan, tt.checkify],
+)
+def test_t28_wrappers_keep_name_and_text(graph, transform):
+    def loss(model):
+        """The square."""
+        return square(model)
+
+    wrapped = transform(loss, graph=graph)
+    assert wrapped.__name__ == "loss"
+    assert wrapped.__doc__ == "The square."
+    assert wrapped.__wrapped__ is loss
+
+
+@both_modes
+@pytest.mark.parametrize("name", METADATA_CASES)
+def test_t31_a_python_number_nobody_changed_stays_one(graph, name):
+    v = tt.Variable(2.0)
+    METADATA_CASES[name](lambda v: v[...] * 3, v, graph)
+    assert type(v.get_raw_value()) is float
+    assert v.get_raw_value() == 2.0
