@@ -127,31 +127,23 @@ def test_alias_errors_in_graph_mode_show_the_users_paths():
     f = tt.vmap(lambda a, b: None, in_axes=(0, None), graph=True)
     with pytest.raises(ValueError, match="Inconsistent aliasing") as caught:
         f(model, {"inner": model})
-    assert "inner" in str(caught.value)
-    assert "w" in str(caught.value)
-    assert "__state__" not in str(caught.value)
+    assert "args/0/calls: 0" in str(caught.value)
+    assert "args/1/inner/calls: None" in str(caught.value)
 
 
 # Auxiliary results.
 
 
 @both_modes
-@pytest.mark.parametrize("with_value", [False, True])
-def test_t04_aux_of_a_gradient_may_be_a_new_module(graph, with_value):
+def test_t04_aux_of_a_gradient_may_be_a_new_module(graph):
     def loss(model):
         return model.w * model.w, Model(7.0)
 
-    transform = tt.value_and_grad if with_value else tt.grad
-    found = transform(loss, has_aux=True, graph=graph)(Model())
-    if with_value:
-        (value, aux), grads = found
-        assert float(value) == 9.0
-    else:
-        grads, aux = found
-    assert type(grads) is Model
-    assert float(grads.w) == 6.0
-    assert type(aux) is Model
-    assert float(aux.w) == 7.0
+    grads, aux = tt.grad(loss, has_aux=True, graph=graph)(Model())
+    assert (type(grads), float(grads.w)) == (Model, 6.0)
+    assert (type(aux), float(aux.w)) == (Model, 7.0)
+    (value, aux), grads = tt.value_and_grad(loss, has_aux=True, graph=graph)(Model())
+    assert (float(value), float(grads.w), float(aux.w)) == (9.0, 6.0, 7.0)
 
 
 @both_modes
@@ -172,16 +164,12 @@ def test_t05_aux_of_vjp_and_jvp_is_what_was_returned(graph):
 
     x = jnp.array(3.0)
     out, pull, aux = tt.vjp(f, x, has_aux=True, graph=graph)
-    assert type(aux[0]) is tt.Param
-    assert float(aux[0]) == 6.0
-    assert type(aux[1]) is Model
-    assert float(aux[1].w) == 7.0
-    assert float(out) == 9.0
-    assert float(pull(jnp.array(1.0))[0]) == 6.0
+    assert (type(aux[0]), float(aux[0])) == (tt.Param, 6.0)
+    assert (type(aux[1]), float(aux[1].w)) == (Model, 7.0)
+    assert (float(out), float(pull(jnp.array(1.0))[0])) == (9.0, 6.0)
     out, slope, aux = tt.jvp(f, (x,), (jnp.array(1.0),), has_aux=True, graph=graph)
-    assert type(aux[0]) is tt.Param
-    assert float(aux[0]) == 6.0
-    assert type(aux[1]) is Model
+    assert (type(aux[0]), float(aux[0])) == (tt.Param, 6.0)
+    assert (type(aux[1]), float(aux[1].w)) == (Model, 7.0)
     assert (float(out), float(slope)) == (9.0, 6.0)
 
 
@@ -226,7 +214,11 @@ def test_t09_shardings_and_specifications_may_be_lists(graph):
     f = tt.jit(lambda a, b: a + b, in_shardings=[whole, whole], graph=graph)
     assert f(x, x).tolist() == [0.0, 2.0]
     g = tt.shard_map(
-        lambda a, b: a + b, mesh=mesh, in_specs=[spec, spec], out_specs=spec
+        lambda a, b: a + b,
+        mesh=mesh,
+        in_specs=[spec, spec],
+        out_specs=spec,
+        graph=graph,
     )
     assert g(x, x).tolist() == [0.0, 2.0]
 

@@ -19,6 +19,8 @@ from treetap._attributes import has_data as has_data
 from treetap._attributes import is_data as is_data
 from treetap._attributes import register_data_type as register_data_type
 from treetap._attributes import static as static
+from treetap._axis_names import PARTITION_NAME as PARTITION_NAME
+from treetap._axis_names import transform_metadata as transform_metadata
 from treetap._batching import pmap as pmap
 from treetap._batching import shard_map as shard_map
 from treetap._batching import vmap as vmap
@@ -35,6 +37,7 @@ from treetap._containers import List as List
 from treetap._containers import Sequential as Sequential
 from treetap._copies import as_pure as as_pure
 from treetap._copies import clone as clone
+from treetap._custom_rules import custom_vjp as custom_vjp
 from treetap._differentiating import grad as grad
 from treetap._differentiating import jvp as jvp
 from treetap._differentiating import remat as remat
@@ -57,6 +60,7 @@ from treetap._filters import OfType as OfType
 from treetap._filters import PathContains as PathContains
 from treetap._filters import PathIn as PathIn
 from treetap._filters import WithTag as WithTag
+from treetap._fixing import jit_partial as jit_partial
 from treetap._graphs import GraphDef as GraphDef
 from treetap._kinds import BatchStat as BatchStat
 from treetap._kinds import Cache as Cache
@@ -81,7 +85,9 @@ from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
 from treetap._randomness import Rngs as Rngs
 from treetap._randomness import RngStream as RngStream
+from treetap._reseeding import fork_rngs as fork_rngs
 from treetap._reseeding import reseed as reseed
+from treetap._reseeding import split_rngs as split_rngs
 from treetap._reseeding import with_rngs as with_rngs
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
@@ -130,6 +136,7 @@ def __getattr__(name: str) -> _AnyType:
 
 
 __all__ = [
+    "PARTITION_NAME",
     "AliasError",
     "All",
     "Any",
@@ -175,6 +182,7 @@ __all__ = [
     "checkify",
     "clone",
     "cond",
+    "custom_vjp",
     "data",
     "dataclass",
     "eval_shape",
@@ -182,6 +190,7 @@ __all__ = [
     "find_duplicates",
     "flatten",
     "fori_loop",
+    "fork_rngs",
     "from_flat_state",
     "grad",
     "graphdef",
@@ -192,6 +201,7 @@ __all__ = [
     "iter_graph",
     "iter_modules",
     "jit",
+    "jit_partial",
     "jvp",
     "logical_axis_rules",
     "make_jaxpr",
@@ -216,6 +226,7 @@ __all__ = [
     "set_structure_policy",
     "shard_map",
     "split",
+    "split_rngs",
     "split_state",
     "state",
     "static",
@@ -223,6 +234,7 @@ __all__ = [
     "switch",
     "to_flat_state",
     "to_pure_dict",
+    "transform_metadata",
     "unflatten",
     "unpack",
     "update",

@@ -115,18 +115,7 @@ def with_rngs(
                 _check_stream(path, stream, _choose(rules, path, stream))
         return recursive_map(replaced, tree, graph=mode)
 
-    if node is not MISSING:
-        return apply(node)
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = apply((args, kwargs))
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
+    return _on_arguments(apply) if node is MISSING else apply(node)
 
 
 def reseed(
@@ -202,3 +191,88 @@ def _shaped(key: jax.Array, shape: tuple[int, ...], path: Path, policy: Policy) 
         f"reseed: the stream at {show_path(path)} has keys of shape {shape}. Say "
         "`policy='match_shape'` to split the new key, or give a function."
     )
+
+
+def split_rngs(
+    node: Any = MISSING,
+    /,
+    *,
+    splits: Shape,
+    only: Filter = ...,
+    squeeze: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """A copy of `node` with its random streams split; the original's advance by one.
+
+    Without a node, a decorator that does this to all arguments of a call.
+
+    Args:
+        node: Any tree with streams in it.
+        splits: How many keys each stream gets.
+        only: Which streams.
+        squeeze: With `splits=1`, keep the keys scalar.
+        graph: Keep shared references instead of refusing them.
+        graph_updates: Accepted for symmetry; the result is always a copy.
+
+    Examples:
+        >>> import treetap as tt
+        >>> tt.split_rngs(tt.Rngs(0), splits=4).default.key.shape
+        (4,)
+    """
+    if squeeze and splits != 1:
+        raise ValueError(f"split_rngs: `squeeze` needs splits=1, got {splits}.")
+    if not squeeze:
+        return with_rngs(
+            node, split=splits, only=only, graph=graph, graph_updates=graph_updates
+        )
+
+    def squeezed(tree: Any) -> Any:
+        made = with_rngs(tree, split=1, only=only, graph=graph)
+        found = nodes_below(made, RngStream, True, "split_rngs")
+        for path, stream in found:
+            if predicate_of(only)(path, stream):
+                stream.key.set_value(stream.key[...][0])
+                stream.count.set_value(stream.count[...][0])
+        return made
+
+    return _on_arguments(squeezed) if node is MISSING else squeezed(node)
+
+
+def fork_rngs(
+    node: Any = MISSING,
+    /,
+    *,
+    split: ShapeRules = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """A copy of `node` with its random streams forked, or split where rules say so.
+
+    Without a node, a decorator that does this to all arguments of a call.
+
+    Args:
+        node: Any tree with streams in it.
+        split: A shape for every stream, or a mapping from filter to shape; streams
+            that no filter takes are then left alone.
+        graph: Keep shared references instead of refusing them.
+        graph_updates: Accepted for symmetry; the result is always a copy.
+    """
+    fork = ... if split is None else None
+    return with_rngs(
+        node, split=split, fork=fork, graph=graph, graph_updates=graph_updates
+    )
+
+
+def _on_arguments(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A decorator that changes all arguments of a call."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = change((args, kwargs))
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -81,7 +81,8 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
             "switch",
             "vjp",
         ),
-        *("value_and_grad", "vmap", "while_loop"),
+        *("value_and_grad", "vmap", "while_loop", "custom_vjp", "transform_metadata"),
+        *("PARTITION_NAME", "fork_rngs", "jit_partial", "split_rngs"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions
 
