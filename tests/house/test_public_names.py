@@ -21,13 +21,18 @@ def own_names(module: types.ModuleType) -> list[str]:
     ]
 
 
+def by_kind(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then functions, each in order."""
+    return not name.isupper(), not name[0].isupper(), name
+
+
 def test_all_is_sorted_and_complete():
-    assert treetap.__all__ == sorted(own_names(treetap))
+    assert treetap.__all__ == sorted(own_names(treetap), key=by_kind)
 
 
 def test_all_of_nnx_is_sorted_and_complete():
     helpers = {"Callable", "F", "TypeVar"}
-    assert nnx.__all__ == sorted(set(own_names(nnx)) - helpers)
+    assert nnx.__all__ == sorted(set(own_names(nnx)) - helpers, key=by_kind)
 
 
 def public_objects():
