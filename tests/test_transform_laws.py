@@ -111,18 +111,20 @@ def test_an_exception_changes_nothing_and_the_function_stays_usable(case, graph)
 def test_structure_alone_decides_whether_jit_traces_again(case, graph):
     traces = []
     wrapped = case.wrap(write_all, graph)
+    model, other = Model(), Model()
+    wrapped(model)  # shards lie where they will stay, which is part of a type
+    wrapped(other)
 
     @tt.jit(graph=graph)
     def program(m):
         traces.append(m.size)
         wrapped(m)
 
-    model = Model()
     program(model)
     program(model)
     model.w[...] = model.w + 1
     program(model)
-    program(Model())
+    program(other)
     assert traces == [2]
     model.size = 3
     program(model)

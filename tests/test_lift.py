@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transforms refuse, with which words; and how they are called and combined."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treetap as tt
+
+BOTH = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
+
+
+class Layer(tt.Module):
+    def __init__(self, w=1.0):
+        self.w = tt.Param(jnp.array([w, w]))
+        self.n = tt.Variable(jnp.array([0.0, 0.0]))
+
+    def __call__(self, x):
+        self.n[...] += 1
+        return jnp.sum(self.w * x)
+
+    @tt.jit
+    def counted(self, x=2.0):
+        self.n[...] += x
+        return self.n * 1
+
+    @tt.remat(prevent_cse=False)
+    def again(self, x):
+        return self(x)
+
+
+def ones(*shape):
+    return jnp.ones(shape or (2,))
+
+
+def mesh_of_one():
+    return jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
+
+
+def sharded(f, **mode):
+    specs = {"in_specs": P(), "out_specs": P()}
+    return tt.shard_map(f, mesh=mesh_of_one(), **specs, **mode)
+
+
+# each transform as a call of `f` with two arguments that returns what `f` returns
+CALLS = {
+    "jit": lambda f, a, b, **mode: tt.jit(f, **mode)(a, b),
+    "grad": lambda f, a, b, **mode: tt.grad(
+        lambda a, b: (0.0 * jnp.sum(a.get_value()), f(a, b)), has_aux=True, **mode
+    )(a, b)[1],
+    "vjp": lambda f, a, b, **mode: tt.vjp(
+        lambda a, b: (a[...], f(a, b)), a, b, has_aux=True, **mode
+    )[2],
+    "remat": lambda f, a, b, **mode: tt.remat(f, **mode)(a, b),
+    "vmap": lambda f, a, b, **mode: tt.vmap(f, **mode)(a, b),
+    "shard_map": lambda f, a, b, **mode: sharded(f, **mode)(a, b),
+    "scan": lambda f, a, b, **mode: tt.scan(f, in_axes=(0, 0), out_axes=0, **mode)(
+        a, b
+    ),
+    "cond": lambda f, a, b, **mode: tt.cond(True, f, f, a, b, **mode),
+    "switch": lambda f, a, b, **mode: tt.switch(0, [f, f], a, b, **mode),
+    "checkify": lambda f, a, b, **mode: tt.checkify(f, **mode)(a, b)[1],
+    "eval_shape": lambda f, a, b, **mode: tt.eval_shape(f, a, b, **mode),
+}
+EVERY = pytest.mark.parametrize(
+    ("name", "call"), CALLS.items(), ids=lambda value: value if str(value) else ""
+)
+
+
+@EVERY
+def test_a_variable_given_twice_is_refused_with_both_paths_and_remedies(name, call):
+    variable = tt.Param(ones())
+    with pytest.raises(ValueError, match="Duplicate Param") as caught:
+        call(lambda a, b: None, variable, variable)
+    text = str(caught.value)
+    assert name in text
+    assert "found at paths" in text
+    assert "does not support Variable aliasing" in text
+    assert "args/0" in text
+    assert "args/1" in text
+    assert "clone" in text
+    assert "graph=True" in text
+
+
+@pytest.mark.parametrize("name", ["jvp", "while_loop", "fori_loop", "make_jaxpr"])
+def test_other_transforms_refuse_a_variable_given_twice(name):
+    v = tt.Param(ones())
+    same = lambda *values: values[-1]
+    calls = {
+        "jvp": lambda: tt.jvp(same, (v, v), (v, v)),
+        "while_loop": lambda: tt.while_loop(lambda c: False, same, (v, v)),
+        "fori_loop": lambda: tt.fori_loop(0, 1, same, (v, v)),
+        "make_jaxpr": lambda: tt.make_jaxpr(same)(v, v),
+    }
+    with pytest.raises(ValueError, match="does not support Variable aliasing"):
+        calls[name]()
+
+
+@BOTH
+@EVERY
+def test_an_input_variable_may_not_be_returned(name, call, graph):
+    with pytest.raises(ValueError, match="Duplicate Param") as caught:
+        call(lambda a, b: {"r": a}, tt.Param(ones()), ones(), graph=graph)
+    assert "args/0" in str(caught.value)
+    assert "out/r" in str(caught.value)
+
+
+@BOTH
+@EVERY
+def test_a_captured_variable_may_not_be_returned(name, call, graph):
+    outer = tt.Param(ones())
+    with pytest.raises(ValueError, match="Cannot return captured Variable") as caught:
+        call(lambda a, b: [outer], tt.Param(ones()), ones(), graph=graph)
+    assert name in str(caught.value)
+    assert "Param" in str(caught.value)
+    assert "out/0" in str(caught.value)
+
+
+def new_twice(a, b):
+    made = tt.BatchStat(b * 2)
+    return made, {"again": made}
+
+
+@EVERY
+def test_a_new_variable_twice_in_the_result_is_refused_in_tree_mode(name, call):
+    with pytest.raises(ValueError, match="Duplicate BatchStat") as caught:
+        call(new_twice, tt.Param(ones()), ones())
+    assert "out/0" in str(caught.value)
+    assert "out/1/again" in str(caught.value)
+
+
+@EVERY
+def test_a_new_variable_twice_in_the_result_is_one_in_graph_mode(name, call):
+    first, second = call(new_twice, tt.Param(ones()), ones(), graph=True)
+    assert first is second["again"]
+    assert type(first) is tt.BatchStat
+
+
+@BOTH
+@EVERY
+def test_a_variable_of_a_closure_may_be_read_but_not_changed(name, call, graph):
+    outer = tt.Param(ones())
+    read = lambda a, b: b * outer[...]
+    np.testing.assert_array_equal(
+        call(read, tt.Param(ones()), ones(), graph=graph).shape, (2,)
+    )
+
+    def change(a, b):
+        outer[...] = b
+
+    with pytest.raises(tt.TraceContextError, match=r"Cannot mutate.*trace level"):
+        call(change, tt.Param(ones()), ones(), graph=graph)
+    np.testing.assert_array_equal(outer[...], ones())
+
+
+@EVERY
+def test_a_module_of_a_closure_may_not_be_changed(name, call):
+    outer = tt.Dict(a=1)
+
+    def change(a, b):
+        outer.b = 2
+
+    text = "Cannot mutate 'Dict' from different trace level"
+    with pytest.raises(tt.TraceContextError, match=text):
+        call(change, tt.Param(ones()), ones())
+    assert not hasattr(outer, "b")
+
+
+BOUND = {
+    "jit": tt.jit,
+    "grad": tt.grad,
+    "value_and_grad": tt.value_and_grad,
+    "vjp": lambda f: tt.vjp(f, ones()),
+    "jvp": lambda f: tt.jvp(f, (ones(),), (ones(),)),
+    "remat": tt.remat,
+    "vmap": tt.vmap,
+    "shard_map": sharded,
+    "scan": tt.scan,
+    "checkify": tt.checkify,
+    "eval_shape": lambda f: tt.eval_shape(f, ones()),
+    "make_jaxpr": tt.make_jaxpr,
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_bound_methods_are_refused_when_wrapped(name):
+    method = Layer().__call__
+    for f in (method, functools.partial(functools.partial(method), 1)):
+        with pytest.raises(ValueError, match="bound methods") as caught:
+            BOUND[name](f)
+        assert str(caught.value).startswith(f"{name}:")
+        assert "Layer.__call__" in str(caught.value)
+
+
+def carry_and_out(carry, x):
+    return carry, x
+
+
+SCAN_RULES = [
+    ({"in_axes": (tt.Carry, tt.Carry)}, "Found multiple Carry definitions"),
+    ({"out_axes": (tt.Carry, tt.Carry)}, "Found multiple Carry definitions"),
+    ({"in_axes": (0, 0)}, "If one of in_axes or out_axes has Carry, the other must"),
+    ({"out_axes": 0}, "the other must also have Carry"),
+    ({"out_axes": (tt.Carry, None)}, "Cannot broadcast output state.*position 1"),
+    ({"in_axes": 0, "out_axes": None}, "Cannot broadcast output state"),
+    ({"in_axes": ((tt.Carry, 0), 0)}, "Carry must stand at the top level of in_axes"),
+    ({"out_axes": (tt.Carry, {"a": tt.Carry})}, "top level of out_axes"),
+    ({"in_axes": (tt.Carry, tt.Param(0))}, "Variables prefixes are not supported"),
+]
+
+
+@pytest.mark.parametrize(("axes", "text"), SCAN_RULES)
+def test_wrong_axes_of_scan_are_refused_when_wrapped(axes, text):
+    with pytest.raises(ValueError, match=text):
+        tt.scan(carry_and_out, **axes)
+    with pytest.raises(ValueError, match=text):
+        tt.scan(**axes)(carry_and_out)
+
+
+def test_a_scan_of_carry_alone_takes_one_argument():
+    scanned = tt.scan(carry_and_out, in_axes=tt.Carry, out_axes=tt.Carry, length=2)
+    text = "When in_axes=Carry, the function must take exactly one argument"
+    with pytest.raises(ValueError, match=text):
+        scanned(ones(), ones())
+
+
+@pytest.mark.parametrize("result", [lambda c, x: c, lambda c, x: [c, x]])
+def test_a_scan_that_returns_no_tuple_is_told_so(result):
+    with pytest.raises(ValueError, match="must return a tuple of that many"):
+        tt.scan(result)(ones(), ones(3))
+
+
+def swap(carry):
+    return carry[1], carry[0]
+
+
+def renew(carry):
+    return tt.Param(carry[0] + 1), carry[1]
+
+
+@BOTH
+@pytest.mark.parametrize("body", [swap, renew])
+@pytest.mark.parametrize("name", ["scan", "while_loop", "fori_loop"])
+def test_a_carry_keeps_its_variables(name, body, graph):
+    carry = (tt.Param(ones()), tt.Param(ones()))
+    calls = {
+        "scan": lambda: tt.scan(lambda c, x: (body(c), x), graph=graph)(carry, ones()),
+        "while_loop": lambda: tt.while_loop(lambda c: False, body, carry, graph=graph),
+        "fori_loop": lambda: tt.fori_loop(
+            0, 2, lambda i, c: body(c), carry, graph=graph
+        ),
+    }
+    with pytest.raises(ValueError, match=f"{name} Variable identity must be preserved"):
+        calls[name]()
+
+
+PREFIXED = {
+    "vmap": lambda prefix, **mode: tt.vmap(carry_and_out, in_axes=prefix, **mode),
+    "shard_map": lambda prefix, **mode: tt.shard_map(
+        carry_and_out, mesh=mesh_of_one(), in_specs=prefix, out_specs=P(), **mode
+    ),
+    "jit": lambda prefix, **mode: tt.jit(carry_and_out, in_shardings=prefix, **mode),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", PREFIXED)
+def test_a_variable_cannot_stand_in_a_prefix(name, graph):
+    with pytest.raises(ValueError, match="Variables prefixes are not supported") as e:
+        PREFIXED[name]((tt.Dict(w=tt.Param(0)), 0), graph=graph)
+    assert name in str(e.value)
+
+
+def test_a_module_cannot_stand_in_a_prefix_in_graph_mode():
+    with pytest.raises(ValueError, match="Graph nodes are not allowed as prefixes"):
+        tt.vmap(carry_and_out, in_axes=(tt.Dict(w=0), 0), graph=True)
+
+
+@pytest.mark.parametrize("axes", [(0,), ({"w": 0, "x": 0}, 0), ((0, 0), 0)])
+def test_a_prefix_that_does_not_fit_is_refused(axes):
+    with pytest.raises(ValueError, match="`in_axes` does not fit the arguments"):
+        tt.vmap(carry_and_out, in_axes=axes)({"w": ones()}, ones())
+
+
+def test_a_prefix_rule_must_match_every_leaf():
+    with pytest.raises(ValueError, match="No filter matched n"):
+        tt.prefix(Layer(), {tt.Param: 0})
+
+
+ALIASED = {
+    "vmap": lambda f: tt.vmap(f, in_axes=(0, None), out_axes=0, graph=True),
+    "scan": lambda f: tt.scan(f, in_axes=(tt.Carry, 0), graph=True),
+    "grad": lambda f: tt.grad(f, argnums=0, graph=True),
+}
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_a_shared_variable_may_not_have_two_prefixes(name):
+    shared = tt.Param(ones())
+    text = r"Inconsistent aliasing detected(?s:.*)Param(?s:.*)args/0/a(?s:.*)args/1/b"
+    with pytest.raises(ValueError, match=text) as caught:
+        ALIASED[name](carry_and_out)({"a": shared}, {"b": shared})
+    assert str(caught.value).startswith(f"{name}:")
+
+
+def test_a_shared_variable_with_one_prefix_is_mapped_in_graph_mode():
+    shared = tt.Param(jnp.arange(3.0))
+
+    def f(a, b):
+        assert a["a"] is b[0]
+        a["a"][...] += 1
+
+    tt.vmap(f, in_axes=({"a": 0}, [0]), graph=True)({"a": shared}, [shared])
+    np.testing.assert_array_equal(shared[...], jnp.arange(1.0, 4.0))
