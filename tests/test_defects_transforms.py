@@ -224,20 +224,6 @@ def test_t09_shardings_and_specifications_may_be_lists(graph):
 
 
 @both_modes
-def test_t10_a_mapped_constructor_method_is_refused(graph):
-    def use():
-        class Mapped(tt.Module):
-            @tt.vmap(in_axes=(None, 0), graph=graph)
-            def __init__(self, x):
-                self.w = tt.Param(x)
-
-        return Mapped(jnp.arange(3.0))
-
-    with pytest.raises(ValueError, match="__init__"):
-        use()
-
-
-@both_modes
 def test_t13_the_first_argument_may_be_static_beside_shardings(graph):
     sharding = NamedSharding(one_device_mesh(), PartitionSpec("a"))
     f = tt.jit(

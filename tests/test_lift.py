@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transforms refuse, with which words; and how they are called and combined."""
+"""What transforms refuse, when, and with which words."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,6 @@ class Layer(tt.Module):
     def __call__(self, x):
         self.n[...] += 1
         return jnp.sum(self.w * x)
-
-    @tt.jit
-    def counted(self, x=2.0):
-        self.n[...] += x
-        return self.n * 1
-
-    @tt.remat(prevent_cse=False)
-    def again(self, x):
-        return self(x)
 
 
 def ones(*shape):
@@ -66,16 +58,14 @@ CALLS = {
     "checkify": lambda f, a, b, **mode: tt.checkify(f, **mode)(a, b)[1],
     "eval_shape": lambda f, a, b, **mode: tt.eval_shape(f, a, b, **mode),
 }
-EVERY = pytest.mark.parametrize(
-    ("name", "call"), CALLS.items(), ids=lambda value: value if str(value) else ""
-)
+EVERY = pytest.mark.parametrize("name", CALLS)
 
 
 @EVERY
-def test_a_variable_given_twice_is_refused_with_both_paths_and_remedies(name, call):
+def test_a_variable_given_twice_is_refused_with_both_paths_and_remedies(name):
     variable = tt.Param(ones())
     with pytest.raises(ValueError, match="Duplicate Param") as caught:
-        call(lambda a, b: None, variable, variable)
+        CALLS[name](lambda a, b: None, variable, variable)
     text = str(caught.value)
     assert name in text
     assert "found at paths" in text
@@ -101,23 +91,36 @@ def test_other_transforms_refuse_a_variable_given_twice(name):
 
 
 @BOTH
-@EVERY
-def test_an_input_variable_may_not_be_returned(name, call, graph):
-    with pytest.raises(ValueError, match="Duplicate Param") as caught:
-        call(lambda a, b: {"r": a}, tt.Param(ones()), ones(), graph=graph)
-    assert "args/0" in str(caught.value)
-    assert "out/r" in str(caught.value)
+@pytest.mark.parametrize("name", ["eval_shape", "make_jaxpr"])
+def test_transforms_that_only_look_refuse_shared_inputs_in_both_modes(name, graph):
+    v = tt.Param(ones())
+    f = lambda a, b: a * b
+    looks = {
+        "eval_shape": lambda: tt.eval_shape(f, v, v, graph=graph),
+        "make_jaxpr": lambda: tt.make_jaxpr(f, graph=graph)(v, v),
+    }
+    with pytest.raises(ValueError, match="Duplicate Param"):
+        looks[name]()
 
 
 @BOTH
 @EVERY
-def test_a_captured_variable_may_not_be_returned(name, call, graph):
+def test_an_input_variable_may_not_be_returned(name, graph):
+    with pytest.raises(ValueError, match="Duplicate Param") as caught:
+        CALLS[name](lambda a, b: {"r": a}, tt.Param(ones()), ones(), graph=graph)
+    assert "args/0" in str(caught.value)
+    assert re.search("out/.*r", str(caught.value))
+
+
+@BOTH
+@EVERY
+def test_a_captured_variable_may_not_be_returned(name, graph):
     outer = tt.Param(ones())
     with pytest.raises(ValueError, match="Cannot return captured Variable") as caught:
-        call(lambda a, b: [outer], tt.Param(ones()), ones(), graph=graph)
+        CALLS[name](lambda a, b: [outer], tt.Param(ones()), ones(), graph=graph)
     assert name in str(caught.value)
     assert "Param" in str(caught.value)
-    assert "out/0" in str(caught.value)
+    assert re.search("out/.*0", str(caught.value))
 
 
 def new_twice(a, b):
@@ -126,39 +129,38 @@ def new_twice(a, b):
 
 
 @EVERY
-def test_a_new_variable_twice_in_the_result_is_refused_in_tree_mode(name, call):
+def test_a_new_variable_twice_in_the_result_is_refused_in_tree_mode(name):
     with pytest.raises(ValueError, match="Duplicate BatchStat") as caught:
-        call(new_twice, tt.Param(ones()), ones())
-    assert "out/0" in str(caught.value)
-    assert "out/1/again" in str(caught.value)
+        CALLS[name](new_twice, tt.Param(ones()), ones())
+    assert re.search("out/.*0", str(caught.value))
+    assert re.search("out/.*1/again", str(caught.value))
 
 
 @EVERY
-def test_a_new_variable_twice_in_the_result_is_one_in_graph_mode(name, call):
-    first, second = call(new_twice, tt.Param(ones()), ones(), graph=True)
+def test_a_new_variable_twice_in_the_result_is_one_in_graph_mode(name):
+    first, second = CALLS[name](new_twice, tt.Param(ones()), ones(), graph=True)
     assert first is second["again"]
     assert type(first) is tt.BatchStat
 
 
 @BOTH
 @EVERY
-def test_a_variable_of_a_closure_may_be_read_but_not_changed(name, call, graph):
+def test_a_variable_of_a_closure_may_be_read_but_not_changed(name, graph):
     outer = tt.Param(ones())
     read = lambda a, b: b * outer[...]
-    np.testing.assert_array_equal(
-        call(read, tt.Param(ones()), ones(), graph=graph).shape, (2,)
-    )
+    found = CALLS[name](read, tt.Param(ones()), ones(), graph=graph)
+    assert found.shape[-1] == 2
 
     def change(a, b):
         outer[...] = b
 
     with pytest.raises(tt.TraceContextError, match=r"Cannot mutate.*trace level"):
-        call(change, tt.Param(ones()), ones(), graph=graph)
+        CALLS[name](change, tt.Param(ones()), ones(), graph=graph)
     np.testing.assert_array_equal(outer[...], ones())
 
 
 @EVERY
-def test_a_module_of_a_closure_may_not_be_changed(name, call):
+def test_a_module_of_a_closure_may_not_be_changed(name):
     outer = tt.Dict(a=1)
 
     def change(a, b):
@@ -166,7 +168,7 @@ def test_a_module_of_a_closure_may_not_be_changed(name, call):
 
     text = "Cannot mutate 'Dict' from different trace level"
     with pytest.raises(tt.TraceContextError, match=text):
-        call(change, tt.Param(ones()), ones())
+        CALLS[name](change, tt.Param(ones()), ones())
     assert not hasattr(outer, "b")
 
 
@@ -275,9 +277,17 @@ def test_a_variable_cannot_stand_in_a_prefix(name, graph):
     assert name in str(e.value)
 
 
-def test_a_module_cannot_stand_in_a_prefix_in_graph_mode():
-    with pytest.raises(ValueError, match="Graph nodes are not allowed as prefixes"):
-        tt.vmap(carry_and_out, in_axes=(tt.Dict(w=0), 0), graph=True)
+@BOTH
+def test_a_prefix_gives_each_variable_its_axis(graph):
+    def f(layer, x):
+        layer.w[...] += x
+
+    layer = Layer()
+    axes = tt.prefix(layer, {tt.Param: 0, ...: None}, graph=graph)
+    before = layer.n.get_raw_value()
+    tt.vmap(f, in_axes=(axes, 0), graph=graph)(layer, jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(layer.w[...], [2.0, 3.0])
+    assert layer.n.get_raw_value() is before
 
 
 @pytest.mark.parametrize("axes", [(0,), ({"w": 0, "x": 0}, 0), ((0, 0), 0)])

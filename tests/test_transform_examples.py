@@ -104,6 +104,14 @@ def test_vjp_and_jvp_give_trees_like_the_arguments(graph):
 
 
 @both_modes
+def test_jvp_refuses_tangents_with_other_names(graph):
+    primal = {"a": tt.Param(2.0), "b": tt.Param(3.0)}
+    tangent = {"a": tt.Param(1.0), "c": tt.Param(0.0)}
+    with pytest.raises((TypeError, ValueError), match="tangents"):
+        tt.jvp(lambda m: m["a"] * m["b"], (primal,), (tangent,), graph=graph)
+
+
+@both_modes
 def test_remat_changes_variables_once_under_grad(graph):
     model = Counter()
     grads = tt.grad(tt.remat(Counter.loss, graph=graph), graph=graph)(model)
@@ -201,6 +209,26 @@ def test_loops_refuse_another_variable_in_the_same_place(graph):
     assert [float(v) for v in pair] == [1.0, 2.0]
 
 
+@both_modes
+def test_a_reference_may_be_changed_in_a_scan_and_beside_a_gradient(graph):
+    def step(total, x):
+        total[...] += x
+        return x * 2
+
+    total = tt.Variable(jnp.array(0.0), ref=True)
+    f = tt.scan(step, in_axes=(None, 0), out_axes=0, graph=graph)
+    assert f(total, jnp.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
+    assert float(total) == 3.0
+
+    def loss(model):
+        model.total[...] += 1
+        return model.w * model.w
+
+    model = tt.Dict(w=tt.Param(jnp.array(3.0)), total=total)
+    assert float(tt.grad(loss, graph=graph)(model).w) == 6.0
+    assert float(total) == 4.0
+
+
 # Mapping.
 
 
@@ -237,9 +265,9 @@ def test_layers_are_stacked_by_vmap_and_run_by_scan(graph):
 
 @both_modes
 def test_axis_size_makes_a_stack_without_mapped_arguments(graph):
-    make = lambda rngs: tt.Dict(w=tt.Param(rngs.params.key * 0 + 1.0))
-    rngs = tt.Dict(params=tt.Dict(key=jnp.ones(2)))
-    stack = tt.vmap(make, in_axes=None, out_axes=1, axis_size=3, graph=graph)(rngs)
+    make = lambda start: tt.Dict(w=tt.Param(start[...] + 1.0))
+    start = tt.Variable(jnp.zeros(2))
+    stack = tt.vmap(make, in_axes=None, out_axes=1, axis_size=3, graph=graph)(start)
     assert stack.w.shape == (2, 3)
     stack = tt.vmap(lambda: tt.Param(jnp.ones(2)), axis_size=3, graph=graph)()
     assert stack.shape == (3, 2)

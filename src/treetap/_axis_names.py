@@ -24,23 +24,21 @@ R = TypeVar("R")
 PARTITION_NAME = "partition_name"
 
 
-def _without(variable: Variable[Any], axis: int, partition: Any) -> None:
-    """Takes the name of a mapped axis out."""
+def _names_without(variable: Variable[Any], axis: int, partition: Any) -> Any:
+    """The names a Variable has without a mapped axis; None if it has no names."""
     names = variable.get_metadata("out_sharding", None)
-    if names is not None:
-        held = list(names)
-        place = axis if axis >= 0 else len(held) + axis
-        found = held[place] if 0 <= place < len(held) else None
-        if found != partition:
-            raise MetadataError(
-                f"transform_metadata: expected {partition!r} at axis {axis} of "
-                f"out_sharding {tuple(names)!r} of a {type(variable).__name__}, found "
-                f"{found!r}."
-            )
-        if place < len(held):
-            del held[place]
-        variable.set_metadata(out_sharding=tuple(held))
-    variable.remove_axis(axis, partition)
+    if names is None:
+        return None
+    held = list(names)
+    place = axis if axis >= 0 else len(held) + axis
+    found = held[place] if 0 <= place < len(held) else None
+    if found != partition:
+        raise MetadataError(
+            f"transform_metadata: expected {partition!r} at axis {axis} of "
+            f"out_sharding {tuple(names)!r} of a {type(variable).__name__}, found "
+            f"{found!r}."
+        )
+    return (*held[:place], *held[place + 1 :])
 
 
 def _with(variable: Variable[Any], axis: int, partition: Any) -> None:
@@ -93,8 +91,11 @@ def transform_metadata(
             for leaf, axis in zip(inputs.leaves, axes)
             if isinstance(leaf, Variable) and isinstance(axis, int)
         ]
-        for variable, axis in pairs:
-            _without(variable, axis, partition)
+        names = [_names_without(v, axis, partition) for v, axis in pairs]
+        for (variable, axis), held in zip(pairs, names):
+            if held is not None:
+                variable.set_metadata(out_sharding=held)
+            variable.remove_axis(axis, partition)
         try:
             out = f(*args, **kwargs)
         finally:

@@ -31,7 +31,13 @@ Mapping = Callable[[Any, list[Any], Any], Callable[[Any], Any]]
 
 
 def _mapped(
-    name: str, f: Any, graph: bool, prefix: tuple[str, Any], mapping: Mapping
+    name: str,
+    f: Any,
+    graph: bool,
+    prefix: tuple[str, Any],
+    mapping: Mapping,
+    *,
+    nothing: Any = None,
 ) -> Callable[..., Any]:
     """A function mapped by JAX over flat values, each with a prefix of its own.
 
@@ -42,6 +48,7 @@ def _mapped(
         prefix: The argument's name and its value for the positional arguments.
         mapping: Makes JAX's function from the pure one, the prefixes of its values, and
             those of the updates.
+        nothing: A prefix for what has no leaves.
     """
     argument, given = prefix
     refuse_bound_method(f, name)
@@ -64,8 +71,8 @@ def _mapped(
                 count=len(lanes.prefixes),
             )
 
-        # The second part stands for what is static, which has no leaves.
-        updates_axes = Updates(tuple(lanes.prefixes), None)  # pyright: ignore[reportArgumentType] - a prefix
+        # The second part stands for what is static, and has no leaves.
+        updates_axes = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
         out, updates = mapping(pure, axes, updates_axes)(inputs.values())
         inputs.write_back(updates)
         return unpack_output(out)
@@ -225,4 +232,6 @@ def shard_map(
             check_vma=check_vma,
         )
 
-    return _mapped("shard_map", f, mode, ("in_specs", in_specs), mapping)
+    return _mapped(
+        "shard_map", f, mode, ("in_specs", in_specs), mapping, nothing=jax.P()
+    )

@@ -12,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from treetap._errors import MetadataError
 from treetap._graphs import GraphDef
 from treetap._lift import (
     Inputs,
@@ -24,7 +25,9 @@ from treetap._lift import (
     unpack_output,
 )
 from treetap._metadata import MISSING
+from treetap._placement import resolve_sharding
 from treetap._prefixes import check_prefix, spread
+from treetap._pytrees import variables_below
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,9 +55,15 @@ class Positions:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         self.numbers |= {i for i, name in enumerate(positional) if name in self.names}
+        takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         for number in list(self.numbers):
             if 0 <= number < len(positional):
                 self.names.add(positional[number])
+            elif parameters and not takes_more and not -len(positional) <= number < 0:
+                raise ValueError(
+                    f"Argument number {number} was named, but the function has "
+                    f"{len(positional)} positional arguments."
+                )
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.names)
@@ -135,6 +144,7 @@ class Jit(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self.fun = fn
         self.graph = graph
+        self._name = options.pop("name", "jit")
         self.in_shardings = options.pop("in_shardings", None)
         self.out_shardings = options.pop("out_shardings", None)
         self._statics = Positions(
@@ -156,7 +166,7 @@ class Jit(Generic[P, R]):
             put_statics(self.fun, key.statics),
             key.definition,
             values,
-            name="jit",
+            name=self._name,
             lanes=key.lanes,
             count=max(key.lanes, default=0) + 1,
             keep=lambda number: key.donated[number],
@@ -185,7 +195,7 @@ class Jit(Generic[P, R]):
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Inputs, Any, Any]:
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
-        inputs = inputs_of(args, kwargs, self.graph, "jit")
+        inputs = inputs_of(args, kwargs, self.graph, self._name)
         donated = self._donated_leaves(inputs)
         prefixes = self._prefixes(args, kwargs)
         lanes = Lanes(prefixes or [None] * len(inputs.leaves))
@@ -236,12 +246,12 @@ class Jit(Generic[P, R]):
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""
         _, program, given = self._prepared(args, kwargs)
-        return Stage(self, program.trace(*given))
+        return Stage(self, program.trace(*given), given[0])
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's lowered stage."""
         _, program, given = self._prepared(args, kwargs)
-        return Stage(self, program.lower(*given))
+        return Stage(self, program.lower(*given), given[0])
 
 
 class Stage:
@@ -251,24 +261,32 @@ class Stage:
     stage, and a compiled one can be called like the function itself.
     """
 
-    def __init__(self, jit: Jit[..., Any], stage: Any):
+    def __init__(self, jit: Jit[..., Any], stage: Any, key: Any):
         self._jit = jit
         self._stage = stage
+        self._key = key
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
     def lower(self, **options: Any) -> "Stage":
         """The lowered stage of a traced one."""
-        return Stage(self._jit, self._stage.lower(**options))
+        return Stage(self._jit, self._stage.lower(**options), self._key)
 
     def compile(self, compiler_options: Any = None) -> "Stage":
         """The compiled stage of a lowered one."""
-        return Stage(self._jit, self._stage.compile(compiler_options))
+        compiled = self._stage.compile(compiler_options)
+        return Stage(self._jit, compiled, self._key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a compiled stage and writes changed Variables back."""
-        inputs, _, (_, donated, kept) = self._jit._prepared(args, kwargs)
+        inputs, _, (key, donated, kept) = self._jit._prepared(args, kwargs)
+        if key != self._key:
+            raise TypeError(
+                f"{self._jit._name}: the compiled program was made for arguments of "
+                "another structure, other static arguments or other metadata. Lower "
+                "it again for these."
+            )
         out, updates = self._stage(donated, kept)
         inputs.write_back(updates)
         return unpack_output(out)
@@ -360,12 +378,29 @@ def eval_shape(
     """
     mode = resolve_mode(graph, graph_updates, "eval_shape")
     refuse_bound_method(f, "eval_shape")
+    inputs_of(args, kwargs, False, "eval_shape")  # what is shared is refused here
     inputs = inputs_of(args, kwargs, mode, "eval_shape")
 
     def pure(values: list[Any]) -> Any:
         return run(f, inputs.definition, values, name="eval_shape")[0]
 
-    return unpack_output(jax.eval_shape(pure, inputs.values()))
+    return _with_shardings(unpack_output(jax.eval_shape(pure, inputs.values())))
+
+
+def _with_shardings(out: Any) -> Any:
+    """Gives abstract Variables the sharding their metadata ask for, where they can."""
+    for variable in variables_below(out):
+        raw = variable._box[0]
+        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
+            continue
+        try:
+            sharding = resolve_sharding(variable._metadata)
+        except MetadataError:
+            continue  # there is no mesh
+        if sharding is not None:
+            placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
+            variable.set_raw_value(placed)
+    return out
 
 
 def make_jaxpr(
@@ -390,6 +425,7 @@ def make_jaxpr(
     @functools.wraps(f)
     def made(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
+        inputs_of(args, kwargs, False, "make_jaxpr")  # what is shared is refused here
         inputs = inputs_of(args, kwargs, mode, "make_jaxpr")
 
         def pure(values: list[Any]) -> Any:

@@ -9,18 +9,22 @@ may hold Variables, and their updates are written as everywhere.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treetap._changes import Structure
 from treetap._errors import StructureError
 from treetap._graphs import take_leaves
 from treetap._lift import (
     Inputs,
+    Inside,
     Updates,
     inputs_of,
+    pack_output,
     raw_values,
     refuse_bound_method,
     resolve_mode,
@@ -94,8 +98,14 @@ class CustomVjp:
             )
         if kwargs:
             args = inspect.signature(self.fun).bind(*args, **kwargs).args
+        if self in _running.get():  # called by its own rule: the function itself
+            return self.fun(*args)
         inputs = inputs_of(args, {}, self.graph, "custom_vjp")
         return _Rule(self, inputs).call()
+
+
+# The functions whose rules are being run: a rule may call its own function.
+_running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
 
 
 class _Rule:
@@ -109,26 +119,61 @@ class _Rule:
         flags = tuple(number not in self.nondiff for number in range(count))
         prefix = {"args": flags, "kwargs": False}
         self.active = spread(prefix, inputs.tree, "custom_vjp", "nondiff_argnums")
-        self.written = self._written(owner.fun) | self._written(self._forward)
+        leaves = inputs.values()
+        self.fixed = {
+            number: value
+            for number, value in enumerate(leaves)
+            if not self.active[number] and not _is_numeric(value)
+        }
+        self.values = [x for n, x in enumerate(leaves) if n not in self.fixed]
+        self.written = self._written()
         self._check_written()
 
-    def _forward(self, *args: Any) -> Any:
-        out = self.owner._fwd(*args)  # pyright: ignore[reportOptionalCall] - checked by the caller
-        if not isinstance(out, tuple) or len(out) != 2:
+    def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
+        """The user's `fwd`: result, residual and updates."""
+        inside = Inside(self.inputs.definition, self._all(values), "custom_vjp")
+        token = _running.set((*_running.get(), self.owner))
+        try:
+            with Structure(inside.tree, "custom_vjp"):
+                pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
+        finally:
+            _running.reset(token)
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise StructureError(
                 "custom_vjp: `fwd` must return a pair, the result and a residual; it "
-                f"returned a {type(out).__name__}."
+                f"returned a {type(pair).__name__}."
             )
-        return out
+        out, residual = pair
+        graph = self.inputs.definition.graph
+        inside.check_output(out, graph)
+        packed = pack_output(out, graph, "custom_vjp")
+        kept = pack_output(residual, True, "custom_vjp")
+        return packed, kept, self._updates(inside)
 
-    def _written(self, fn: Callable[..., Any]) -> set[int]:
+    def _updates(self, inside: Inside) -> Updates:
+        written = getattr(self, "written", frozenset())
+        lanes = [0] * len(inside.leaves)
+        return inside.updates(lanes, 1, keep=lambda number: number in written)
+
+    def _all(self, values: Any) -> list[Any]:
+        """All values in order: those JAX handles, and those it cannot."""
+        supply = iter(values)
+        return [
+            self.fixed[number] if number in self.fixed else next(supply)
+            for number in range(len(self.active))
+        ]
+
+    def _written(self) -> set[int]:
+        """The Variables that the function or its rule changes."""
         found: list[Updates] = []
 
         def probe(values: Any) -> None:
-            found.append(self._run(fn, values)[1])
+            found.append(self._run(values)[1])
+            found.append(self._forward(values)[2])
 
-        jax.eval_shape(probe, self.inputs.values())
-        return {number for lane in found[0].written.lanes for number, _ in lane}
+        jax.eval_shape(probe, self.values)
+        lanes = [lane for updates in found for lane in updates.written.lanes]
+        return {number for lane in lanes for number, _ in lane}
 
     def _check_written(self) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
@@ -144,32 +189,31 @@ class _Rule:
                     "keyword `updates_g`, or put the argument into `nondiff_argnums`."
                 )
 
-    def _run(self, fn: Callable[..., Any], values: Any) -> Any:
+    def _run(self, values: Any) -> Any:
         return run(
-            fn,
+            self.owner.fun,
             self.inputs.definition,
-            values,
+            self._all(values),
             name="custom_vjp",
             keep=lambda number: number in getattr(self, "written", ()),
         )
 
     def call(self) -> Any:
         """Runs through `jax.custom_vjp` and writes changed Variables back."""
-        pure = jax.custom_vjp(lambda values: self._run(self.owner.fun, values))
+        pure = jax.custom_vjp(self._run)
         pure.defvjp(self._fwd, self._bwd)
-        out, updates = pure(self.inputs.values())
+        out, updates = pure(self.values)
         self.inputs.write_back(updates)
         return unpack_output(out)
 
     def _fwd(self, values: Any) -> Any:
-        packed, updates = self._run(self._forward, values)
-        out, residual = packed
+        out, residual, updates = self._forward(values)
         return (out, updates), (residual, values)
 
     def _bwd(self, kept: Any, cotangents: Any) -> Any:
         residual, values = kept
         out_g, updates = cotangents
-        tree, _ = regrow(self.inputs.definition, values)
+        tree, _ = regrow(self.inputs.definition, self._all(values))
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
         options = {}
         bwd: Any = self.owner._bwd
@@ -194,17 +238,42 @@ class _Rule:
                 f"custom_vjp: `bwd` returned {len(found)} tangents for {count} "
                 "differentiable arguments."
             )
-        _, leaves = take_leaves(list(found), True, "custom_vjp")
-        supply = iter(raw_values(leaves))
+        supply = iter(self._tangents(found))
         result = []
-        for value, is_active in zip(values, self.active):
-            given = next(supply) if is_active else None
-            inexact = all(
-                jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-                for x in jax.tree.leaves(value)
-            )
-            result.append(given if is_active and inexact else _zero(value))
+        for number, value in enumerate(self._all(values)):
+            if number in self.fixed:
+                continue
+            given = next(supply) if self.active[number] else None
+            is_active = self.active[number] and _is_inexact(value)
+            result.append(given if is_active else _zero(value))
         return result
+
+    def _tangents(self, found: Sequence[Any]) -> list[Any]:
+        """Flat values of the tangents, each like the argument it belongs to."""
+        args = self.inputs.tree["args"]
+        wanted = [arg for n, arg in enumerate(args) if n not in self.nondiff]
+        values: list[Any] = []
+        for place, (arg, tangent) in enumerate(zip(wanted, found)):
+            _, expected = take_leaves(arg, True, "custom_vjp")
+            _, given = take_leaves(tangent, True, "custom_vjp")
+            if len(expected) != len(given):
+                raise StructureError(
+                    f"custom_vjp: tangent {place} of `bwd` has {len(given)} leaves, "
+                    f"the argument it belongs to has {len(expected)}. Return a tree "
+                    "like the argument."
+                )
+            values += raw_values(given)
+        return values
+
+
+def _is_numeric(value: Any) -> bool:
+    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+    return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
+
+
+def _is_inexact(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 
 
 def _without_empty(tree: Any) -> Any:

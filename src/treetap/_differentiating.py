@@ -28,6 +28,7 @@ from treetap._lift import (
 from treetap._metadata import MISSING
 from treetap._prefixes import spread
 from treetap._regrowing import regrow
+from treetap._values import is_ref
 from treetap._variables import Variable
 
 P = ParamSpec("P")
@@ -38,6 +39,8 @@ def _has_derivative(leaf: Any) -> bool:
     """Whether a leaf takes part in differentiation: not an integer or key Variable."""
     if not isinstance(leaf, Variable):
         return True
+    if is_ref(leaf._box[0]):
+        return False
     leaves = jax.tree.leaves(leaf._box[0])
     return all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 
@@ -66,6 +69,7 @@ class _Split:
 
 
 def _no_derivative(value: Any) -> Any:
+    value = value[...] if is_ref(value) else value
     return jax.tree.map(lambda x: np.zeros(np.shape(x), jax.dtypes.float0), value)
 
 
@@ -280,10 +284,10 @@ def jvp(
     refuse_bound_method(f, "jvp")
     inputs = inputs_of(tuple(primals), {}, mode, "jvp")
     moved = Inputs({"args": tuple(tangents), "kwargs": {}}, mode, "jvp: tangents")
-    if len(moved.leaves) != len(inputs.leaves):
+    if moved.definition != inputs.definition:
         raise StructureError(
-            f"jvp: the tangents have {len(moved.leaves)} leaves, the primals "
-            f"{len(inputs.leaves)}. Give a tree like the primals."
+            "jvp: the tangents are not like the primals.\nprimals: "
+            f"{inputs.definition}\ntangents: {moved.definition}"
         )
     parts = _Split(inputs, [True] * len(inputs.leaves))
     direction = [x for x, flag in zip(moved.values(), parts.flags) if flag]

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from treetap._compiling import Jit, Stage, jit
+from treetap._compiling import Jit, Stage
 from treetap._errors import StructureError
 from treetap._lift import Inputs, refuse_bound_method, resolve_mode
 from treetap._regrowing import regrow
@@ -121,17 +121,16 @@ def jit_partial(
         graph_updates: Only False is supported.
     """
     refuse_bound_method(fun, "jit_partial")
-    jitted = jit(
-        fun,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        keep_unused=keep_unused,
-        inline=inline,
-        graph=resolve_mode(graph, graph_updates, "jit_partial"),
-        graph_updates=False,
-    )
-    return JitPartial(jitted, partial_args)
+    options = {
+        "name": "jit_partial",
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "keep_unused": keep_unused,
+        "inline": inline,
+    }
+    mode = resolve_mode(graph, graph_updates, "jit_partial")
+    return JitPartial(Jit(fun, mode, options), partial_args)

@@ -58,14 +58,15 @@ def refuse_bound_method(fn: Any, name: str) -> None:
         )
 
 
-def refuse_alias(name: str, root: Any, value: Any) -> AliasError:
-    """The error for a Variable that is passed, or returned, twice."""
+def refuse_returned(name: str, root: Any, value: Any) -> AliasError:
+    """The error for a Variable of the arguments that is also in the result."""
     found = [show_path(path) for path, _ in first_two_places(root, value)]
     kind = type(value).__name__
     return AliasError(
         f"{name}: Duplicate {kind} found at paths {' and '.join(found)}: {name} does "
-        f"not support Variable aliasing in tree mode. Keep one of them, pass a copy "
-        f"(`treetap.clone`), or use `{name}(..., graph=True)`."
+        "not support Variable aliasing between arguments and result. The caller has "
+        "the Variable already, with its new value; return its value, or a copy "
+        "(`treetap.clone`)."
     )
 
 
@@ -200,7 +201,7 @@ class Inside:
             if not isinstance(value, Variable):
                 continue
             if id(value) in own:
-                raise refuse_alias(self.name, {**self.tree, "out": out}, value)
+                raise refuse_returned(self.name, {**self.tree, "out": out}, value)
             if value._trace is not trace and not value._metadata["ref"]:
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
@@ -278,9 +279,14 @@ def _is_object(value: Any) -> bool:
 
 
 def pack_output(out: Any, graph: bool, name: str) -> Any:
-    """A result as JAX can carry it: itself in tree mode, Packed parts in graph mode."""
+    """A result as JAX can carry it: itself, or Packed parts if it shares something."""
     if not graph:
         return out
+    try:
+        take_leaves(out, False, name)
+        return out
+    except (AliasError, StructureError):
+        pass
     walk = Apart(out, True, name)
 
     def pack(part: Any) -> Any:

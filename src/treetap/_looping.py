@@ -34,6 +34,7 @@ from treetap._metadata import MISSING
 from treetap._prefixes import check_prefix, spread
 from treetap._regrowing import regrow
 from treetap._trees import show_path
+from treetap._values import is_ref
 from treetap._variables import Variable
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class _Axes:
             )
         outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
         for place, axis in enumerate(outputs):
-            if axis is None:
+            parts = jax.tree.leaves(axis, is_leaf=lambda part: part is None)
+            if any(part is None for part in parts):
                 raise StructureError(
                     f"scan: Cannot broadcast output state: out_axes has None at "
                     f"position {place}. Return it as Carry, or give an axis."
@@ -154,96 +156,116 @@ def _check_carry(given: Any, argument: str) -> None:
             )
 
 
-class _Scan:
-    """One scan: which leaves are carried, mapped over, or the same for all steps."""
+class _Step:
+    """One step of a scan, as JAX traces it: made once for arguments of one structure.
 
-    def __init__(self, f: Any, axes: _Axes, args: tuple[Any, ...], graph: bool):
+    Args:
+        f: The function.
+        axes: Where things are carried and mapped.
+        definition: The arguments' description.
+        of_leaf: For each leaf Carry, an axis, or None. What has None is carried too.
+    """
+
+    def __init__(
+        self,
+        f: Any,
+        axes: _Axes,
+        definition: GraphDef,
+        of_leaf: Any,
+        fixed: dict[int, Any],
+    ):
         self.f = f
+        self.fixed = fixed  # Refs by number: JAX wants them from outside
         self.axes = axes
-        self.inputs = inputs_of(args, {}, graph, "scan")
-        prefix = {"args": axes.inputs, "kwargs": None}
-        self.of_leaf = spread(prefix, self.inputs.tree, "scan", "in_axes")
-        leaves = self.inputs.leaves
-        self.carried = [
-            axis is Carry or (axis is None and isinstance(leaf, Variable))
-            for axis, leaf in zip(self.of_leaf, leaves)
-        ]
-        self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
-        self.lanes = Lanes(
-            [axis if isinstance(axis, int) else 0 for axis in self.of_leaf]
-        )
+        self.definition = definition
+        self.of_leaf = of_leaf
+        self.mapped = [isinstance(axis, int) for axis in of_leaf]
+        self.lanes = Lanes([axis if isinstance(axis, int) else 0 for axis in of_leaf])
 
-    def start(self) -> tuple[list[Any], list[Any]]:
-        """The first carry, and what is mapped over, its axis in front."""
-        values = self.inputs.values()
-        carry = [value for value, flag in zip(values, self.carried) if flag]
-        triples = zip(values, self.of_leaf, self.mapped)
-        mapped = [_move(value, axis, 0) for value, axis, flag in triples if flag]
-        return carry, mapped
-
-    def step(self, carry: list[Any], mapped: list[Any]) -> Any:
-        """One step, as JAX traces it."""
-        carries, slices = iter(carry), iter(mapped)
+    def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
+        """The next carry, and what this step adds to the stacks."""
+        sources = {True: iter(mapped), False: iter(carry)}
         values = [
-            next(carries) if is_carried else next(slices) if is_mapped else value
-            for is_carried, is_mapped, value in zip(
-                self.carried, self.mapped, self.inputs.values()
-            )
+            self.fixed[number] if number in self.fixed else next(sources[flag])
+            for number, flag in enumerate(self.mapped)
         ]
-        inside = Inside(self.inputs.definition, values, "scan")
+        inside = Inside(self.definition, values, "scan")
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
-        numbers = [i for i, flag in enumerate(self.carried) if flag]
         with Structure(inside.tree, "scan"):
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
-        inside.check_output(stacked, self.inputs.definition.graph)
+        inside.check_output(stacked, self.definition.graph)
         _, new = same_carry(before, after, "scan")
-        new_carry = self._carry(inside, new)
-        changed = tuple((n, None) for n in numbers if inside.changed(n))
         updates = inside.updates(
             self.lanes.of_leaf,
             len(self.lanes.prefixes),
             only=lambda number: self.mapped[number],
         )
-        packed = pack_output(stacked, self.inputs.definition.graph, "scan")
-        return new_carry, (packed, updates, Written((changed,)))
+        carried = inside.updates(
+            [0] * len(values), 1, only=lambda number: not self.mapped[number]
+        )
+        packed = pack_output(stacked, self.definition.graph, "scan")
+        return self._carry(inside, new), (packed, updates, carried.written)
 
     def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
-        """The next carry: new plain leaves, and the Variables' present values."""
+        """New plain leaves, and the Variables' present values."""
         plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
-        return [
-            leaf._box[0] if isinstance(leaf, Variable) else next(plain)
-            for leaf, flag in zip(inside.leaves, self.carried)
-            if flag
+        values = []
+        for number, (leaf, axis) in enumerate(zip(inside.leaves, self.of_leaf)):
+            if self.mapped[number] or number in self.fixed:
+                continue
+            if isinstance(leaf, Variable):
+                values.append(leaf._box[0])
+            else:
+                values.append(next(plain) if axis is Carry else leaf)
+        return values
+
+
+class _Scan:
+    """One call of a scan: from arguments to results."""
+
+    def __init__(self, inputs: Inputs, step: _Step):
+        self.inputs = inputs
+        self.step = step
+
+    def start(self) -> tuple[list[Any], list[Any]]:
+        """The first carry, and what is mapped over, its axis in front."""
+        everything = zip(self.inputs.values(), self.step.of_leaf)
+        pairs = [p for n, p in enumerate(everything) if n not in self.step.fixed]
+        carry = [value for value, axis in pairs if not isinstance(axis, int)]
+        mapped = [
+            _move(value, axis, 0) for value, axis in pairs if isinstance(axis, int)
         ]
+        return carry, mapped
 
     def finish(self, carry: list[Any], out: Any) -> Any:
         """Writes Variables back and puts the result together."""
-        packed, updates, written = out
+        packed, updates, carried = out
+        axes, inputs = self.step.axes, self.inputs
         moved = tuple(
             _move(values, 0, axis)
-            for values, axis in zip(updates.values, self.lanes.prefixes)
+            for values, axis in zip(updates.values, self.step.lanes.prefixes)
         )
-        numbers = [i for i, flag in enumerate(self.carried) if flag]
+        numbers = [
+            number
+            for number, is_mapped in enumerate(self.step.mapped)
+            if not is_mapped and number not in self.step.fixed
+        ]
         final = dict(zip(numbers, carry))
-        changed = [number for number, _ in written.lanes[0]]
-        metadata = [(n, self.inputs.leaves[n]._metadata) for n in changed]
-        lanes = (*updates.written.lanes, tuple(metadata))
-        values = (*moved, [final[number] for number in changed])
-        self.inputs.write_back(Updates(values, Written(lanes)))
+        values = (*moved, [final[number] for number, _ in carried.lanes[0]])
+        lanes = (*updates.written.lanes, *carried.lanes)
+        inputs.write_back(Updates(values, Written(lanes)))
         returned = None
-        if self.axes.has_carry(self.axes.inputs):
-            tree, _ = regrow(
-                self.inputs.definition,
-                [
-                    leaf if isinstance(leaf, Variable) else final.get(number, leaf)
-                    for number, leaf in enumerate(self.inputs.leaves)
-                ],
-            )
-            returned = self.axes.carry_of(tree["args"])
-        return self.axes.joined(returned, unpack_output(packed))
+        if axes.has_carry(axes.inputs):
+            kept = [
+                leaf if isinstance(leaf, Variable) else final.get(number, leaf)
+                for number, leaf in enumerate(inputs.leaves)
+            ]
+            tree, _ = regrow(inputs.definition, kept)
+            returned = axes.carry_of(tree["args"])
+        return axes.joined(returned, unpack_output(packed))
 
 
 def scan(
@@ -294,20 +316,33 @@ def scan(
         given = {"in_axes": in_axes, "out_axes": out_axes, "graph_updates": False}
         return functools.partial(scan, **options, **given, graph=mode)
     refuse_bound_method(f, "scan")
+    steps: dict[Any, _Step] = {}  # JAX traces a function it knows only once
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             bound = inspect.signature(f).bind(*args, **kwargs)
+            if bound.kwargs:
+                raise TypeError(
+                    f"scan: {sorted(bound.kwargs)} can only be passed by keyword, and "
+                    "`in_axes` has entries for positional arguments only."
+                )
             args = bound.args
         if axes.inputs is Carry and len(args) != 1:
             raise StructureError(
                 "scan: When in_axes=Carry, the function must take exactly one "
                 f"argument; {len(args)} were given."
             )
-        work = _Scan(f, axes, args, mode)
-        carry, mapped = work.start()
-        return work.finish(*jax.lax.scan(work.step, carry, mapped, **options))
+        inputs = inputs_of(args, {}, mode, "scan")
+        prefix = {"args": axes.inputs, "kwargs": None}
+        of_leaf = tuple(spread(prefix, inputs.tree, "scan", "in_axes"))
+        key = (inputs.definition, of_leaf)
+        fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+        step = None if fixed else steps.get(key)
+        if step is None:
+            step = steps[key] = _Step(f, axes, *key, fixed)
+        work = _Scan(inputs, step)
+        return work.finish(*jax.lax.scan(work.step, *work.start(), **options))
 
     return call
 
@@ -331,12 +366,13 @@ class _Loop:
             out = body(value)
         _, leaves = same_carry(inside.tree["carry"], out, self.name)
         if found is not None:
-            found.extend(n for n in range(len(inside.leaves)) if inside.changed(n))
+            updates = inside.updates([0] * len(inside.leaves), 1)
+            found.extend(updates.written.lanes[0])
         return raw_values(leaves)
 
-    def changed(self, body: Callable[..., Any], *args: Any) -> list[int]:
-        """Which Variables the body changes: found by tracing it once."""
-        found: list[int] = []
+    def changed(self, body: Callable[..., Any], *args: Any) -> list[tuple[int, Any]]:
+        """Which Variables the body changes, and their metadata: by tracing it once."""
+        found: list[tuple[int, Any]] = []
 
         def probe(values: Any, *args: Any) -> Any:
             self.step(values, functools.partial(body, *args), found)
@@ -344,12 +380,11 @@ class _Loop:
         jax.eval_shape(probe, self.inputs.values(), *args)
         return found
 
-    def finish(self, values: list[Any], changed: list[int]) -> Any:
+    def finish(self, values: list[Any], changed: list[tuple[int, Any]]) -> Any:
         """The caller's value with the final numbers."""
         leaves = self.inputs.leaves
-        lane = tuple((number, leaves[number]._metadata) for number in changed)
-        finals = ([values[number] for number in changed],)
-        self.inputs.write_back(Updates(finals, Written((lane,))))
+        finals = ([values[number] for number, _ in changed],)
+        self.inputs.write_back(Updates(finals, Written((tuple(changed),))))
         kept = [
             leaf if isinstance(leaf, Variable) else value
             for leaf, value in zip(leaves, values)
