@@ -38,6 +38,7 @@ def _mapped(
     mapping: Mapping,
     *,
     nothing: Any = None,
+    keywords: bool = True,
 ) -> Callable[..., Any]:
     """A function mapped by JAX over flat values, each with a prefix of its own.
 
@@ -49,6 +50,7 @@ def _mapped(
         mapping: Makes JAX's function from the pure one, the prefixes of its values, and
             those of the updates.
         nothing: A prefix for what has no leaves.
+        keywords: Whether keyword arguments are taken, and mapped over axis 0.
     """
     argument, given = prefix
     refuse_bound_method(f, name)
@@ -57,6 +59,11 @@ def _mapped(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and not keywords:
+            raise TypeError(
+                f"{name}: {sorted(kwargs)} were passed by keyword, but `{argument}` "
+                "has entries for positional arguments only."
+            )
         inputs = inputs_of(args, kwargs, graph, name)
         axes = spread({"args": given, "kwargs": 0}, inputs.tree, name, argument)
         lanes = Lanes(axes)
@@ -233,5 +240,11 @@ def shard_map(
         )
 
     return _mapped(
-        "shard_map", f, mode, ("in_specs", in_specs), mapping, nothing=jax.P()
+        "shard_map",
+        f,
+        mode,
+        ("in_specs", in_specs),
+        mapping,
+        nothing=jax.P(),
+        keywords=False,
     )

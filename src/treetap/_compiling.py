@@ -117,6 +117,14 @@ def take_statics(statics: Positions, args: Any, kwargs: Any) -> tuple[Any, Any, 
         if name in statics.names:
             taken.append((name, named[name]))
             named[name] = HOLE
+    for where, value in taken:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"The static argument {where!r} is a {type(value).__name__}, which "
+                "cannot be hashed. Pass something hashable, such as a tuple."
+            ) from None
     return tuple(rest), named, tuple(taken)
 
 
@@ -404,7 +412,7 @@ def _with_shardings(out: Any) -> Any:
 
 
 def make_jaxpr(
-    f: Callable[..., Any],
+    f: Callable[..., Any] = MISSING,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -413,12 +421,16 @@ def make_jaxpr(
     """A function that returns the jaxpr of `f` in its pure form.
 
     Args:
-        f: The function.
+        f: The function; without it, a decorator.
         graph: Allow shared references in the arguments.
         graph_updates: Only False is supported.
         static_argnums: Arguments that are part of the program.
     """
     mode = resolve_mode(graph, graph_updates, "make_jaxpr")
+    if f is MISSING:
+        return functools.partial(
+            make_jaxpr, graph=mode, graph_updates=False, static_argnums=static_argnums
+        )
     refuse_bound_method(f, "make_jaxpr")
     statics = Positions(f, static_argnums, None)
 

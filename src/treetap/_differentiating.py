@@ -107,7 +107,7 @@ def _derived(
         def pure(active: Any, passive: Any) -> Any:
             values = parts.joined(active, passive)
             out, updates = run(f, inputs.definition, values, name=name)
-            value, aux = out if has_aux else (out, None)
+            value, aux = pair_of(out, has_aux, name)
             return value, (aux, updates)
 
         derive = jax.value_and_grad(pure, has_aux=True, **options)
@@ -217,8 +217,21 @@ def grad(
     return call
 
 
+def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """A result as (value, aux)."""
+    if not has_aux:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        found = f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
+        raise StructureError(
+            f"{name}: with `has_aux=True` the function must return a pair, the value "
+            f"and what is passed through; it returned {found}."
+        )
+    return out
+
+
 def vjp(
-    f: Callable[..., Any],
+    f: Callable[..., Any] = MISSING,
     *primals: Any,
     has_aux: bool = False,
     graph: bool | None = None,
@@ -227,8 +240,8 @@ def vjp(
     """The result of `f`, and a function from its cotangent to those of the arguments.
 
     Args:
-        f: The function.
-        *primals: Its arguments.
+        f: The function; without it, a decorator.
+        *primals: Its arguments; without them, a function that takes them.
         has_aux: Whether `f` returns a pair whose second part is passed through.
         graph: Allow shared references.
         graph_updates: Only False is supported.
@@ -237,14 +250,19 @@ def vjp(
         `(out, vjp_fn)`, or `(out, vjp_fn, aux)`.
     """
     mode = resolve_mode(graph, graph_updates, "vjp")
+    options = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
+    if f is MISSING:
+        return functools.partial(vjp, **options)
     refuse_bound_method(f, "vjp")
+    if not primals:
+        return functools.wraps(f)(functools.partial(vjp, f, **options))
     inputs = inputs_of(primals, {}, mode, "vjp")
     parts = _Split(inputs, [True] * len(inputs.leaves))
 
     def pure(active: Any) -> Any:
         values = parts.joined(active, parts.passive)
         out, updates = run(f, inputs.definition, values, name="vjp")
-        value, aux = out if has_aux else (out, None)
+        value, aux = pair_of(out, has_aux, "vjp")
         return value, (aux, updates)
 
     out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
@@ -259,9 +277,9 @@ def vjp(
 
 
 def jvp(
-    f: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    f: Callable[..., Any] = MISSING,
+    primals: Sequence[Any] = MISSING,
+    tangents: Sequence[Any] = MISSING,
     *,
     has_aux: bool = False,
     graph: bool | None = None,
@@ -270,8 +288,8 @@ def jvp(
     """The result of `f` and its derivative in a direction.
 
     Args:
-        f: The function.
-        primals: Its arguments.
+        f: The function; without it, a decorator.
+        primals: Its arguments; without them, a function of (primals, tangents).
         tangents: The direction; trees like the arguments.
         has_aux: Whether `f` returns a pair whose second part is passed through.
         graph: Allow shared references.
@@ -281,7 +299,12 @@ def jvp(
         `(out, tangent_out)`, or `(out, tangent_out, aux)`.
     """
     mode = resolve_mode(graph, graph_updates, "jvp")
+    options = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
+    if f is MISSING:
+        return functools.partial(jvp, **options)
     refuse_bound_method(f, "jvp")
+    if primals is MISSING:
+        return functools.wraps(f)(functools.partial(jvp, f, **options))
     inputs = inputs_of(tuple(primals), {}, mode, "jvp")
     moved = Inputs({"args": tuple(tangents), "kwargs": {}}, mode, "jvp: tangents")
     if moved.definition != inputs.definition:
@@ -295,7 +318,7 @@ def jvp(
     def pure(active: Any) -> Any:
         values = parts.joined(active, parts.passive)
         out, updates = run(f, inputs.definition, values, name="jvp")
-        value, aux = out if has_aux else (out, None)
+        value, aux = pair_of(out, has_aux, "jvp")
         return value, (aux, updates)
 
     out, tangent, (aux, updates) = jax.jvp(

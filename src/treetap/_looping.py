@@ -320,31 +320,39 @@ def scan(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            bound = inspect.signature(f).bind(*args, **kwargs)
-            if bound.kwargs:
-                raise TypeError(
-                    f"scan: {sorted(bound.kwargs)} can only be passed by keyword, and "
-                    "`in_axes` has entries for positional arguments only."
-                )
-            args = bound.args
+        args = _positional(f, args, kwargs) if kwargs else args
         if axes.inputs is Carry and len(args) != 1:
             raise StructureError(
                 "scan: When in_axes=Carry, the function must take exactly one "
                 f"argument; {len(args)} were given."
             )
-        inputs = inputs_of(args, {}, mode, "scan")
-        prefix = {"args": axes.inputs, "kwargs": None}
-        of_leaf = tuple(spread(prefix, inputs.tree, "scan", "in_axes"))
-        key = (inputs.definition, of_leaf)
-        fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
-        step = None if fixed else steps.get(key)
-        if step is None:
-            step = steps[key] = _Step(f, axes, *key, fixed)
-        work = _Scan(inputs, step)
+        work = _prepared(f, axes, inputs_of(args, {}, mode, "scan"), steps)
         return work.finish(*jax.lax.scan(work.step, *work.start(), **options))
 
     return call
+
+
+def _positional(f: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """All arguments by position."""
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    if bound.kwargs:
+        raise TypeError(
+            f"scan: {sorted(bound.kwargs)} can only be passed by keyword, and "
+            "`in_axes` has entries for positional arguments only."
+        )
+    return bound.args
+
+
+def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _Scan:
+    """A call of a scan, with the step that was made for arguments of this structure."""
+    prefix = {"args": axes.inputs, "kwargs": None}
+    of_leaf = tuple(spread(prefix, inputs.tree, "scan", "in_axes"))
+    key = (inputs.definition, of_leaf)
+    fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+    step = None if fixed else steps.get(key)
+    if step is None:
+        step = steps[key] = _Step(f, axes, *key, fixed)
+    return _Scan(inputs, step)
 
 
 class _Loop:
@@ -353,11 +361,22 @@ class _Loop:
     def __init__(self, value: Any, graph: bool, name: str):
         self.name = name
         self.inputs = Inputs({"carry": value}, graph, name)
+        values = self.inputs.values()
+        self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
+        self.values = [x for n, x in enumerate(values) if n not in self.fixed]
 
     def enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
-        inside = Inside(self.inputs.definition, values, self.name)
+        inside = Inside(self.inputs.definition, self.all(values), self.name)
         return inside, inside.tree["carry"]
+
+    def all(self, values: Any) -> list[Any]:
+        """All values in order: those that are carried, and Refs, which are not."""
+        supply = iter(values)
+        count = len(self.inputs.leaves)
+        return [
+            self.fixed[n] if n in self.fixed else next(supply) for n in range(count)
+        ]
 
     def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
         """The values after a step; `found` collects which Variables it changed."""
@@ -368,7 +387,8 @@ class _Loop:
         if found is not None:
             updates = inside.updates([0] * len(inside.leaves), 1)
             found.extend(updates.written.lanes[0])
-        return raw_values(leaves)
+        values = raw_values(leaves)
+        return [x for n, x in enumerate(values) if n not in self.fixed]
 
     def changed(self, body: Callable[..., Any], *args: Any) -> list[tuple[int, Any]]:
         """Which Variables the body changes, and their metadata: by tracing it once."""
@@ -377,12 +397,12 @@ class _Loop:
         def probe(values: Any, *args: Any) -> Any:
             self.step(values, functools.partial(body, *args), found)
 
-        jax.eval_shape(probe, self.inputs.values(), *args)
+        jax.eval_shape(probe, self.values, *args)
         return found
 
     def finish(self, values: list[Any], changed: list[tuple[int, Any]]) -> Any:
         """The caller's value with the final numbers."""
-        leaves = self.inputs.leaves
+        leaves, values = self.inputs.leaves, self.all(values)
         finals = ([values[number] for number, _ in changed],)
         self.inputs.write_back(Updates(finals, Written((tuple(changed),))))
         kept = [
@@ -426,7 +446,7 @@ def while_loop(
         return loop.step(values, body_fun)
 
     changed = loop.changed(body_fun)
-    final = jax.lax.while_loop(cond, body, loop.inputs.values())
+    final = jax.lax.while_loop(cond, body, loop.values)
     return loop.finish(final, changed)
 
 
@@ -459,6 +479,5 @@ def fori_loop(
         return loop.step(values, functools.partial(body_fun, i))
 
     changed = loop.changed(body_fun, jnp.asarray(lower))
-    values = loop.inputs.values()
-    final = jax.lax.fori_loop(lower, upper, body, values, unroll=unroll)
+    final = jax.lax.fori_loop(lower, upper, body, loop.values, unroll=unroll)
     return loop.finish(final, changed)
