@@ -11,13 +11,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from treetap._changes import Policy
 from treetap._lift import (
     Lanes,
     Updates,
     inputs_of,
-    refuse_bound_method,
-    resolve_mode,
     run,
+    transform,
     unpack_output,
 )
 from treetap._metadata import MISSING
@@ -53,7 +53,6 @@ def _mapped(
         keywords: Whether keyword arguments are taken, and mapped over axis 0.
     """
     argument, given = prefix
-    refuse_bound_method(f, name)
     check_prefix(given, name, argument)
     given = tuple(given) if isinstance(given, list) else given
 
@@ -87,6 +86,7 @@ def _mapped(
     return call
 
 
+@transform
 def vmap(
     f: Callable[P, R] = MISSING,
     *,
@@ -97,6 +97,7 @@ def vmap(
     spmd_axis_name: Any = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[P, R]:
     """Maps a function over axes of its arguments.
 
@@ -110,6 +111,7 @@ def vmap(
         spmd_axis_name: As for `jax.vmap`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -120,16 +122,7 @@ def vmap(
         >>> counts[...]
         Array([0., 1., 2.], dtype=float32)
     """
-    mode = resolve_mode(graph, graph_updates, "vmap")
-    options = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "axis_name": axis_name,
-        "axis_size": axis_size,
-        "spmd_axis_name": spmd_axis_name,
-    }
-    if f is MISSING:
-        return functools.partial(vmap, **options, graph=mode, graph_updates=False)  # pyright: ignore[reportReturnType] - a decorator
+    mode = bool(graph)
     check_prefix(out_axes, "vmap", "out_axes")
 
     def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
@@ -145,6 +138,7 @@ def vmap(
     return _mapped("vmap", f, mode, ("in_axes", in_axes), mapping)
 
 
+@transform
 def pmap(
     f: Callable[P, R] = MISSING,
     *,
@@ -156,6 +150,7 @@ def pmap(
     axis_size: int | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[P, R]:
     """As `vmap`, over devices.
 
@@ -169,19 +164,10 @@ def pmap(
         axis_size: As for `jax.pmap`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "pmap")
+    mode = bool(graph)
     placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
-    if f is MISSING:
-        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
-            pmap,
-            **placed,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            axis_size=axis_size,
-            graph=mode,
-            graph_updates=False,
-        )
     check_prefix(out_axes, "pmap", "out_axes")
 
     def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
@@ -192,6 +178,7 @@ def pmap(
     return _mapped("pmap", f, mode, ("in_axes", in_axes), mapping)
 
 
+@transform
 def shard_map(
     f: Callable[P, R] = MISSING,
     *,
@@ -202,6 +189,7 @@ def shard_map(
     check_vma: bool = True,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[P, R]:
     """Runs a function on every device over its own shards.
 
@@ -215,19 +203,9 @@ def shard_map(
         check_vma: As for `jax.shard_map`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "shard_map")
-    if f is MISSING:
-        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
-            shard_map,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=check_vma,
-            graph=mode,
-            graph_updates=False,
-        )
+    mode = bool(graph)
 
     def mapping(pure: Any, specs: list[Any], updates_specs: Any) -> Any:
         return jax.shard_map(

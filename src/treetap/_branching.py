@@ -12,13 +12,14 @@ from typing import Any
 import jax
 from jax.experimental import checkify as jax_checkify
 
+from treetap._changes import Policy, with_policy
 from treetap._lift import (
     Inputs,
     Updates,
     inputs_of,
-    refuse_bound_method,
     resolve_mode,
     run,
+    transform,
     unpack_output,
 )
 
@@ -64,6 +65,7 @@ def cond(
     *operands: Any,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Any:
     """Calls one of two functions, as `pred` says.
 
@@ -74,13 +76,15 @@ def cond(
         *operands: The arguments of both.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
     mode = resolve_mode(graph, graph_updates, "cond")
 
     def choose(branches: Any, values: Any) -> Any:
         return jax.lax.cond(pred, *branches, values)
 
-    return _branched("cond", choose, [true_fun, false_fun], operands, mode)
+    branches = [with_policy(b, on_structure_change) for b in (true_fun, false_fun)]
+    return _branched("cond", choose, branches, operands, mode)
 
 
 def switch(
@@ -89,6 +93,7 @@ def switch(
     *operands: Any,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Any:
     """Calls one of several functions, by number.
 
@@ -98,21 +103,25 @@ def switch(
         *operands: The arguments of all.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
     mode = resolve_mode(graph, graph_updates, "switch")
 
     def choose(pure: Any, values: Any) -> Any:
         return jax.lax.switch(index, pure, values)
 
-    return _branched("switch", choose, list(branches), operands, mode)
+    chosen = [with_policy(branch, on_structure_change) for branch in branches]
+    return _branched("switch", choose, chosen, operands, mode)
 
 
+@transform
 def checkify(
     f: Callable[..., Any],
     errors: Any = jax_checkify.user_checks,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[..., Any]:
     """A function that returns `(error, result)`; Variables change either way.
 
@@ -121,9 +130,9 @@ def checkify(
         errors: What to check; as for `jax.experimental.checkify.checkify`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "checkify")
-    refuse_bound_method(f, "checkify")
+    mode = bool(graph)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ function is traced. A changed static attribute stays local to the call; it draws
 warning, unless `train`, `eval` or `set_attributes` made it.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,22 +36,49 @@ def set_structure_policy(policy: Policy) -> None:
         policy: `"error"` refuses changed data attributes and warns of static ones,
             `"warn"` warns of both, `"ignore"` says nothing.
     """
+    _check_policy(policy)
+    _process[0] = policy
+
+
+def _check_policy(policy: Any) -> None:
     if policy not in ("error", "warn", "ignore"):
         raise ValueError(
-            "set_structure_policy: expected 'error', 'warn' or 'ignore', got "
+            "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
             f"{policy!r}."
         )
-    _process[0] = policy
 
 
 @contextmanager
 def structure_policy(policy: Policy) -> Iterator[None]:
     """As `set_structure_policy`, while a block runs."""
+    _check_policy(policy)
     token = _policy.set(policy)
     try:
         yield
     finally:
         _policy.reset(token)
+
+
+def with_policy(fn: Any, policy: Policy | None) -> Any:
+    """`fn` with a policy of its own, or `fn` itself."""
+    if policy is None:
+        return fn
+    _check_policy(policy)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    setattr(call, _ATTRIBUTE, policy)
+    return call
+
+
+def policy_of(fn: Any) -> Policy | None:
+    """The policy a function has of its own."""
+    return getattr(fn, _ATTRIBUTE, None)
+
+
+_ATTRIBUTE = "__on_structure_change__"
 
 
 class Structure:
@@ -59,12 +87,14 @@ class Structure:
     Args:
         tree: The arguments.
         name: The transform, for messages.
+        policy: What to do; as set for the block or the process by default.
     """
 
-    __slots__ = ("name", "nodes", "noted", "token")
+    __slots__ = ("name", "nodes", "noted", "policy", "token")
 
-    def __init__(self, tree: Any, name: str):
+    def __init__(self, tree: Any, name: str, policy: Policy | None = None):
         self.name = name
+        self.policy: Policy = policy or _policy.get() or _process[0]
         self.nodes: list[tuple[Path, Any, dict[Any, Any], frozenset[Any]]] = []
         seen: set[int] = set()
         for path, value, _ in places(tree):
@@ -79,15 +109,12 @@ class Structure:
 
     def __exit__(self, kind: Any, *exception: object) -> None:
         set_on_purpose.reset(self.token)
-        policy = _policy.get() or _process[0]
-        if kind is not None or policy == "ignore":
+        if kind is not None or self.policy == "ignore":
             return
         for path, node, before, data in self.nodes:
-            self._compare(path, node, before, data, policy)
+            self._compare(path, node, before, data)
 
-    def _compare(
-        self, path: Path, node: Any, before: Any, data: Any, policy: Policy
-    ) -> None:
+    def _compare(self, path: Path, node: Any, before: Any, data: Any) -> None:
         """Reports what became of the attributes of one object."""
         after = attributes_of(node)
         if before.keys() == after.keys() and all(
@@ -102,17 +129,17 @@ class Structure:
                 continue
             if key in data:
                 what = "was replaced" if new is not MISSING else "was removed"
-                self._refuse(where, "was created" if old is MISSING else what, policy)
+                self._refuse(where, "was created" if old is MISSING else what)
             elif (id(node), key) not in self.noted and old != new:
                 self._warn(f"the static attribute {where} changed")
 
-    def _refuse(self, where: str, what: str, policy: Policy) -> None:
+    def _refuse(self, where: str, what: str) -> None:
         text = (
             f"{self.name}: the data attribute {where} {what} inside the function, and "
             "would be lost: only the values of Variables come out of a transform. "
             "Change a Variable in place (`v[...] = x`), or return the new value."
         )
-        if policy == "error":
+        if self.policy == "error":
             raise StructureError(text)
         warnings.warn(text, UserWarning, stacklevel=2)
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from treetap._changes import Policy
 from treetap._errors import MetadataError
 from treetap._graphs import GraphDef
 from treetap._lift import (
@@ -19,9 +20,8 @@ from treetap._lift import (
     Lanes,
     Updates,
     inputs_of,
-    refuse_bound_method,
-    resolve_mode,
     run,
+    transform,
     unpack_output,
 )
 from treetap._metadata import MISSING
@@ -133,6 +133,7 @@ def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:
     if not statics:
         return fn
 
+    @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         places = list(args)
         for where, value in statics:
@@ -300,6 +301,7 @@ class Stage:
         return unpack_output(out)
 
 
+@transform
 def jit(
     fun: Callable[P, R] = MISSING,
     *,
@@ -315,6 +317,7 @@ def jit(
     inline: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Jit[P, R]:
     """Compiles a function; Variables it changes in its arguments change outside.
 
@@ -334,6 +337,8 @@ def jit(
         inline: As for `jax.jit`.
         graph: Allow shared references in the arguments.
         graph_updates: Only False is supported.
+        on_structure_change: What to do when attributes change inside: `"error"`,
+            `"warn"` or `"ignore"`; see `treetap.set_structure_policy`.
 
     Examples:
         >>> import treetap as tt
@@ -357,22 +362,17 @@ def jit(
     }
     placed = {"device": device, "backend": backend}
     options |= {name: value for name, value in placed.items() if value is not None}
-    mode = resolve_mode(graph, graph_updates, "jit")
-    if fun is MISSING:
-        return functools.partial(_made, graph=mode, options=options)  # pyright: ignore[reportReturnType] - a decorator
-    return _made(fun, mode, options)
+    mode = bool(graph)
+    return Jit(fun, mode, options)
 
 
-def _made(fun: Callable[P, R], graph: bool, options: dict[str, Any]) -> Jit[P, R]:
-    refuse_bound_method(fun, "jit")
-    return Jit(fun, graph, dict(options))
-
-
+@transform
 def eval_shape(
     f: Callable[..., R],
     *args: Any,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
     **kwargs: Any,
 ) -> R:
     """The result of `f` with abstract leaves; nothing is computed or changed.
@@ -382,10 +382,10 @@ def eval_shape(
         *args: Its arguments, concrete or abstract.
         graph: Keep shared references in the result.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    mode = resolve_mode(graph, graph_updates, "eval_shape")
-    refuse_bound_method(f, "eval_shape")
+    mode = bool(graph)
     inputs_of(args, kwargs, False, "eval_shape")  # what is shared is refused here
     inputs = inputs_of(args, kwargs, mode, "eval_shape")
 
@@ -411,11 +411,13 @@ def _with_shardings(out: Any) -> Any:
     return out
 
 
+@transform
 def make_jaxpr(
     f: Callable[..., Any] = MISSING,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """A function that returns the jaxpr of `f` in its pure form.
@@ -424,14 +426,10 @@ def make_jaxpr(
         f: The function; without it, a decorator.
         graph: Allow shared references in the arguments.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
         static_argnums: Arguments that are part of the program.
     """
-    mode = resolve_mode(graph, graph_updates, "make_jaxpr")
-    if f is MISSING:
-        return functools.partial(
-            make_jaxpr, graph=mode, graph_updates=False, static_argnums=static_argnums
-        )
-    refuse_bound_method(f, "make_jaxpr")
+    mode = bool(graph)
     statics = Positions(f, static_argnums, None)
 
     @functools.wraps(f)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._changes import Structure
+from treetap._changes import Policy, Structure, policy_of
 from treetap._errors import StructureError
 from treetap._graphs import take_leaves
 from treetap._lift import (
@@ -26,9 +26,8 @@ from treetap._lift import (
     inputs_of,
     pack_output,
     raw_values,
-    refuse_bound_method,
-    resolve_mode,
     run,
+    transform,
     unpack_output,
 )
 from treetap._metadata import MISSING
@@ -134,7 +133,8 @@ class _Rule:
         inside = Inside(self.inputs.definition, self._all(values), "custom_vjp")
         token = _running.set((*_running.get(), self.owner))
         try:
-            with Structure(inside.tree, "custom_vjp"):
+            policy = policy_of(self.owner.fun)
+            with Structure(inside.tree, "custom_vjp", policy):
                 pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
         finally:
             _running.reset(token)
@@ -286,12 +286,14 @@ def _without_empty(tree: Any) -> Any:
     return jax.tree.map(emptied, tree, is_leaf=lambda x: isinstance(x, Variable))
 
 
+@transform
 def custom_vjp(
     fun: Callable[..., Any] = MISSING,
     *,
     nondiff_argnums: int | Sequence[int] = (),
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Any:
     """Gives a function a reverse rule of its own; see `CustomVjp.defvjp`.
 
@@ -300,6 +302,7 @@ def custom_vjp(
         nondiff_argnums: Arguments that are not differentiated; they may hold Variables.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -310,13 +313,8 @@ def custom_vjp(
         >>> float(tt.grad(twice)(tt.Param(1.0))[...])
         10.0
     """
-    mode = resolve_mode(graph, graph_updates, "custom_vjp")
+    mode = bool(graph)
     numbers = (
         (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
     )
-    if fun is MISSING:
-        return functools.partial(
-            custom_vjp, nondiff_argnums=numbers, graph=mode, graph_updates=False
-        )
-    refuse_bound_method(fun, "custom_vjp")
     return CustomVjp(fun, numbers, mode)

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treetap._changes import Policy
 from treetap._compiling import Positions, put_statics, take_statics
 from treetap._errors import StructureError
 from treetap._lift import (
     Inputs,
     inputs_of,
-    refuse_bound_method,
-    resolve_mode,
     run,
+    transform,
     unpack_output,
 )
 from treetap._metadata import MISSING
@@ -97,7 +97,6 @@ def _derived(
     name: str, f: Any, argnums: Any, *, has_aux: bool, graph: bool, options: Any
 ) -> Callable[..., Any]:
     """The function behind `grad` and `value_and_grad`: ((value, aux), gradients)."""
-    refuse_bound_method(f, name)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -121,6 +120,7 @@ def _derived(
     return call
 
 
+@transform
 def value_and_grad(
     f: Callable[..., Any] = MISSING,
     *,
@@ -130,6 +130,7 @@ def value_and_grad(
     allow_int: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[..., Any]:
     """A function that gives the value of `f` and its gradient.
 
@@ -141,6 +142,7 @@ def value_and_grad(
         allow_int: As for `jax.grad`.
         graph: Allow shared references; a shared Variable gets its whole derivative.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Examples:
         >>> import treetap as tt
@@ -152,17 +154,8 @@ def value_and_grad(
         >>> float(grads.w), int(model.calls)
         (6.0, 1)
     """
-    mode = resolve_mode(graph, graph_updates, "value_and_grad")
+    mode = bool(graph)
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    if f is MISSING:
-        return functools.partial(
-            value_and_grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            graph=mode,
-            graph_updates=False,
-            **options,
-        )
     derived = _derived(
         "value_and_grad", f, argnums, has_aux=has_aux, graph=mode, options=options
     )
@@ -175,6 +168,7 @@ def value_and_grad(
     return call
 
 
+@transform
 def grad(
     f: Callable[..., Any] = MISSING,
     *,
@@ -184,6 +178,7 @@ def grad(
     allow_int: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[..., Any]:
     """A function that gives the gradient of `f`; see `value_and_grad`.
 
@@ -195,18 +190,10 @@ def grad(
         allow_int: As for `jax.grad`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "grad")
+    mode = bool(graph)
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    if f is MISSING:
-        return functools.partial(
-            grad,
-            argnums=argnums,
-            has_aux=has_aux,
-            graph=mode,
-            graph_updates=False,
-            **options,
-        )
     derived = _derived("grad", f, argnums, has_aux=has_aux, graph=mode, options=options)
 
     @functools.wraps(f)
@@ -230,12 +217,14 @@ def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
     return out
 
 
+@transform
 def vjp(
     f: Callable[..., Any] = MISSING,
     *primals: Any,
     has_aux: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Any:
     """The result of `f`, and a function from its cotangent to those of the arguments.
 
@@ -245,16 +234,14 @@ def vjp(
         has_aux: Whether `f` returns a pair whose second part is passed through.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Returns:
         `(out, vjp_fn)`, or `(out, vjp_fn, aux)`.
     """
-    mode = resolve_mode(graph, graph_updates, "vjp")
-    options = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
-    if f is MISSING:
-        return functools.partial(vjp, **options)
-    refuse_bound_method(f, "vjp")
+    mode = bool(graph)
     if not primals:
+        options: Any = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
         return functools.wraps(f)(functools.partial(vjp, f, **options))
     inputs = inputs_of(primals, {}, mode, "vjp")
     parts = _Split(inputs, [True] * len(inputs.leaves))
@@ -276,6 +263,7 @@ def vjp(
     return (out, vjp_fn, unpack_output(aux)) if has_aux else (out, vjp_fn)
 
 
+@transform
 def jvp(
     f: Callable[..., Any] = MISSING,
     primals: Sequence[Any] = MISSING,
@@ -284,6 +272,7 @@ def jvp(
     has_aux: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Any:
     """The result of `f` and its derivative in a direction.
 
@@ -294,16 +283,14 @@ def jvp(
         has_aux: Whether `f` returns a pair whose second part is passed through.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Returns:
         `(out, tangent_out)`, or `(out, tangent_out, aux)`.
     """
-    mode = resolve_mode(graph, graph_updates, "jvp")
-    options = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
-    if f is MISSING:
-        return functools.partial(jvp, **options)
-    refuse_bound_method(f, "jvp")
+    mode = bool(graph)
     if primals is MISSING:
+        options: Any = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
         return functools.wraps(f)(functools.partial(jvp, f, **options))
     inputs = inputs_of(tuple(primals), {}, mode, "jvp")
     moved = Inputs({"args": tuple(tangents), "kwargs": {}}, mode, "jvp: tangents")
@@ -329,6 +316,7 @@ def jvp(
     return (out, tangent, unpack_output(aux)) if has_aux else (out, tangent)
 
 
+@transform
 def remat(
     f: Callable[P, R] = MISSING,
     *,
@@ -337,6 +325,7 @@ def remat(
     policy: Callable[..., bool] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[P, R]:
     """Recomputes `f` when differentiated instead of keeping its intermediates.
 
@@ -349,18 +338,9 @@ def remat(
         policy: As for `jax.checkpoint`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "remat")
-    if f is MISSING:
-        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
-            remat,
-            prevent_cse=prevent_cse,
-            static_argnums=static_argnums,
-            policy=policy,
-            graph=mode,
-            graph_updates=False,
-        )
-    refuse_bound_method(f, "remat")
+    mode = bool(graph)
     statics = Positions(f, static_argnums, None)
 
     @functools.wraps(f)

@@ -17,15 +17,16 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.tree_util import register_static
 
 from treetap._attributes import Node
-from treetap._changes import Structure
+from treetap._changes import Policy, Structure, policy_of, with_policy
 from treetap._errors import AliasError, StructureError
 from treetap._graphs import Apart, GraphDef, take_leaves
+from treetap._metadata import MISSING
 from treetap._regrowing import regrow
 from treetap._settings import resolve_graph, resolve_graph_updates
 from treetap._sharing import first_two_places, places
@@ -56,6 +57,38 @@ def refuse_bound_method(fn: Any, name: str) -> None:
             f"to an object, whose Variables would be constants. Decorate the method in "
             f"the class, or pass `{owner}.{fn.__name__}` and the object as an argument."
         )
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def transform(fn: F) -> F:
+    """Gives a transform what all of them share.
+
+    Without a function it is a decorator; the mode is resolved once, when the arguments
+    are given; bound methods are refused; and `on_structure_change` says, for this
+    function, what `treetap.set_structure_policy` says for all.
+    """
+    name = fn.__name__
+
+    @functools.wraps(fn)
+    def call(
+        f: Any = MISSING,
+        *args: Any,
+        graph: bool | None = None,
+        graph_updates: bool | None = None,
+        on_structure_change: Policy | None = None,
+        **options: Any,
+    ) -> Any:
+        mode = resolve_mode(graph, graph_updates, name)
+        if f is MISSING:
+            options |= {"graph": mode, "graph_updates": False}
+            policy = on_structure_change
+            return functools.partial(call, on_structure_change=policy, **options)
+        refuse_bound_method(f, name)
+        return fn(with_policy(f, on_structure_change), *args, graph=mode, **options)
+
+    return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
 def refuse_returned(name: str, root: Any, value: Any) -> AliasError:
@@ -335,7 +368,7 @@ def run(
         The result, packed for JAX, and the updates.
     """
     inside = Inside(definition, values, name)
-    with Structure(inside.tree, name):
+    with Structure(inside.tree, name, policy_of(fn)):
         out = fn(*inside.tree["args"], **inside.tree["kwargs"])
     inside.check_output(out, definition.graph)
     lanes = lanes or [0] * len(inside.leaves)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from treetap._changes import Structure
+from treetap._changes import Policy, Structure, policy_of
 from treetap._errors import StructureError
 from treetap._graphs import GraphDef, take_leaves
 from treetap._lift import (
@@ -26,8 +26,8 @@ from treetap._lift import (
     inputs_of,
     pack_output,
     raw_values,
-    refuse_bound_method,
     resolve_mode,
+    transform,
     unpack_output,
 )
 from treetap._metadata import MISSING
@@ -193,7 +193,7 @@ class _Step:
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
-        with Structure(inside.tree, "scan"):
+        with Structure(inside.tree, "scan", policy_of(self.f)):
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
         inside.check_output(stacked, self.definition.graph)
@@ -268,6 +268,7 @@ class _Scan:
         return axes.joined(returned, unpack_output(packed))
 
 
+@transform
 def scan(
     f: Callable[..., Any] = MISSING,
     *,
@@ -279,6 +280,7 @@ def scan(
     out_axes: Any = (Carry, 0),
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> Callable[..., Any]:
     """Calls a function once for each slice of its arguments, passing a carry on.
 
@@ -292,6 +294,7 @@ def scan(
         out_axes: For each part of the result `Carry` or an axis.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -304,7 +307,7 @@ def scan(
         >>> float(total)
         3.0
     """
-    mode = resolve_mode(graph, graph_updates, "scan")
+    mode = bool(graph)
     axes = _Axes(in_axes, out_axes)
     options = {
         "length": length,
@@ -315,7 +318,6 @@ def scan(
     if f is MISSING:
         given = {"in_axes": in_axes, "out_axes": out_axes, "graph_updates": False}
         return functools.partial(scan, **options, **given, graph=mode)
-    refuse_bound_method(f, "scan")
     steps: dict[Any, _Step] = {}  # JAX traces a function it knows only once
 
     @functools.wraps(f)
@@ -358,8 +360,9 @@ def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _
 class _Loop:
     """The carried value of a while or fori loop."""
 
-    def __init__(self, value: Any, graph: bool, name: str):
+    def __init__(self, value: Any, graph: bool, name: str, policy: Policy | None):
         self.name = name
+        self.policy: Policy | None = policy
         self.inputs = Inputs({"carry": value}, graph, name)
         values = self.inputs.values()
         self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
@@ -381,7 +384,7 @@ class _Loop:
     def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
         """The values after a step; `found` collects which Variables it changed."""
         inside, value = self.enter(values)
-        with Structure(inside.tree, self.name):
+        with Structure(inside.tree, self.name, self.policy):
             out = body(value)
         _, leaves = same_carry(inside.tree["carry"], out, self.name)
         if found is not None:
@@ -419,6 +422,7 @@ def while_loop(
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> T:
     """Repeats `body_fun` while `cond_fun` holds.
 
@@ -428,9 +432,10 @@ def while_loop(
         init_val: The first value.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
     mode = resolve_mode(graph, graph_updates, "while_loop")
-    loop = _Loop(init_val, mode, "while_loop")
+    loop = _Loop(init_val, mode, "while_loop", on_structure_change)
 
     def cond(values: Any) -> Any:
         inside, value = loop.enter(values)
@@ -459,6 +464,7 @@ def fori_loop(
     unroll: int | bool | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
 ) -> T:
     """Repeats `body_fun(i, value)` for i from `lower` to `upper`.
 
@@ -471,9 +477,10 @@ def fori_loop(
         unroll: As for `jax.lax.fori_loop`.
         graph: Allow shared references.
         graph_updates: Only False is supported.
+        on_structure_change: As for `treetap.jit`.
     """
     mode = resolve_mode(graph, graph_updates, "fori_loop")
-    loop = _Loop(init_val, mode, "fori_loop")
+    loop = _Loop(init_val, mode, "fori_loop", on_structure_change)
 
     def body(i: Any, values: Any) -> Any:
         return loop.step(values, functools.partial(body_fun, i))
