@@ -246,3 +246,52 @@ def test_seeds_of_another_shape_and_unknown_policies_are_refused():
     with pytest.raises(ValueError, match="`policy` is 'nonsense'"):
         tt.reseed(rngs, policy="nonsense", a=1)
     assert rngs.a.count[...] == 0
+
+
+def test_split_rngs_gives_a_copy_and_advances_the_original():
+    rngs = tt.Rngs(params=0, dropout=1)
+    made = tt.split_rngs(rngs, splits=3, only="dropout")
+    assert made.dropout.key.shape == (3,)
+    assert made.params.key.shape == ()
+    assert rngs.dropout.count[...] == 1
+    assert rngs.params.count[...] == 0
+
+
+def test_split_rngs_squeezes_a_single_split():
+    made = tt.split_rngs(tt.Rngs(0), splits=1, squeeze=True)
+    key = jax.random.split(tt.Rngs(0)(), 1)[0]
+    assert made.default.key[...] == key
+    with pytest.raises(ValueError, match="`squeeze` needs splits=1, got 2"):
+        tt.split_rngs(tt.Rngs(0), splits=2, squeeze=True)
+
+
+def test_split_rngs_decorates_a_mapping():
+    @tt.split_rngs(splits=4)
+    @tt.vmap
+    def draw(rngs):
+        return rngs.uniform()
+
+    rngs = tt.Rngs(0)
+    values = draw(rngs)
+    assert len(set(values.tolist())) == 4
+    assert rngs.default.count[...] == 1
+
+    @tt.split_rngs(splits=1, squeeze=True)
+    def shape(rngs):
+        return rngs.default.key.shape
+
+    assert shape(tt.Rngs(0)) == ()
+
+
+def test_fork_rngs_forks_all_or_splits_by_rule():
+    forked = tt.fork_rngs(tt.Rngs(0))
+    assert forked.default.key[...] == tt.Rngs(0)()
+    split = tt.fork_rngs(tt.Rngs(params=0, dropout=1), split={"params": 2})
+    assert split.params.key.shape == (2,)
+    assert split.dropout.key[...] == jax.random.key(1)
+
+    @tt.fork_rngs()
+    def first(rngs):
+        return rngs.default.key[...]
+
+    assert first(tt.Rngs(0)) == tt.Rngs(0)()
