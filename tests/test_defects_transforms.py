@@ -442,6 +442,7 @@ def test_t25_a_while_condition_may_not_change_variables(graph):
     assert int(v) == 0
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @both_modes
 @pytest.mark.parametrize("explicit", [False, True])
 def test_t27_eval_shape_attaches_shardings(graph, explicit):

@@ -290,6 +290,7 @@ def test_vmap_takes_one_prefix_for_each_variable(graph):
     assert out.w[...].tolist() == [2.0, 4.0, 6.0]
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @both_modes
 def test_shard_map_writes_each_shard_back(graph):
     mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,))
