@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import checkify as jax_checkify
 
 from treetap._changes import Policy, with_policy
 from treetap._lift import (
@@ -117,7 +116,7 @@ def switch(
 @transform
 def checkify(
     f: Callable[..., Any],
-    errors: Any = jax_checkify.user_checks,
+    errors: Any = None,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -127,7 +126,8 @@ def checkify(
 
     Args:
         f: The function.
-        errors: What to check; as for `jax.experimental.checkify.checkify`.
+        errors: What to check; as for `jax.experimental.checkify.checkify`, whose
+            `user_checks` are the default.
         graph: Allow shared references.
         graph_updates: Only False is supported.
         on_structure_change: As for `treetap.jit`.
@@ -141,7 +141,10 @@ def checkify(
         def pure(values: Any) -> Any:
             return run(f, inputs.definition, values, name="checkify")
 
-        error, (out, updates) = jax_checkify.checkify(pure, errors)(inputs.values())
+        from jax.experimental import checkify as jax_checkify  # takes a while to import
+
+        chosen = jax_checkify.user_checks if errors is None else errors
+        error, (out, updates) = jax_checkify.checkify(pure, chosen)(inputs.values())
         inputs.write_back(updates)
         return error, unpack_output(out)
 
