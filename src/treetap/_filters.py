@@ -104,6 +104,9 @@ class PathIn(_Predicate):
     def __reduce__(self) -> AnyType:
         return PathIn, tuple(self.paths)
 
+    def __repr__(self) -> str:
+        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=show_path)))})"
+
     def __call__(self, path: Path, value: AnyType) -> bool:
         return path in self.paths
 
