@@ -6,42 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from stand_ins import PATHS, Net
 
-
-class Linear(tt.Module):
-    def __init__(self, din=2, dout=3, bias=True):
-        self.w = tt.Param(jnp.ones((din, dout)))
-        self.b = tt.Param(jnp.zeros(dout)) if bias else None
-        self.dout = dout
-
-    def __call__(self, x):
-        return x @ self.w + self.b
-
-
-def bent(x):
-    return jnp.tanh(x)
-
-
-class Net(tt.Module):
-    def __init__(self):
-        self.first = Linear(2, 3)
-        self.layers = tt.List([Linear(3, 3), bent])
-        self.calls = tt.Variable(0)
-        self.scale = jnp.ones(3)
-
-    def __call__(self, x):
-        self.calls[...] += 1
-        return self.layers[0](self.first(x)) * self.scale
-
-
-PATHS = (
-    ("calls",),
-    ("first", "b"),
-    ("first", "w"),
-    ("layers", 0, "b"),
-    ("layers", 0, "w"),
-    ("scale",),
-)
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
 
 

@@ -37,10 +37,7 @@ def test_required_metadata_show_only_when_unusual():
 
 def test_the_first_line_counts_each_kind_and_the_total():
     first = repr(Model()).splitlines()[0]
-    assert first == (
-        "Model( # Param: 7 (28 B), BatchStat: 5 (20 B), RngState: 2 (12 B), "
-        "Total: 14 (60 B)"
-    ) or set(first[9:].split(", ")) == {
+    assert set(first.removeprefix("Model( # ").split(", ")) == {
         "Param: 7 (28 B)",
         "BatchStat: 5 (20 B)",
         "RngState: 2 (12 B)",
@@ -69,7 +66,7 @@ def test_shared_variables_are_counted_once():
 
 def test_containers_print_like_python():
     assert repr(tt.List([1, "a"])) == "List([\n  1,\n  'a'\n])"
-    assert repr(tt.Dict(a=1)) == "Dict({\n  'a'=1\n})" or "'a'" in repr(tt.Dict(a=1))
+    assert repr(tt.Dict(a=1)) == "Dict({\n  'a': 1\n})"
     assert repr(tt.Dict()) == "Dict({})"
     assert "'a': 1" in repr(tt.State({"a": 1}))
     assert "a/b: 1" in repr(tt.to_flat_state({"a": {"b": 1}}))

@@ -9,32 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-
-
-class Linear(tt.Module):
-    def __init__(self, din=2, dout=3, bias=True):
-        self.w = tt.Param(jnp.ones((din, dout)))
-        self.b = tt.Param(jnp.zeros(dout)) if bias else None
-        self.dout = dout
-
-    def __call__(self, x):
-        return x @ self.w + self.b
-
-
-def bent(x):
-    return jnp.tanh(x)
-
-
-class Net(tt.Module):
-    def __init__(self):
-        self.first = Linear(2, 3)
-        self.layers = tt.List([Linear(3, 3), bent])
-        self.calls = tt.Variable(0)
-        self.scale = jnp.ones(3)
-
-    def __call__(self, x):
-        self.calls[...] += 1
-        return self.layers[0](self.first(x)) * self.scale
+from stand_ins import PATHS, Linear, Net, bent
 
 
 class Loose(tt.Module, pytree=False):
@@ -47,14 +22,6 @@ class Pair(NamedTuple):
     right: tt.Variable
 
 
-PATHS = (
-    ("calls",),
-    ("first", "b"),
-    ("first", "w"),
-    ("layers", 0, "b"),
-    ("layers", 0, "w"),
-    ("scale",),
-)
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
 
 

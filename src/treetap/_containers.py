@@ -243,7 +243,7 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
     def _display_parts(self) -> _display.Parts:
         items = [(repr(key), value) for key, value in attributes_of(self).items()]
         color = _display.color_of(type(self).__name__)
-        return _display.Parts(counts(self), items, ("({", "})"), color)
+        return _display.Parts(counts(self), items, ("({", "})"), color, ": ")
 
 
 class Sequential(Module):

@@ -63,6 +63,7 @@ class CustomVjp:
         self.graph = graph
         self._fwd: Callable[..., Any] | None = None
         self._bwd: Callable[..., Any] | None = None
+        self._wants_updates = False
 
     def defvjp(
         self,
@@ -83,6 +84,7 @@ class CustomVjp:
         if symbolic_zeros:
             raise NotImplementedError("custom_vjp: symbolic_zeros is not supported.")
         self._fwd, self._bwd = fwd, bwd
+        self._wants_updates = _wants_updates(bwd)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -177,7 +179,7 @@ class _Rule:
 
     def _check_written(self) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
-        if _wants_updates(self.owner._bwd):  # pyright: ignore[reportArgumentType] - checked by the caller
+        if self.owner._wants_updates:
             return
         for number in self.written:
             leaf = self.inputs.leaves[number]
@@ -217,7 +219,7 @@ class _Rule:
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
         options = {}
         bwd: Any = self.owner._bwd
-        if _wants_updates(bwd):
+        if self.owner._wants_updates:
             options["updates_g"] = self._updates_tree(updates)
         found = bwd(*passive, unpack_output(residual), unpack_output(out_g), **options)
         return (self._cotangents(found, values),)

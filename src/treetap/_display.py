@@ -23,6 +23,7 @@ class Parts(NamedTuple):
     items: Iterable[tuple[str, Any]]
     brackets: tuple[str, str] = ("(", ")")
     color: str | None = None
+    separator: str = "="
 
 
 class Shown:
@@ -117,7 +118,7 @@ def show(value: Any) -> str:
     try:
         parts = value._display_parts()
         lines = [
-            (f"{label}={show(item)}" if label else show(item))
+            (f"{label}{parts.separator}{show(item)}" if label else show(item))
             for label, item in parts.items
         ]
     finally:
