@@ -46,10 +46,20 @@ def test_shard_map_gives_each_device_its_shard():
     assert variable[...].tolist() == [0, 1, 2, 3]
 
 
-def test_shard_map_takes_no_keywords():
+def test_shard_map_binds_keywords_to_positions():
     mapped = tt.shard_map(add, mesh=mesh_of(), in_specs=jax.P(), out_specs=jax.P())
-    with pytest.raises(TypeError, match=r"shard_map: \['x'\] were passed by keyword"):
-        mapped(tt.Variable(jnp.zeros(4)), x=1.0)
+    variable = tt.Variable(jnp.zeros(4))
+    mapped(variable, x=1.0)
+    assert variable[...].tolist() == [1, 1, 1, 1]
+
+
+def test_shard_map_has_no_specification_for_what_only_goes_by_keyword():
+    @tt.shard_map(mesh=mesh_of(), in_specs=jax.P(), out_specs=jax.P())
+    def scaled(x, *, factor):
+        return x * factor
+
+    with pytest.raises(TypeError, match=r"shard_map: .*\['factor'\] could not be"):
+        scaled(jnp.zeros(4), factor=2.0)
 
 
 def test_a_varying_value_in_a_replicated_variable_is_refused_by_jax():

@@ -156,8 +156,9 @@ def test_an_argument_wins_over_the_setting():
     with tt.set_graph_mode(True), tt.set_graph_updates(True):
         assert _settings.resolve_graph(None) is True
         assert _settings.resolve_graph(False) is False
-        assert _settings.resolve_graph_updates(None) is True
-        assert _settings.resolve_graph_updates(False) is False
+        assert _settings.resolve_mode(None, None) is _settings.Mode.UPDATES
+        assert _settings.resolve_mode(None, False) is _settings.Mode.GRAPH
+        assert _settings.resolve_mode(False, None) is _settings.Mode.TREE
 
 
 def test_functions_follow_the_setting():

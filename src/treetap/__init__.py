@@ -61,7 +61,6 @@ from treetap._filters import PathContains as PathContains
 from treetap._filters import PathIn as PathIn
 from treetap._filters import WithTag as WithTag
 from treetap._fixing import jit_partial as jit_partial
-from treetap._graphs import GraphDef as GraphDef
 from treetap._kinds import BatchStat as BatchStat
 from treetap._kinds import Cache as Cache
 from treetap._kinds import Intermediate as Intermediate
@@ -70,9 +69,7 @@ from treetap._kinds import Perturbation as Perturbation
 from treetap._kinds import RngCount as RngCount
 from treetap._kinds import RngKey as RngKey
 from treetap._kinds import RngState as RngState
-from treetap._looping import Carry as Carry
 from treetap._looping import fori_loop as fori_loop
-from treetap._looping import scan as scan
 from treetap._looping import while_loop as while_loop
 from treetap._metadata import VariableMetadata as VariableMetadata
 from treetap._metadata import with_metadata as with_metadata
@@ -89,11 +86,14 @@ from treetap._reseeding import fork_rngs as fork_rngs
 from treetap._reseeding import reseed as reseed
 from treetap._reseeding import split_rngs as split_rngs
 from treetap._reseeding import with_rngs as with_rngs
+from treetap._scanning import Carry as Carry
+from treetap._scanning import scan as scan
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
 from treetap._settings import use_eager_sharding as use_eager_sharding
 from treetap._settings import using_eager_sharding as using_eager_sharding
 from treetap._sharing import find_duplicates as find_duplicates
+from treetap._specs import GraphDef as GraphDef
 from treetap._splitting import GraphState as GraphState
 from treetap._splitting import flatten as flatten
 from treetap._splitting import graphdef as graphdef

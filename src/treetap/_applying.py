@@ -4,8 +4,9 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from treetap._graphs import GraphDef, put_together, take_apart
+from treetap._graphs import put_together, take_apart
 from treetap._settings import resolve_graph
+from treetap._specs import GraphDef
 from treetap._splitting import merge, split
 from treetap._states import flat_items, nested
 from treetap._trees import Path

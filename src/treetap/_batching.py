@@ -6,84 +6,87 @@ with; one that is the same for all slices may only be given a value that is.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 
-from treetap._changes import Policy
-from treetap._lift import (
-    Lanes,
-    Updates,
-    inputs_of,
-    run,
-    transform,
-    unpack_output,
-)
+from treetap._axis_names import follow_axis
+from treetap._compiling import Positions, positional, put_statics, take_statics
+from treetap._errors import MetadataError
+from treetap._lift import Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
-from treetap._prefixes import check_prefix, spread
+from treetap._prefixes import check_prefix
+from treetap._results import Results
+from treetap._settings import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-Mapping = Callable[[Any, list[Any], Any], Callable[[Any], Any]]
+MakeMapping = Callable[[Any, list[Any], Any], Callable[[Any], Any]]
+NO_NAMES: Mapping[str, Any] = MappingProxyType({})
 
 
 def _mapped(
     name: str,
     f: Any,
-    graph: bool,
+    mode: Mode,
     prefix: tuple[str, Any],
-    mapping: Mapping,
+    mapping: MakeMapping,
     *,
+    results: Results,
     nothing: Any = None,
-    keywords: bool = True,
+    statics: Positions | None = None,
 ) -> Callable[..., Any]:
     """A function mapped by JAX over flat values, each with a prefix of its own.
 
     Args:
         name: The transform.
         f: The function.
-        graph: The mode.
+        mode: The mode.
         prefix: The argument's name and its value for the positional arguments.
         mapping: Makes JAX's function from the pure one, the prefixes of its values, and
-            those of the updates.
-        nothing: A prefix for what has no leaves.
-        keywords: Whether keyword arguments are taken, and mapped over axis 0.
+            those of the result and the updates.
+        results: Where the results lie.
+        nothing: A prefix for what has no leaves; only where keywords are not taken.
+        statics: Arguments that are part of the program.
     """
     argument, given = prefix
-    check_prefix(given, name, argument)
+    check_prefix(given, name, argument, mode)
     given = tuple(given) if isinstance(given, list) else given
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and not keywords:
-            raise TypeError(
-                f"{name}: {sorted(kwargs)} were passed by keyword, but `{argument}` "
-                "has entries for positional arguments only."
-            )
-        inputs = inputs_of(args, kwargs, graph, name)
-        axes = spread({"args": given, "kwargs": 0}, inputs.tree, name, argument)
-        lanes = Lanes(axes)
+        if kwargs and (mode is Mode.UPDATES or nothing is not None):
+            args, kwargs = positional(f, args, kwargs, name, argument), {}
+        args, kwargs, taken = take_statics(statics, args, kwargs)
+        inputs = inputs_of(args, kwargs, mode, name)
+        axes, lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
 
         def pure(values: list[Any]) -> Any:
-            return run(
-                f,
-                inputs.definition,
-                values,
-                name=name,
-                lanes=lanes.of_leaf,
-                count=len(lanes.prefixes),
-            )
+            called = put_statics(f, taken)
+            return run(called, inputs.definition, values, name, lanes, results=results)
 
         # The second part stands for what is static, and has no leaves.
         updates_axes = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
-        out, updates = mapping(pure, axes, updates_axes)(inputs.values())
-        inputs.write_back(updates)
-        return unpack_output(out)
+        call = mapping(pure, axes, (results.for_jax, updates_axes))
+        return inputs.finish(*call(inputs.values()))
 
     return call
+
+
+def with_names(f: Any, in_axes: Any, out_axes: Any, given: Any, mode: Mode) -> Any:
+    """`f`, with axis names following the mapped axis as `transform_metadata` asks."""
+    if not given:
+        return f
+    if mode is not Mode.UPDATES:
+        raise MetadataError(
+            "`transform_metadata=` needs graph updates. Put the decorator "
+            "`treetap.transform_metadata` right under the mapping transform."
+        )
+    return follow_axis(f, in_axes, out_axes, given, Mode.UPDATES)
 
 
 @transform
@@ -95,9 +98,8 @@ def vmap(
     axis_name: Any = None,
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    transform_metadata: Mapping[str, Any] = NO_NAMES,
+    **options: Unpack[Options],
 ) -> Callable[P, R]:
     """Maps a function over axes of its arguments.
 
@@ -109,9 +111,9 @@ def vmap(
         axis_name: As for `jax.vmap`.
         axis_size: As for `jax.vmap`.
         spmd_axis_name: As for `jax.vmap`.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        transform_metadata: With graph updates, names of the mapped axis: see
+            `treetap.transform_metadata`, which serves all modes.
+        **options: As for `treetap.jit`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -122,20 +124,21 @@ def vmap(
         >>> counts[...]
         Array([0., 1., 2.], dtype=float32)
     """
-    mode = bool(graph)
-    check_prefix(out_axes, "vmap", "out_axes")
+    mode = mode_of(options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
 
-    def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
+    def mapping(pure: Any, axes: list[Any], axes_out: Any) -> Any:
         return jax.vmap(
             pure,
             in_axes=(axes,),
-            out_axes=(out_axes, updates_axes),
+            out_axes=axes_out,
             axis_name=axis_name,
             axis_size=axis_size,
             spmd_axis_name=spmd_axis_name,
         )
 
-    return _mapped("vmap", f, mode, ("in_axes", in_axes), mapping)
+    results = Results(out_axes, mode, "vmap", "out_axes")
+    return _mapped("vmap", f, mode, ("in_axes", in_axes), mapping, results=results)
 
 
 @transform
@@ -145,12 +148,13 @@ def pmap(
     axis_name: Any = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
     devices: Any = None,
     backend: str | None = None,
     axis_size: int | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    transform_metadata: Mapping[str, Any] = NO_NAMES,
+    **options: Unpack[Options],
 ) -> Callable[P, R]:
     """As `vmap`, over devices.
 
@@ -159,23 +163,30 @@ def pmap(
         axis_name: As for `jax.pmap`.
         in_axes: As for `treetap.vmap`.
         out_axes: As for `treetap.vmap`.
+        static_broadcasted_argnums: Arguments that are part of the program.
         devices: As for `jax.pmap`.
         backend: As for `jax.pmap`.
         axis_size: As for `jax.pmap`.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        donate_argnums: Not supported; donate with `treetap.jit`.
+        transform_metadata: As for `treetap.vmap`.
+        **options: As for `treetap.jit`.
     """
-    mode = bool(graph)
+    mode = mode_of(options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+    statics = Positions(f, static_broadcasted_argnums, None)
+    if donate_argnums not in ((), None):
+        raise NotImplementedError(
+            "pmap: `donate_argnums` is not supported. Donate with `treetap.jit`."
+        )
     placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
-    check_prefix(out_axes, "pmap", "out_axes")
 
-    def mapping(pure: Any, axes: list[Any], updates_axes: Any) -> Any:
-        axes_out = (out_axes, updates_axes)
-        options = {**placed, "axis_size": axis_size}
-        return jax.pmap(pure, in_axes=(axes,), out_axes=axes_out, **options)
+    def mapping(pure: Any, axes: list[Any], axes_out: Any) -> Any:
+        given = {**placed, "axis_size": axis_size}
+        return jax.pmap(pure, in_axes=(axes,), out_axes=axes_out, **given)
 
-    return _mapped("pmap", f, mode, ("in_axes", in_axes), mapping)
+    results = Results(out_axes, mode, "pmap", "out_axes")
+    prefix = ("in_axes", in_axes)
+    return _mapped("pmap", f, mode, prefix, mapping, results=results, statics=statics)
 
 
 @transform
@@ -187,9 +198,7 @@ def shard_map(
     out_specs: Any,
     axis_names: Any = frozenset(),
     check_vma: bool = True,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, R]:
     """Runs a function on every device over its own shards.
 
@@ -201,28 +210,23 @@ def shard_map(
         out_specs: The same for the result.
         axis_names: As for `jax.shard_map`.
         check_vma: As for `jax.shard_map`.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
     """
-    mode = bool(graph)
+    mode = mode_of(options)
+    nothing = jax.P()
 
-    def mapping(pure: Any, specs: list[Any], updates_specs: Any) -> Any:
+    def mapping(pure: Any, specs: list[Any], specs_out: Any) -> Any:
         return jax.shard_map(
             pure,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=(out_specs, updates_specs),
+            out_specs=specs_out,
             axis_names=axis_names,
             check_vma=check_vma,
         )
 
+    results = Results(out_specs, mode, "shard_map", "out_specs", nothing)
+    prefix = ("in_specs", in_specs)
     return _mapped(
-        "shard_map",
-        f,
-        mode,
-        ("in_specs", in_specs),
-        mapping,
-        nothing=jax.P(),
-        keywords=False,
+        "shard_map", f, mode, prefix, mapping, results=results, nothing=nothing
     )

@@ -7,54 +7,55 @@ tracing each branch once; all branches then return those, and the rest is left a
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from treetap._changes import Policy, with_policy
+from treetap._changes import with_policy
 from treetap._lift import (
     Inputs,
+    Options,
     Updates,
+    Written,
     inputs_of,
-    resolve_mode,
+    mode_of,
     run,
     transform,
-    unpack_output,
 )
 
 
-def _written_by(branch: Any, inputs: Inputs, name: str) -> set[int]:
-    """The Variables a branch changes."""
+def _written_by(branch: Any, inputs: Inputs, name: str) -> Written:
+    """What a branch changes."""
     found: list[Updates] = []
 
     def probe(values: Any) -> None:
-        found.append(run(branch, inputs.definition, values, name=name)[1])
+        found.append(run(branch, inputs.definition, values, name)[1])
 
     jax.eval_shape(probe, inputs.values())
-    return {number for lane in found[0].written.lanes for number, _ in lane}
+    return found[0].written
 
 
 def _branched(
-    name: str, choose: Any, branches: Sequence[Any], operands: Any, graph: bool
+    name: str, choose: Any, branches: Sequence[Any], operands: Any, options: Options
 ) -> Any:
-    inputs = inputs_of(operands, {}, graph, name)
-    written = set[int]().union(*(_written_by(b, inputs, name) for b in branches))
+    policy = options.get("on_structure_change")
+    branches = [with_policy(branch, policy) for branch in branches]
+    inputs = inputs_of(operands, {}, mode_of(options), name)
+    found = [_written_by(branch, inputs, name) for branch in branches]
+    if any(written.grafts != found[0].grafts for written in found):
+        raise TypeError(
+            f"{name}: the branches change the structure of the operands in different "
+            "ways. Make the same attributes, of the same kinds, in all of them."
+        )
+    kept = {n for written in found for lane in written.lanes for n, _ in lane}
 
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:
-            return run(
-                branch,
-                inputs.definition,
-                values,
-                name=name,
-                keep=lambda number: number in written,
-            )
+            return run(branch, inputs.definition, values, name, keep=kept.__contains__)
 
         return pure
 
-    out, updates = choose([purified(branch) for branch in branches], inputs.values())
-    inputs.write_back(updates)
-    return unpack_output(out)
+    return inputs.finish(*choose(list(map(purified, branches)), inputs.values()))
 
 
 def cond(
@@ -62,9 +63,7 @@ def cond(
     true_fun: Callable[..., Any],
     false_fun: Callable[..., Any],
     *operands: Any,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Calls one of two functions, as `pred` says.
 
@@ -73,26 +72,20 @@ def cond(
         true_fun: Called when it holds.
         false_fun: Called when it does not.
         *operands: The arguments of both.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "cond")
 
     def choose(branches: Any, values: Any) -> Any:
         return jax.lax.cond(pred, *branches, values)
 
-    branches = [with_policy(b, on_structure_change) for b in (true_fun, false_fun)]
-    return _branched("cond", choose, branches, operands, mode)
+    return _branched("cond", choose, (true_fun, false_fun), operands, options)
 
 
 def switch(
     index: Any,
     branches: Sequence[Callable[..., Any]],
     *operands: Any,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Calls one of several functions, by number.
 
@@ -100,27 +93,20 @@ def switch(
         index: Which one; clamped into the range.
         branches: The functions.
         *operands: The arguments of all.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
     """
-    mode = resolve_mode(graph, graph_updates, "switch")
 
     def choose(pure: Any, values: Any) -> Any:
         return jax.lax.switch(index, pure, values)
 
-    chosen = [with_policy(branch, on_structure_change) for branch in branches]
-    return _branched("switch", choose, chosen, operands, mode)
+    return _branched("switch", choose, branches, operands, options)
 
 
 @transform
 def checkify(
     f: Callable[..., Any],
     errors: Any = None,
-    *,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """A function that returns `(error, result)`; Variables change either way.
 
@@ -128,24 +114,21 @@ def checkify(
         f: The function.
         errors: What to check; as for `jax.experimental.checkify.checkify`, whose
             `user_checks` are the default.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
     """
-    mode = bool(graph)
+    mode = mode_of(options)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         inputs = inputs_of(args, kwargs, mode, "checkify")
 
         def pure(values: Any) -> Any:
-            return run(f, inputs.definition, values, name="checkify")
+            return run(f, inputs.definition, values, "checkify")
 
         from jax.experimental import checkify as jax_checkify  # takes a while to import
 
         chosen = jax_checkify.user_checks if errors is None else errors
-        error, (out, updates) = jax_checkify.checkify(pure, chosen)(inputs.values())
-        inputs.write_back(updates)
-        return error, unpack_output(out)
+        error, given = jax_checkify.checkify(pure, chosen)(inputs.values())
+        return error, inputs.finish(*given)
 
     return call

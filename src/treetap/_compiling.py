@@ -8,26 +8,25 @@ the values travel in two flat lists, those to be donated and the rest.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
 import jax
 
 from treetap._changes import Policy
-from treetap._errors import MetadataError
-from treetap._graphs import GraphDef
-from treetap._lift import (
-    Inputs,
-    Lanes,
-    Updates,
-    inputs_of,
-    run,
-    transform,
-    unpack_output,
-)
+from treetap._errors import MetadataError, StructureError
+from treetap._grafts import Lanes, refuse_captured
+from treetap._graphs import Apart
+from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._placement import resolve_sharding
-from treetap._prefixes import check_prefix, spread
+from treetap._prefixes import Spread, check_prefix, spread
 from treetap._pytrees import variables_below
+from treetap._regrowing import regrow
+from treetap._results import WHOLE, Results, unpack
+from treetap._settings import Mode
+from treetap._specs import GraphDef
+
+MAX_PROGRAMS = 256  # kept by a jit with shardings, one for each structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +81,7 @@ class _Key:
         self.definition = definition
         self.statics = statics
         self.donated = donated
-        self.lanes = lanes
+        self.lanes: Lanes | None = lanes
 
     def _parts(self) -> Any:
         return self.definition, self.statics, self.donated, self.lanes
@@ -93,6 +92,18 @@ class _Key:
     def __hash__(self) -> int:
         return hash((self.definition, self.statics, self.donated))
 
+    def is_kept(self, number: int) -> bool:
+        """Whether a leaf comes out unchanged, too: donated, or placed (NNX's way)."""
+        if self.donated[number] or self.lanes is None:
+            return self.donated[number]
+        is_placed = self.lanes.prefixes[self.lanes.of_leaf[number]] is not None
+        return is_placed and self.definition.graph is Mode.UPDATES
+
+    def parted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Values of leaves, those to be donated and the rest."""
+        pairs = list(zip(values, self.donated))
+        return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
 
 class _Hole:
     """Stands in the arguments where a static one was taken out."""
@@ -102,7 +113,21 @@ jax.tree_util.register_static(_Hole)
 HOLE = _Hole()
 
 
-def take_statics(statics: Positions, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def positional(f: Any, args: Any, kwargs: Any, name: str, argument: str) -> Any:
+    """All arguments by position, for a transform whose prefix counts those."""
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    if bound.kwargs:
+        raise TypeError(
+            f"{name}: the arguments {sorted(bound.kwargs)} could not be resolved to "
+            f"positions: they can only be passed by keyword, and `{argument}` has "
+            "entries for positional arguments only."
+        )
+    return bound.args
+
+
+def take_statics(
+    statics: Positions | None, args: Any, kwargs: Any
+) -> tuple[Any, Any, Any]:
     """The arguments with static ones replaced by a hole, and those, hashable."""
     if not statics:
         return args, kwargs, ()
@@ -146,26 +171,43 @@ def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:
     return call
 
 
+class JitOptions(Options, total=False):
+    """The options of `jit` and `jit_partial`."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    keep_unused: bool
+    device: Any
+    backend: str | None
+    inline: bool
+
+
 class Jit(Generic[P, R]):
     """A function compiled by `treetap.jit`."""
 
-    def __init__(self, fn: Callable[P, R], graph: bool, options: dict[str, Any]):
+    _name = "jit"
+
+    def __init__(self, fn: Callable[P, R], mode: Mode, options: JitOptions):
         functools.update_wrapper(self, fn)
+        given: dict[str, Any] = {k: x for k, x in options.items() if x is not None}
+        for name in Options.__annotations__:
+            given.pop(name, None)
         self.fun = fn
-        self.graph = graph
-        self._name = options.pop("name", "jit")
-        self.in_shardings = options.pop("in_shardings", None)
-        self.out_shardings = options.pop("out_shardings", None)
-        self._statics = Positions(
-            fn, options.pop("static_argnums"), options.pop("static_argnames")
+        self.mode = mode
+        self.in_shardings = given.pop("in_shardings", None)
+        self.out_shardings = given.pop("out_shardings", None)
+        self._statics, self._donated = (
+            Positions(fn, given.pop(f"{x}_argnums", ()), given.pop(f"{x}_argnames", ()))
+            for x in ("static", "donate")
         )
-        self._donated = Positions(
-            fn, options.pop("donate_argnums"), options.pop("donate_argnames")
-        )
-        self._options = options
+        self._options = given
         self._programs: dict[Any, Any] = {}
-        check_prefix(self.in_shardings, "jit", "in_shardings")
-        check_prefix(self.out_shardings, "jit", "out_shardings")
+        check_prefix(self.in_shardings, self._name, "in_shardings", mode)
+        self._results = Results(self.out_shardings, mode, self._name, "out_shardings")
 
     def _traced(self, key: _Key, donated: list[Any], kept: list[Any]) -> Any:
         """What JAX traces: values in their places, then the purified function."""
@@ -175,45 +217,38 @@ class Jit(Generic[P, R]):
             put_statics(self.fun, key.statics),
             key.definition,
             values,
-            name=self._name,
-            lanes=key.lanes,
-            count=max(key.lanes, default=0) + 1,
-            keep=lambda number: key.donated[number],
+            self._name,
+            key.lanes,
+            keep=key.is_kept,
+            results=self._results,
         )
 
-    def _program(self, key: _Key, prefixes: Sequence[Any], lanes: Lanes) -> Any:
+    def _program(self, key: _Key) -> Any:
         """The `jax.jit` to call; one for all keys unless shardings are given."""
         free = self.in_shardings is None and self.out_shardings is None
         program = self._programs.get(None if free else key)
         if program is not None:
             return program
         options = dict(self._options)
-        if self.in_shardings is not None:
-            flags = zip(key.donated, prefixes)
-            pairs = [(flag, prefix) for flag, prefix in flags]
-            options["in_shardings"] = (
-                [prefix for flag, prefix in pairs if flag],
-                [prefix for flag, prefix in pairs if not flag],
-            )
+        lanes = key.lanes
+        if lanes is not None:
+            shardings = [lanes.prefixes[lane] for lane in lanes.of_leaf]
+            options["in_shardings"] = key.parted(shardings)
         if not free:
-            updates = Updates(tuple(lanes.prefixes) or (None,), None)  # pyright: ignore[reportArgumentType] - a prefix
-            options["out_shardings"] = (self.out_shardings, updates)
+            updates = Updates(tuple(lanes.prefixes if lanes else (None,)), None)  # pyright: ignore[reportArgumentType] - a prefix
+            options["out_shardings"] = (self._results.for_jax, updates)
         program = jax.jit(self._traced, static_argnums=0, donate_argnums=1, **options)
+        while len(self._programs) >= MAX_PROGRAMS:
+            self._programs.pop(next(iter(self._programs)))
         self._programs[None if free else key] = program
         return program
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Inputs, Any, Any]:
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
-        inputs = inputs_of(args, kwargs, self.graph, self._name)
+        inputs = inputs_of(args, kwargs, self.mode, self._name)
         donated = self._donated_leaves(inputs)
-        prefixes = self._prefixes(args, kwargs)
-        lanes = Lanes(prefixes or [None] * len(inputs.leaves))
-        key = _Key(inputs.definition, statics, donated, tuple(lanes.of_leaf))
-        program = self._program(key, prefixes, lanes)
-        values = inputs.values()
-        given = [value for value, flag in zip(values, donated) if flag]
-        kept = [value for value, flag in zip(values, donated) if not flag]
-        return inputs, program, (key, given, kept)
+        key = _Key(inputs.definition, statics, donated, self._lanes(inputs))
+        return inputs, self._program(key), (key, *key.parted(inputs.values()))
 
     def _donated_leaves(self, inputs: Inputs) -> tuple[bool, ...]:
         if not self._donated:
@@ -225,24 +260,22 @@ class Jit(Generic[P, R]):
             ),
             "kwargs": {name: name in self._donated.names for name in kwargs},
         }
-        return tuple(spread(chosen, inputs.tree, "jit", "donate_argnums"))
+        return tuple(spread(chosen, inputs.tree, self._name, "donate_argnums"))
 
-    def _prefixes(self, args: Any, kwargs: Any) -> list[Any]:
+    def _lanes(self, inputs: Inputs) -> Lanes | None:
         if self.in_shardings is None:
-            return []
+            return None
         chosen = self.in_shardings
         if isinstance(chosen, tuple | list):
             left = iter(chosen)
+            args = inputs.tree["args"]
             chosen = tuple(None if arg is HOLE else next(left) for arg in args)
-        tree = {"args": tuple(args), "kwargs": kwargs}
-        return spread({"args": chosen, "kwargs": None}, tree, "jit", "in_shardings")
+        return inputs.spread({"args": chosen, "kwargs": None}, "in_shardings")[1]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""
         inputs, program, given = self._prepared(args, kwargs)
-        out, updates = program(*given)
-        inputs.write_back(updates)
-        return unpack_output(out)
+        return inputs.finish(*program(*given))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -250,7 +283,7 @@ class Jit(Generic[P, R]):
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The result with abstract leaves; nothing is changed."""
         _, program, given = self._prepared(args, kwargs)
-        return unpack_output(program.eval_shape(*given)[0])
+        return unpack(program.eval_shape(*given)[0], {})
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""
@@ -296,9 +329,7 @@ class Stage:
                 "another structure, other static arguments or other metadata. Lower "
                 "it again for these."
             )
-        out, updates = self._stage(donated, kept)
-        inputs.write_back(updates)
-        return unpack_output(out)
+        return inputs.finish(*self._stage(donated, kept))
 
 
 @transform
@@ -315,9 +346,7 @@ def jit(
     device: Any = None,
     backend: str | None = None,
     inline: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Jit[P, R]:
     """Compiles a function; Variables it changes in its arguments change outside.
 
@@ -335,10 +364,11 @@ def jit(
         device: As for `jax.jit`.
         backend: As for `jax.jit`.
         inline: As for `jax.jit`.
-        graph: Allow shared references in the arguments.
-        graph_updates: Only False is supported.
-        on_structure_change: What to do when attributes change inside: `"error"`,
-            `"warn"` or `"ignore"`; see `treetap.set_structure_policy`.
+        **options: `graph`: keep shared references in the arguments instead of refusing
+            them. `graph_updates`: with `graph`, carry changes of structure out to the
+            caller. `on_structure_change`: what to do when attributes change inside and
+            that would be lost: `"error"`, `"warn"` or `"ignore"`; see
+            `treetap.set_structure_policy`. Every transform takes these three.
 
     Examples:
         >>> import treetap as tt
@@ -350,20 +380,30 @@ def jit(
         >>> int(counter)
         1
     """
-    options: dict[str, Any] = {
-        "in_shardings": in_shardings,
-        "out_shardings": out_shardings,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "keep_unused": keep_unused,
-        "inline": inline,
-    }
-    placed = {"device": device, "backend": backend}
-    options |= {name: value for name, value in placed.items() if value is not None}
-    mode = bool(graph)
-    return Jit(fun, mode, options)
+    given = JitOptions(
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        keep_unused=keep_unused,
+        device=device,
+        backend=backend,
+        inline=inline,
+    )
+    return Jit(fun, mode_of(options), given)
+
+
+def _inspected(f: Any, mode: Mode, name: str, args: Any, kwargs: Any) -> Any:
+    """The pure form of a function that is only looked at, and its inputs."""
+    inputs_of(args, kwargs, Mode.TREE, name)  # what is shared is refused here
+    inputs = inputs_of(args, kwargs, mode, name)
+
+    def pure(values: list[Any]) -> Any:
+        return run(f, inputs.definition, values, name)[0]
+
+    return pure, inputs.values()
 
 
 @transform
@@ -380,19 +420,31 @@ def eval_shape(
     Args:
         f: The function.
         *args: Its arguments, concrete or abstract.
-        graph: Keep shared references in the result.
-        graph_updates: Only False is supported.
+        graph: As for `treetap.jit`.
+        graph_updates: As for `treetap.jit`.
         on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    mode = bool(graph)
-    inputs_of(args, kwargs, False, "eval_shape")  # what is shared is refused here
-    inputs = inputs_of(args, kwargs, mode, "eval_shape")
+    mode: Any = graph
+    if mode is Mode.UPDATES:
+        return _with_shardings(_shape_with_updates(f, args, kwargs))
+    pure, values = _inspected(f, mode, "eval_shape", args, kwargs)
+    return _with_shardings(unpack(jax.eval_shape(pure, values), {}))
+
+
+def _shape_with_updates(f: Any, args: Any, kwargs: Any) -> Any:
+    """The abstract result when it may hold the arguments themselves: copies of them."""
+    inputs = inputs_of(args, kwargs, Mode.UPDATES, "eval_shape")
 
     def pure(values: list[Any]) -> Any:
-        return run(f, inputs.definition, values, name="eval_shape")[0]
+        tree, _ = regrow(inputs.definition, values)
+        out = f(*tree["args"], **tree["kwargs"])
+        walk = Apart(out, True, "eval_shape")
+        packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
+        refuse_captured(walk, "eval_shape")
+        return packed
 
-    return _with_shardings(unpack_output(jax.eval_shape(pure, inputs.values())))
+    return unpack(jax.eval_shape(pure, inputs.values()), {})
 
 
 def _with_shardings(out: Any) -> Any:
@@ -415,33 +467,29 @@ def _with_shardings(out: Any) -> Any:
 def make_jaxpr(
     f: Callable[..., Any] = MISSING,
     *,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
     static_argnums: int | Sequence[int] = (),
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """A function that returns the jaxpr of `f` in its pure form.
 
     Args:
         f: The function; without it, a decorator.
-        graph: Allow shared references in the arguments.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
         static_argnums: Arguments that are part of the program.
+        **options: As for `treetap.jit`, without graph updates.
     """
-    mode = bool(graph)
+    mode = mode_of(options)
+    if mode is Mode.UPDATES:
+        raise StructureError(
+            "nnx.make_jaxpr does not support graph_updates=True. A jaxpr has no place "
+            "for changes of structure; pass `graph_updates=False`."
+        )
     statics = Positions(f, static_argnums, None)
 
     @functools.wraps(f)
     def made(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
-        inputs_of(args, kwargs, False, "make_jaxpr")  # what is shared is refused here
-        inputs = inputs_of(args, kwargs, mode, "make_jaxpr")
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, taken)
-            return run(called, inputs.definition, values, name="make_jaxpr")[0]
-
-        return jax.make_jaxpr(pure)(inputs.values())
+        called = put_statics(f, taken)
+        pure, values = _inspected(called, mode, "make_jaxpr", args, kwargs)
+        return jax.make_jaxpr(pure)(values)
 
     return made

@@ -8,31 +8,42 @@ may hold Variables, and their updates are written as everywhere.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._changes import Policy, Structure, policy_of
+from treetap._attributes import Node
+from treetap._changes import policy_of
+from treetap._differentiating import (
+    DiffState,
+    check_numbers,
+    holds_objects,
+    states_of,
+)
 from treetap._errors import StructureError
-from treetap._graphs import take_leaves
+from treetap._graphs import Apart
 from treetap._lift import (
     Inputs,
     Inside,
+    Options,
     Updates,
     inputs_of,
-    pack_output,
-    raw_values,
+    mode_of,
     run,
     transform,
-    unpack_output,
 )
 from treetap._metadata import MISSING
-from treetap._prefixes import spread
+from treetap._prefixes import PrefixFilter, Spread, spread
+from treetap._pytrees import opened
 from treetap._regrowing import regrow
+from treetap._results import WHOLE, unpack
+from treetap._settings import Mode
+from treetap._states import State
+from treetap._trees import Path, show_path
 from treetap._variables import Variable
 
 
@@ -56,11 +67,11 @@ def _wants_updates(bwd: Callable[..., Any]) -> bool:
 class CustomVjp:
     """A function with a reverse rule; made by `custom_vjp`."""
 
-    def __init__(self, fun: Callable[..., Any], nondiff: Sequence[int], graph: bool):
+    def __init__(self, fun: Callable[..., Any], nondiff: Sequence[Any], mode: Mode):
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff)
-        self.graph = graph
+        self.mode = mode
         self._fwd: Callable[..., Any] | None = None
         self._bwd: Callable[..., Any] | None = None
         self._wants_updates = False
@@ -78,7 +89,10 @@ class CustomVjp:
             bwd: Takes the arguments that are not differentiated, the residual and the
                 cotangent of the result; returns one tangent for each other argument. A
                 keyword `updates_g` receives the cotangents of changed Variables: a
-                tuple like the arguments, with None where nothing changed.
+                tuple like the arguments, with None where nothing changed. With graph
+                updates the cotangent is a pair, that of the changed Variables (a State
+                for each object, None for other arguments) and that of the result; and
+                the tangent of an object is a State.
             symbolic_zeros: Only False is supported.
         """
         if symbolic_zeros:
@@ -101,7 +115,7 @@ class CustomVjp:
             args = inspect.signature(self.fun).bind(*args, **kwargs).args
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
-        inputs = inputs_of(args, {}, self.graph, "custom_vjp")
+        inputs = inputs_of(args, {}, self.mode, "custom_vjp")
         return _Rule(self, inputs).call()
 
 
@@ -115,11 +129,26 @@ class _Rule:
     def __init__(self, owner: CustomVjp, inputs: Inputs):
         self.owner = owner
         self.inputs = inputs
-        count = len(inputs.tree["args"])
-        self.nondiff = {number % count for number in owner.nondiff_argnums}
-        flags = tuple(number not in self.nondiff for number in range(count))
-        prefix = {"args": flags, "kwargs": False}
-        self.active = spread(prefix, inputs.tree, "custom_vjp", "nondiff_argnums")
+        self.has_states = inputs.definition.graph is Mode.UPDATES
+        args = inputs.tree["args"]
+        prefix: list[Any] = [True] * len(args)
+        self.nondiff: set[int] = set()
+        for given in owner.nondiff_argnums:
+            if isinstance(given, DiffState):
+                rules = {given.filter: True, ...: False}
+                prefix[given.argnum] = PrefixFilter(rules)
+                continue
+            number = given % len(args)
+            self.nondiff.add(number)
+            prefix[number] = False
+            if self.has_states and holds_objects(args[number]):
+                raise TypeError(
+                    f"custom_vjp: argument {number} is in `nondiff_argnums` and holds "
+                    "an object. With graph updates, say what of it to differentiate: "
+                    f"`DiffState({number}, filter)`."
+                )
+        tree = {"args": tuple(prefix), "kwargs": False}
+        self.active = spread(tree, inputs.tree, "custom_vjp", "nondiff_argnums")
         leaves = inputs.values()
         self.fixed = {
             number: value
@@ -135,8 +164,7 @@ class _Rule:
         inside = Inside(self.inputs.definition, self._all(values), "custom_vjp")
         token = _running.set((*_running.get(), self.owner))
         try:
-            policy = policy_of(self.owner.fun)
-            with Structure(inside.tree, "custom_vjp", policy):
+            with inside.watched(policy_of(self.owner.fun)):
                 pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
         finally:
             _running.reset(token)
@@ -146,16 +174,14 @@ class _Rule:
                 f"returned a {type(pair).__name__}."
             )
         out, residual = pair
-        graph = self.inputs.definition.graph
-        inside.check_output(out, graph)
-        packed = pack_output(out, graph, "custom_vjp")
-        kept = pack_output(residual, True, "custom_vjp")
-        return packed, kept, self._updates(inside)
+        packed, updates = inside.finish(out, keep=self._keep)
+        walk = Apart(residual, True, "custom_vjp")
+        kept = WHOLE.pack(residual, walk, Spread("custom_vjp", "the residual"))
+        return packed, kept, updates
 
-    def _updates(self, inside: Inside) -> Updates:
-        written = getattr(self, "written", frozenset())
-        lanes = [0] * len(inside.leaves)
-        return inside.updates(lanes, 1, keep=lambda number: number in written)
+    def _keep(self, number: int) -> bool:
+        """Whether the function or its rule changes a Variable."""
+        return number in getattr(self, "written", ())
 
     def _all(self, values: Any) -> list[Any]:
         """All values in order: those JAX handles, and those it cannot."""
@@ -179,7 +205,7 @@ class _Rule:
 
     def _check_written(self) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
-        if self.owner._wants_updates:
+        if self.owner._wants_updates or self.has_states:
             return
         for number in self.written:
             leaf = self.inputs.leaves[number]
@@ -192,21 +218,14 @@ class _Rule:
                 )
 
     def _run(self, values: Any) -> Any:
-        return run(
-            self.owner.fun,
-            self.inputs.definition,
-            self._all(values),
-            name="custom_vjp",
-            keep=lambda number: number in getattr(self, "written", ()),
-        )
+        definition, fun = self.inputs.definition, self.owner.fun
+        return run(fun, definition, self._all(values), "custom_vjp", keep=self._keep)
 
     def call(self) -> Any:
         """Runs through `jax.custom_vjp` and writes changed Variables back."""
         pure = jax.custom_vjp(self._run)
         pure.defvjp(self._fwd, self._bwd)
-        out, updates = pure(self.values)
-        self.inputs.write_back(updates)
-        return unpack_output(out)
+        return self.inputs.finish(*pure(self.values))
 
     def _fwd(self, values: Any) -> Any:
         out, residual, updates = self._forward(values)
@@ -215,14 +234,17 @@ class _Rule:
     def _bwd(self, kept: Any, cotangents: Any) -> Any:
         residual, values = kept
         out_g, updates = cotangents
-        tree, _ = regrow(self.inputs.definition, self._all(values))
+        tree, leaves = regrow(self.inputs.definition, self._all(values))
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
+        given = unpack(out_g, dict(self.inputs.owners))
         options = {}
-        bwd: Any = self.owner._bwd
-        if self.owner._wants_updates:
+        if self.has_states:
+            given = self._updates_states(updates, tree["args"], leaves), given
+        elif self.owner._wants_updates:
             options["updates_g"] = self._updates_tree(updates)
-        found = bwd(*passive, unpack_output(residual), unpack_output(out_g), **options)
-        return (self._cotangents(found, values),)
+        bwd: Any = self.owner._bwd
+        found = bwd(*passive, unpack(residual, {}), given, **options)
+        return (self._cotangents(found, self._all(values)),)
 
     def _updates_tree(self, updates: Updates) -> Any:
         """Cotangents of changed Variables, in a tuple like the arguments."""
@@ -231,41 +253,72 @@ class _Rule:
         shaped, _ = regrow(self.inputs.definition, values)
         return _without_empty(shaped["args"])
 
-    def _cotangents(self, found: Any, values: Any) -> list[Any]:
+    def _updates_states(self, updates: Updates, args: Any, leaves: list[Any]) -> Any:
+        """Cotangents of Variables: a State for each object, zeros where none came."""
+        given = dict(zip(sorted(self.written), updates.values[0]))
+        wanted: dict[int, Any] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Variable) and self.active[number]:
+                cotangent = given.get(number, _zero(leaf._box[0]))
+                wanted[id(leaf)] = leaf.copy(cotangent)
+        pairs = [(n, arg) for n, arg in enumerate(args) if n not in self.nondiff]
+        return tuple(
+            states_of(arg, wanted) if holds_objects(arg) else None for _, arg in pairs
+        )
+
+    def _cotangents(self, found: Any, values: list[Any]) -> list[Any]:
         """The rule's tangents as flat values; zeros for what is not differentiated."""
-        count = len(self.inputs.tree["args"]) - len(self.nondiff)
+        args = self.inputs.tree["args"]
+        count = len(args) - len(self.nondiff)
         found = found if isinstance(found, tuple | list) else (found,)
         if len(found) != count:
             raise StructureError(
                 f"custom_vjp: `bwd` returned {len(found)} tangents for {count} "
                 "differentiable arguments."
             )
-        supply = iter(self._tangents(found))
+        supply = iter(found)
+        tangents = [
+            None if n in self.nondiff else next(supply) for n in range(len(args))
+        ]
+        given = list(_paired(args, tuple(tangents), (), set()))
         result = []
-        for number, value in enumerate(self._all(values)):
-            if number in self.fixed:
-                continue
-            given = next(supply) if self.active[number] else None
-            is_active = self.active[number] and _is_inexact(value)
-            result.append(given if is_active else _zero(value))
+        for number, (value, tangent) in enumerate(zip(values, given)):
+            if number not in self.fixed:
+                is_active = self.active[number] and _is_inexact(value)
+                missing = not is_active or tangent is None
+                result.append(_zero(value) if missing else tangent)
         return result
 
-    def _tangents(self, found: Sequence[Any]) -> list[Any]:
-        """Flat values of the tangents, each like the argument it belongs to."""
-        args = self.inputs.tree["args"]
-        wanted = [arg for n, arg in enumerate(args) if n not in self.nondiff]
-        values: list[Any] = []
-        for place, (arg, tangent) in enumerate(zip(wanted, found)):
-            _, expected = take_leaves(arg, True, "custom_vjp")
-            _, given = take_leaves(tangent, True, "custom_vjp")
-            if len(expected) != len(given):
-                raise StructureError(
-                    f"custom_vjp: tangent {place} of `bwd` has {len(given)} leaves, "
-                    f"the argument it belongs to has {len(expected)}. Return a tree "
-                    "like the argument."
-                )
-            values += raw_values(given)
-        return values
+
+def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[Any]:
+    """What a tangent holds for each leaf of a value, in order; None for none."""
+    if isinstance(value, Node | Variable):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+    inside = opened(value)
+    if inside is None:
+        yield tangent._box[0] if isinstance(tangent, Variable) else tangent
+        return
+    keys, children = tuple(inside[0]), tuple(inside[1])
+    below: Any = {}
+    if isinstance(tangent, Mapping):
+        below = tangent
+    elif tangent is not None and (held := opened(tangent)) is not None:
+        below = dict(zip(*held))
+    elif tangent is not None:
+        below = {None: tangent}
+    extra = [key for key in below if key not in keys]
+    is_state = isinstance(tangent, State) or tangent is None
+    if extra or not (is_state or len(below) == len(keys)):
+        raise StructureError(
+            f"custom_vjp: the tangent that `bwd` returned for {show_path(path)} does "
+            f"not fit: it is a {type(tangent).__name__} with {list(below)}, the "
+            f"argument is a {type(value).__name__} with {list(keys)}. Return a tree "
+            "like the argument."
+        )
+    for key, child in zip(keys, children):
+        yield from _paired(child, below.get(key), (*path, key), seen)
 
 
 def _is_numeric(value: Any) -> bool:
@@ -293,18 +346,14 @@ def custom_vjp(
     fun: Callable[..., Any] = MISSING,
     *,
     nondiff_argnums: int | Sequence[int] = (),
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Gives a function a reverse rule of its own; see `CustomVjp.defvjp`.
 
     Args:
         fun: The function; without it, a decorator.
         nondiff_argnums: Arguments that are not differentiated; they may hold Variables.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -315,8 +364,6 @@ def custom_vjp(
         >>> float(tt.grad(twice)(tt.Param(1.0))[...])
         10.0
     """
-    mode = bool(graph)
-    numbers = (
-        (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
-    )
+    mode = mode_of(options)
+    numbers = check_numbers(nondiff_argnums, mode, "custom_vjp", "nondiff_argnums")
     return CustomVjp(fun, numbers, mode)

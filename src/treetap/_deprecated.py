@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from treetap import _kinds, _states
 from treetap._applying import call
 from treetap._copies import as_pure
-from treetap._graphs import GraphDef
 from treetap._metadata import MISSING
 from treetap._modules import Module, iter_children, iter_modules
+from treetap._specs import GraphDef
 from treetap._states import State
 from treetap._updates import with_vars
 from treetap._variables import Variable, _Defaults

@@ -9,25 +9,26 @@ error, as in JAX.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._changes import Policy
+from treetap._attributes import Node
 from treetap._compiling import Positions, put_statics, take_statics
 from treetap._errors import StructureError
-from treetap._lift import (
-    Inputs,
-    inputs_of,
-    run,
-    transform,
-    unpack_output,
-)
+from treetap._filters import Filter
+from treetap._graphs import take_apart
+from treetap._kinds import Param
+from treetap._lift import Inputs, Options, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
-from treetap._prefixes import spread
+from treetap._prefixes import PrefixFilter, spread
 from treetap._regrowing import regrow
+from treetap._results import unpack
+from treetap._settings import Mode
+from treetap._states import State, flat_items, nested
 from treetap._values import is_ref
 from treetap._variables import Variable
 
@@ -62,10 +63,28 @@ class _Split:
         sources = {True: iter(active), False: iter(passive)}
         return [next(sources[flag]) for flag in self.flags]
 
+    def pure(self, f: Any, has_aux: bool) -> Callable[[Any], Any]:
+        """The function of what is differentiated: its value, then all the rest."""
+        inputs = self.inputs
+
+        def call(active: Any) -> Any:
+            values = self.joined(active, self.passive)
+            out, updates = run(f, inputs.definition, values, inputs.name)
+            value, aux = pair_of(out, has_aux, inputs.name)
+            return value, (aux, updates)
+
+        return call
+
     def tree_of(self, active: Sequence[Any]) -> Any:
         """Trees like the arguments that hold derivatives; `float0` where none is."""
+        inputs = self.inputs
         values = self.joined(active, [_no_derivative(x) for x in self.passive])
-        return regrow(self.inputs.definition, values)[0]["args"]
+        tree, leaves = regrow(inputs.definition, values)
+        if inputs.definition.graph is not Mode.UPDATES:
+            return tree["args"]
+        pairs = zip(inputs.leaves, leaves, self.flags)
+        found = {id(old): new for old, new, flag in pairs if flag}
+        return states_of(inputs.tree["args"], found)
 
 
 def _no_derivative(value: Any) -> Any:
@@ -73,49 +92,124 @@ def _no_derivative(value: Any) -> Any:
     return jax.tree.map(lambda x: np.zeros(np.shape(x), jax.dtypes.float0), value)
 
 
-def _chosen(inputs: Inputs, numbers: Sequence[int], name: str) -> list[bool]:
-    """Which leaves belong to the arguments with these numbers."""
-    count = len(inputs.tree["args"])
-    wanted = {
-        number % count if -count <= number < count else number for number in numbers
-    }
-    if any(number >= count or number < 0 for number in wanted):
+@dataclass(frozen=True)
+class DiffState:
+    """Differentiates, with graph updates, the Variables of an argument a filter takes.
+
+    Attributes:
+        argnum: The argument.
+        filter: Which Variables.
+    """
+
+    argnum: int
+    filter: Filter
+
+
+class Chosen:
+    """Which leaves of a call are differentiated: `argnums`, checked and spread.
+
+    Args:
+        inputs: The arguments.
+        argnums: Numbers, or `DiffState`s with graph updates.
+        name: The transform.
+        argument: The name of `argnums`, for messages.
+    """
+
+    def __init__(self, inputs: Inputs, argnums: Sequence[Any], argument: str):
+        name, count = inputs.name, len(inputs.tree["args"])
+        given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
+        self.numbers = [n % count if -count <= n < count else n for n in given]
+        if any(number >= count or number < 0 for number in self.numbers):
+            raise StructureError(
+                f"{name}: `{argument}` is {given}, but {count} positional arguments "
+                "were given."
+            )
+        if len(set(self.numbers)) != len(given):
+            raise StructureError(
+                f"{name}: `{argument}` {given} repeats an argument: it is repeated."
+            )
+        prefix: list[Any] = [False] * count
+        has_updates = inputs.definition.graph is Mode.UPDATES
+        for number, wanted in zip(self.numbers, argnums):
+            prefix[number] = True
+            if has_updates and holds_objects(inputs.tree["args"][number]):
+                filter = wanted.filter if isinstance(wanted, DiffState) else Param
+                prefix[number] = PrefixFilter({filter: True, ...: False})
+        tree = {"args": tuple(prefix), "kwargs": False}
+        self.flags = spread(tree, inputs.tree, name, argument)
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether there is an object with attributes in a value."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Node))
+    return any(isinstance(x, Node) for x in leaves)
+
+
+def check_numbers(argnums: Any, mode: Mode, name: str, argument: str) -> Any:
+    """`argnums` as a tuple."""
+    is_one = isinstance(argnums, int | DiffState)
+    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)
+    if mode is not Mode.UPDATES and any(isinstance(x, DiffState) for x in numbers):
         raise StructureError(
-            f"{name}: `argnums` is {list(numbers)}, but {count} positional arguments "
-            "were given."
+            f"{name}: `{argument}` cannot contain `DiffState` objects without graph "
+            "updates. Split the argument by filter and differentiate one part, or use "
+            "`graph=True, graph_updates=True`."
         )
-    if len(wanted) != len(numbers):
-        raise StructureError(f"{name}: `argnums` {list(numbers)} repeats an argument.")
-    prefix = {
-        "args": tuple(number in wanted for number in range(count)),
-        "kwargs": False,
-    }
-    return spread(prefix, inputs.tree, name, "argnums")
+    return numbers
+
+
+def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
+    """A tree in which each object is replaced by the State of some of its Variables.
+
+    Args:
+        tree: The caller's tree.
+        wanted: What to put for a leaf, by identity; others are left out.
+    """
+
+    def state_of(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return wanted.get(id(value), value)
+        _, state = take_apart(value, True, "grad")
+        pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
+        return State(nested(pair for pair in pairs if pair[1] is not None))
+
+    return jax.tree.map(
+        state_of, tree, is_leaf=lambda x: isinstance(x, Node | Variable)
+    )
+
+
+def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
+    """Refuses what JAX no longer has."""
+    if given:
+        raise NotImplementedError(
+            f"{name}: `reduce_axes` is not supported; JAX no longer has it. Reduce "
+            "inside the function, for instance with `jax.lax.psum`."
+        )
 
 
 def _derived(
-    name: str, f: Any, argnums: Any, *, has_aux: bool, graph: bool, options: Any
+    name: str, f: Any, argnums: Any, has_aux: bool, *, mode: Mode, options: Any
 ) -> Callable[..., Any]:
-    """The function behind `grad` and `value_and_grad`: ((value, aux), gradients)."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    """The function behind `grad` and `value_and_grad`: (value, aux, gradients)."""
+    numbers = check_numbers(argnums, mode, name, "argnums")
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        inputs = inputs_of(args, kwargs, graph, name)
-        parts = _Split(inputs, _chosen(inputs, numbers, name))
+        inputs = inputs_of(args, kwargs, mode, name)
+        chosen = Chosen(inputs, numbers, "argnums")
+        parts = _Split(inputs, chosen.flags)
 
         def pure(active: Any, passive: Any) -> Any:
             values = parts.joined(active, passive)
-            out, updates = run(f, inputs.definition, values, name=name)
+            out, updates = run(f, inputs.definition, values, name)
             value, aux = pair_of(out, has_aux, name)
             return value, (aux, updates)
 
         derive = jax.value_and_grad(pure, has_aux=True, **options)
         (value, (aux, updates)), found = derive(parts.active, parts.passive)
-        inputs.write_back(updates)
         trees = parts.tree_of(found)
-        grads = tuple(trees[number] for number in numbers)
-        grads = grads[0] if isinstance(argnums, int) else grads
-        return value, unpack_output(aux), grads
+        aux = inputs.finish(aux, updates)
+        grads = tuple(trees[number] for number in chosen.numbers)
+        return value, aux, grads if isinstance(argnums, tuple | list) else grads[0]
 
     return call
 
@@ -128,9 +222,8 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """A function that gives the value of `f` and its gradient.
 
@@ -140,9 +233,10 @@ def value_and_grad(
         has_aux: Whether `f` returns a pair whose second part is passed through.
         holomorphic: As for `jax.grad`.
         allow_int: As for `jax.grad`.
-        graph: Allow shared references; a shared Variable gets its whole derivative.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`. In graph mode a shared Variable gets its whole
+            derivative. With graph updates only Params of objects are differentiated (or
+            what a `DiffState` in `argnums` says), and their gradient is a State.
 
     Examples:
         >>> import treetap as tt
@@ -154,10 +248,10 @@ def value_and_grad(
         >>> float(grads.w), int(model.calls)
         (6.0, 1)
     """
-    mode = bool(graph)
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    refuse_reduce_axes(reduce_axes, "value_and_grad")
+    given = {"holomorphic": holomorphic, "allow_int": allow_int}
     derived = _derived(
-        "value_and_grad", f, argnums, has_aux=has_aux, graph=mode, options=options
+        "value_and_grad", f, argnums, has_aux, mode=mode_of(options), options=given
     )
 
     @functools.wraps(f)
@@ -176,9 +270,8 @@ def grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """A function that gives the gradient of `f`; see `value_and_grad`.
 
@@ -188,13 +281,14 @@ def grad(
         has_aux: Whether `f` returns a pair; the result is then (gradient, aux).
         holomorphic: As for `jax.grad`.
         allow_int: As for `jax.grad`.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`.
     """
-    mode = bool(graph)
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    derived = _derived("grad", f, argnums, has_aux=has_aux, graph=mode, options=options)
+    refuse_reduce_axes(reduce_axes, "grad")
+    given = {"holomorphic": holomorphic, "allow_int": allow_int}
+    derived = _derived(
+        "grad", f, argnums, has_aux, mode=mode_of(options), options=given
+    )
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -222,9 +316,8 @@ def vjp(
     f: Callable[..., Any] = MISSING,
     *primals: Any,
     has_aux: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
 ) -> Any:
     """The result of `f`, and a function from its cotangent to those of the arguments.
 
@@ -232,35 +325,26 @@ def vjp(
         f: The function; without it, a decorator.
         *primals: Its arguments; without them, a function that takes them.
         has_aux: Whether `f` returns a pair whose second part is passed through.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`.
 
     Returns:
         `(out, vjp_fn)`, or `(out, vjp_fn, aux)`.
     """
-    mode = bool(graph)
+    refuse_reduce_axes(reduce_axes, "vjp")
     if not primals:
-        options: Any = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
-        return functools.wraps(f)(functools.partial(vjp, f, **options))
-    inputs = inputs_of(primals, {}, mode, "vjp")
-    parts = _Split(inputs, [True] * len(inputs.leaves))
-
-    def pure(active: Any) -> Any:
-        values = parts.joined(active, parts.passive)
-        out, updates = run(f, inputs.definition, values, name="vjp")
-        value, aux = pair_of(out, has_aux, "vjp")
-        return value, (aux, updates)
-
+        return functools.wraps(f)(functools.partial(vjp, f, has_aux=has_aux, **options))
+    inputs = inputs_of(primals, {}, mode_of(options), "vjp")
+    parts = _Split(inputs, Chosen(inputs, range(len(primals)), "primals").flags)
+    pure = parts.pure(f, has_aux)
     out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
-    inputs.write_back(updates)
 
     def vjp_fn(cotangent: Any) -> Any:
         (found,) = pull(cotangent)
         return parts.tree_of(found)
 
-    out = unpack_output(out)
-    return (out, vjp_fn, unpack_output(aux)) if has_aux else (out, vjp_fn)
+    out, aux = inputs.finish((out, aux), updates)
+    return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
 
 
 @transform
@@ -270,9 +354,7 @@ def jvp(
     tangents: Sequence[Any] = MISSING,
     *,
     has_aux: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """The result of `f` and its derivative in a direction.
 
@@ -281,19 +363,16 @@ def jvp(
         primals: Its arguments; without them, a function of (primals, tangents).
         tangents: The direction; trees like the arguments.
         has_aux: Whether `f` returns a pair whose second part is passed through.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
 
     Returns:
         `(out, tangent_out)`, or `(out, tangent_out, aux)`.
     """
-    mode = bool(graph)
     if primals is MISSING:
-        options: Any = {"has_aux": has_aux, "graph": mode, "graph_updates": False}
-        return functools.wraps(f)(functools.partial(jvp, f, **options))
+        return functools.wraps(f)(functools.partial(jvp, f, has_aux=has_aux, **options))
+    mode = mode_of(options)
     inputs = inputs_of(tuple(primals), {}, mode, "jvp")
-    moved = Inputs({"args": tuple(tangents), "kwargs": {}}, mode, "jvp: tangents")
+    moved = inputs_of(tuple(tangents), {}, mode, "jvp: tangents")
     if moved.definition != inputs.definition:
         raise StructureError(
             "jvp: the tangents are not like the primals.\nprimals: "
@@ -301,19 +380,12 @@ def jvp(
         )
     parts = _Split(inputs, [True] * len(inputs.leaves))
     direction = [x for x, flag in zip(moved.values(), parts.flags) if flag]
-
-    def pure(active: Any) -> Any:
-        values = parts.joined(active, parts.passive)
-        out, updates = run(f, inputs.definition, values, name="jvp")
-        value, aux = pair_of(out, has_aux, "jvp")
-        return value, (aux, updates)
-
     out, tangent, (aux, updates) = jax.jvp(
-        pure, (parts.active,), (direction,), has_aux=True
+        parts.pure(f, has_aux), (parts.active,), (direction,), has_aux=True
     )
-    inputs.write_back(updates)
-    out, tangent = unpack_output(out), unpack_output(tangent)
-    return (out, tangent, unpack_output(aux)) if has_aux else (out, tangent)
+    out, aux = inputs.finish((out, aux), updates)
+    tangent = unpack(tangent, dict(inputs.owners))
+    return (out, tangent, aux) if has_aux else (out, tangent)
 
 
 @transform
@@ -323,9 +395,7 @@ def remat(
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, R]:
     """Recomputes `f` when differentiated instead of keeping its intermediates.
 
@@ -336,11 +406,9 @@ def remat(
         prevent_cse: As for `jax.checkpoint`.
         static_argnums: Arguments that are part of the program.
         policy: As for `jax.checkpoint`.
-        graph: Allow shared references.
-        graph_updates: Only False is supported.
-        on_structure_change: As for `treetap.jit`.
+        **options: As for `treetap.jit`.
     """
-    mode = bool(graph)
+    mode = mode_of(options)
     statics = Positions(f, static_argnums, None)
 
     @functools.wraps(f)
@@ -350,11 +418,9 @@ def remat(
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, taken)
-            return run(called, inputs.definition, values, name="remat")
+            return run(called, inputs.definition, values, "remat")
 
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
-        out, updates = checkpointed(inputs.values())
-        inputs.write_back(updates)
-        return unpack_output(out)
+        return inputs.finish(*checkpointed(inputs.values()))
 
     return call

@@ -5,32 +5,33 @@ The objects are taken apart when the function is made, so that a call need not l
 their structure again; their Variables stay the caller's.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
-from treetap._compiling import Jit, Stage
+from treetap._changes import with_policy
+from treetap._compiling import Jit, JitOptions
 from treetap._errors import StructureError
-from treetap._lift import Inputs, refuse_bound_method, resolve_mode
+from treetap._lift import Inputs, mode_of, refuse_bound_method
 from treetap._regrowing import regrow
+from treetap._settings import Mode
 from treetap._sharing import places
 from treetap._trees import show_path
 from treetap._variables import Variable
 
 
-class JitPartial:
+class JitPartial(Jit[..., Any]):
     """A compiled function whose first arguments are fixed; made by `jit_partial`."""
 
-    def __init__(self, jitted: Jit[..., Any], fixed: tuple[Any, ...]):
-        functools.update_wrapper(self, jitted.fun)
-        self.fun = jitted.fun
-        self._jit = jitted
+    _name = "jit_partial"
+
+    def __init__(self, fn: Any, mode: Mode, options: JitOptions, fixed: Any):
+        super().__init__(fn, mode, options)
         # The structure is frozen here: new objects around the caller's Variables.
-        inputs = Inputs({"args": fixed, "kwargs": {}}, jitted.graph, "jit_partial")
+        inputs = Inputs({"args": fixed, "kwargs": {}}, mode, self._name)
         tree, _ = regrow(inputs.definition, inputs.leaves)
         self._fixed: tuple[Any, ...] = tree["args"]
 
-    def _arguments(self, args: Any, kwargs: Any) -> Any:
+    def _prepared(self, args: Any, kwargs: Any) -> Any:
         """All arguments; those given now may hold no Variables."""
         for path, value, _ in places({"args": args, "kwargs": kwargs}):
             if isinstance(value, Variable):
@@ -39,66 +40,11 @@ class JitPartial:
                     f"{type(value).__name__} at {show_path(path)}. Fix it when the "
                     "function is made, or use `jit`."
                 )
-        return (*self._fixed, *args), kwargs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled function and writes changed Variables back."""
-        args, kwargs = self._arguments(args, kwargs)
-        return self._jit(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> "PartialStage":
-        """JAX's lowered stage."""
-        args, kwargs = self._arguments(args, kwargs)
-        return PartialStage(self, self._jit.lower(*args, **kwargs))
-
-    def trace(self, *args: Any, **kwargs: Any) -> "PartialStage":
-        """JAX's traced stage."""
-        args, kwargs = self._arguments(args, kwargs)
-        return PartialStage(self, self._jit.trace(*args, **kwargs))
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The result with abstract leaves; nothing is changed."""
-        args, kwargs = self._arguments(args, kwargs)
-        return self._jit.eval_shape(*args, **kwargs)
-
-
-class PartialStage:
-    """A stage of a `JitPartial`; see `Stage`."""
-
-    def __init__(self, owner: JitPartial, stage: Stage):
-        self._owner = owner
-        self._stage = stage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-    def lower(self, **options: Any) -> "PartialStage":
-        """The lowered stage of a traced one."""
-        return PartialStage(self._owner, self._stage.lower(**options))
-
-    def compile(self, compiler_options: Any = None) -> "PartialStage":
-        """The compiled stage of a lowered one."""
-        return PartialStage(self._owner, self._stage.compile(compiler_options))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a compiled stage and writes changed Variables back."""
-        args, kwargs = self._owner._arguments(args, kwargs)
-        return self._stage(*args, **kwargs)
+        return super()._prepared((*self._fixed, *args), kwargs)
 
 
 def jit_partial(
-    fun: Callable[..., Any],
-    *partial_args: Any,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    keep_unused: bool = False,
-    inline: bool = False,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
+    fun: Callable[..., Any], *partial_args: Any, **options: Unpack[JitOptions]
 ) -> JitPartial:
     """Compiles a function with its first arguments fixed.
 
@@ -109,28 +55,15 @@ def jit_partial(
     Args:
         fun: The function.
         *partial_args: Its first arguments.
-        in_shardings: As for `treetap.jit`; one entry for each argument.
-        out_shardings: As for `treetap.jit`.
-        static_argnums: As for `treetap.jit`.
-        static_argnames: As for `treetap.jit`.
-        donate_argnums: As for `treetap.jit`.
-        donate_argnames: As for `treetap.jit`.
-        keep_unused: As for `jax.jit`.
-        inline: As for `jax.jit`.
-        graph: Allow shared references in the fixed arguments.
-        graph_updates: Only False is supported.
+        **options: As for `treetap.jit`, without graph updates; `in_shardings` has one
+            entry for each argument.
     """
     refuse_bound_method(fun, "jit_partial")
-    options = {
-        "name": "jit_partial",
-        "in_shardings": in_shardings,
-        "out_shardings": out_shardings,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "keep_unused": keep_unused,
-        "inline": inline,
-    }
-    mode = resolve_mode(graph, graph_updates, "jit_partial")
-    return JitPartial(Jit(fun, mode, options), partial_args)
+    mode = mode_of(options)
+    if mode is Mode.UPDATES:
+        raise StructureError(
+            "jit_partial: the structure of the fixed arguments is frozen, so there is "
+            "no graph_updates=True. Pass `graph_updates=False`."
+        )
+    called = with_policy(fun, options.get("on_structure_change"))
+    return JitPartial(called, mode, options, partial_args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GraphDef: the static description of an object, and the way there and back.
+"""Objects to descriptions and leaves, and back.
 
 `take_apart` walks an object once and gives a description of it (types, static values,
 kinds and metadata of Variables, and which objects are shared) together with the leaves
@@ -13,16 +13,26 @@ apart.)
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.tree_util import register_static
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._metadata import MISSING, PLAIN
+from treetap._metadata import MISSING
 from treetap._pytrees import adopt, bare, cached_flat, fill, set_spec
+from treetap._settings import Mode
 from treetap._sharing import refuse_pytree_false, refuse_shared
+from treetap._specs import (
+    NOTHING,
+    PLAIN_LEAF,
+    ContainerSpec,
+    GraphDef,
+    LeafSpec,
+    ObjectSpec,
+    SharedSpec,
+    VariableSpec,
+)
 from treetap._states import is_branch
 from treetap._traces import current_trace
 from treetap._trees import (
@@ -38,133 +48,12 @@ from treetap._values import is_ref
 from treetap._variables import Variable, get_metadata, make
 
 
-class ObjectSpec(NamedTuple):
-    """An object of ours: its class, its layout and statics, its children.
-
-    `kinds` are the children's types when all are Variables of a tree, else None.
-    """
-
-    number: int | None
-    type: type
-    structure: Any
-    children: tuple[Any, ...]
-    kinds: Any
-
-
-class ContainerSpec(NamedTuple):
-    """A container that JAX knows: how to close it again, its children."""
-
-    type: type
-    keys: tuple[Key, ...]
-    definition: Any
-    children: tuple[Any, ...]
-
-
-class VariableSpec(NamedTuple):
-    """A Variable: its kind and metadata."""
-
-    number: int | None
-    type: type
-    metadata: dict[str, Any]
-
-
-class LeafSpec(NamedTuple):
-    """Any other leaf; numbered when it is a `jax.Ref`, which has an identity."""
-
-    number: int | None
-
-
-class SharedSpec(NamedTuple):
-    """Something met before, by its number."""
-
-    shared_with: int
-
-
-PLAIN_LEAF = LeafSpec(None)
-NOTHING: Any = MISSING  # the state of what holds no leaf
-
-
-@register_static
-class GraphDef:
-    """The static description of an object; equal for objects of equal structure.
-
-    It has no leaves, so it can be an argument of a jitted function. Hashing does not
-    need static values or metadata to be hashable.
-    """
-
-    __slots__ = ("_hash", "graph", "num_leaves", "spec")
-
-    def __init__(self, spec: Any, num_leaves: int, graph: bool):
-        self.spec = spec
-        self.num_leaves = num_leaves
-        self.graph = graph
-        self._hash: int | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GraphDef):
-            return NotImplemented
-        return self is other or (
-            self.num_leaves == other.num_leaves
-            and self.graph == other.graph
-            and bool(self.spec == other.spec)
-        )
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash((self.num_leaves, self.graph, outline(self.spec)))
-        return self._hash
-
-    def __repr__(self) -> str:
-        lines = "\n".join(describe(self.spec, "(root)", 1))
-        mode = "graph" if self.graph else "tree"
-        return f"GraphDef({mode}, {self.num_leaves} leaves\n{lines}\n)"
-
-    def __reduce__(self) -> Any:
-        return GraphDef, (self.spec, self.num_leaves, self.graph)
-
-
-def outline(spec: Any) -> Any:
-    """The hashable part of a description: types, names and sharing."""
-    match spec:
-        case ObjectSpec(_, kind, (layout, _), children, _):
-            return kind, layout, tuple(map(outline, children))
-        case ContainerSpec(kind, keys, _, children):
-            return kind, keys, tuple(map(outline, children))
-        case VariableSpec(number, kind, _):
-            return number, kind
-    return spec
-
-
-def describe(spec: Any, label: str, depth: int) -> list[str]:
-    """Lines of text for a description."""
-    start = "  " * depth + label
-    match spec:
-        case ObjectSpec(_, kind, (layout, statics), children, _):
-            pairs = zip(layout.static_names, statics)
-            shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
-            keys = layout.keys
-            lines = [f"{start}: {kind.__name__}({shown})"]
-        case ContainerSpec(kind, keys, _, children):
-            lines = [f"{start}: {kind.__name__}"]
-        case VariableSpec(_, kind, metadata):
-            plain = PLAIN.items()
-            facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
-            return [f"{start}: {kind.__name__}{facts or ''}"]
-        case SharedSpec(number):
-            return [f"{start}: the same as number {number}"]
-        case _:
-            return [f"{start}: leaf"]
-    for key, child in zip(keys, children):
-        lines += describe(child, str(key), depth + 1)
-    return lines
-
-
 class Apart:
     """One walk over an object: what was met, and the leaves counted."""
 
-    __slots__ = ("graph", "leaves", "name", "numbers", "root")
+    __slots__ = ("graph", "leaves", "members", "name", "numbers", "root")
 
-    def __init__(self, root: Any, graph: bool, name: str):
+    def __init__(self, root: Any, graph: bool | Mode, name: str):
         self.root = root
         self.graph = graph
         self.name = name
@@ -172,6 +61,13 @@ class Apart:
         # What was met, by identity: its number in graph mode; in tree mode INSIDE or
         # DONE for an object, DONE for a Variable.
         self.numbers: dict[int, int] = {}
+        self.members: list[Any] = []  # in graph mode, by number
+
+    def definition(self, value: Any) -> GraphDef:
+        """Describes a value; its leaves are added to `leaves`."""
+        before = len(self.leaves)
+        spec, _ = self.any(value)
+        return GraphDef(spec, len(self.leaves) - before, self.graph)
 
     def again(self, value: Any) -> SharedSpec:
         """The description of something met before; refused in tree mode."""
@@ -200,6 +96,7 @@ class Apart:
             return self.again(value), NOTHING
         self.leaves.append(value)
         number = self.numbers[id(value)] = len(self.numbers)
+        self.members.append(value)
         return LeafSpec(number if self.graph else None), value
 
     def object(self, node: Any) -> tuple[Any, Any]:
@@ -209,7 +106,10 @@ class Apart:
         met = numbers.get(identity)
         if met is not None and (graph or met is INSIDE):
             return self.again(node), NOTHING
-        number = len(numbers) if graph else None
+        number = None
+        if graph:
+            number = len(numbers)
+            self.members.append(node)
         numbers[identity] = INSIDE if number is None else number
         try:
             children, structure = cached_flat(node)
@@ -266,9 +166,12 @@ class Apart:
             elif (identity := id(child)) in numbers:
                 spec = self.again(child)
             else:
-                number = len(numbers) if graph else None
+                number = None
+                if graph:
+                    number = len(numbers)
+                    self.members.append(child)
                 spec = VariableSpec(number, type(child), child._metadata)
-                numbers[identity] = len(numbers) if graph else DONE
+                numbers[identity] = DONE if number is None else number
                 self.leaves.append(child)
                 state[key] = child
             specs.append(spec)
@@ -295,11 +198,12 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
     return definition, {} if state is NOTHING else state
 
 
-def take_leaves(value: Any, graph: bool, name: str) -> tuple[GraphDef, list[Any]]:
+def take_leaves(
+    value: Any, graph: bool | Mode, name: str
+) -> tuple[GraphDef, list[Any]]:
     """Describes an object and gives its leaves as a list, in the order of the walk."""
     walk = Apart(value, graph, name)
-    spec, _ = walk.any(value)
-    return GraphDef(spec, len(walk.leaves), graph), walk.leaves
+    return walk.definition(value), walk.leaves
 
 
 class _Together:

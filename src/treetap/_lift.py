@@ -6,18 +6,18 @@ arguments, refuses the same one twice, and hands JAX a flat list of values. Insi
 `run` builds the arguments anew for the current trace, calls the function, and returns
 the result together with the values of the Variables that changed; which ones did, and
 their metadata, are static, so they cost nothing when the compiled program runs. Outside
-again, `write_back` puts them into the caller's Variables, all in one step.
+again, `Inputs.finish` puts them into the caller's Variables, all in one step.
 
 Changed Variables come back in *lanes*, one for each different prefix (an axis of vmap,
 a sharding of jit) among the inputs, because a transform must know where its outputs lie
-before it runs.
+before it runs. With graph updates, objects whose structure changed ride along.
 """
 
 import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 from jax.tree_util import register_static
@@ -25,25 +25,40 @@ from jax.tree_util import register_static
 from treetap._attributes import Node
 from treetap._changes import Policy, Structure, policy_of, with_policy
 from treetap._errors import AliasError, StructureError
-from treetap._graphs import Apart, GraphDef, take_leaves
+from treetap._grafts import Graft, Grafts, Lanes, plant, refuse_captured
+from treetap._graphs import Apart
 from treetap._metadata import MISSING
+from treetap._prefixes import Spread, filter_values
 from treetap._regrowing import regrow
-from treetap._settings import resolve_graph, resolve_graph_updates
+from treetap._results import WHOLE, Results, unpack
+from treetap._settings import Mode, resolve_mode
 from treetap._sharing import first_two_places, places
+from treetap._specs import GraphDef
 from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import show_path
 from treetap._values import is_ref
-from treetap._variables import Variable, set_box
+from treetap._variables import Variable, raw_values, set_box
 
 
-def resolve_mode(graph: bool | None, graph_updates: bool | None, name: str) -> bool:
-    """Whether a transform keeps shared references; graph updates are not offered."""
-    graph = resolve_graph(graph)
-    if graph and resolve_graph_updates(graph_updates):
-        raise NotImplementedError(
-            f"{name}: graph updates are not supported. Use `graph_updates=False`."
-        )
-    return graph
+class Options(TypedDict, total=False):
+    """What every transform takes beside its own arguments.
+
+    Attributes:
+        graph: Keep shared references in the arguments instead of refusing them.
+        graph_updates: With `graph`, carry changes of structure out to the caller.
+        on_structure_change: What to do when attributes change inside and the change
+            would be lost: `"error"`, `"warn"` or `"ignore"`; see
+            `treetap.set_structure_policy`.
+    """
+
+    graph: bool | None
+    graph_updates: bool | None
+    on_structure_change: Policy | None
+
+
+def mode_of(options: Options) -> Mode:
+    """The mode that a transform's options ask for."""
+    return resolve_mode(options.get("graph"), options.get("graph_updates"))
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -80,40 +95,54 @@ def transform(fn: F) -> F:
         on_structure_change: Policy | None = None,
         **options: Any,
     ) -> Any:
-        mode = resolve_mode(graph, graph_updates, name)
+        mode = resolve_mode(graph, graph_updates)
         if f is MISSING:
-            options |= {"graph": mode, "graph_updates": False}
             policy = on_structure_change
-            return functools.partial(call, on_structure_change=policy, **options)
+            given = {"graph": mode, "on_structure_change": policy, **options}
+            return functools.partial(call, **given)
         refuse_bound_method(f, name)
         return fn(with_policy(f, on_structure_change), *args, graph=mode, **options)
 
+    call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
-def refuse_returned(name: str, root: Any, value: Any) -> AliasError:
-    """The error for a Variable of the arguments that is also in the result."""
-    found = [show_path(path) for path, _ in first_two_places(root, value)]
-    kind = type(value).__name__
-    return AliasError(
-        f"{name}: Duplicate {kind} found at paths {' and '.join(found)}: {name} does "
-        "not support Variable aliasing between arguments and result. The caller has "
-        "the Variable already, with its new value; return its value, or a copy "
-        "(`treetap.clone`)."
-    )
+def _open_signature(fn: Any) -> inspect.Signature:
+    """The signature of a transform with its options by name."""
+    signature = inspect.signature(fn)
+    *parameters, last = signature.parameters.values()
+    if last.name == "options":
+        (given,) = last.annotation.__args__
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+            )
+            for name, kind in given.__annotations__.items()
+        ]
+        return signature.replace(parameters=parameters)
+    return signature
 
 
 @register_static
 class Written:
-    """Which Variables changed, by lane: their numbers and their metadata."""
+    """What changed: Variables by lane (number and metadata), and objects."""
 
-    __slots__ = ("lanes",)
+    __slots__ = ("grafts", "lanes")
 
-    def __init__(self, lanes: tuple[tuple[tuple[int, Any], ...], ...]):
+    def __init__(
+        self,
+        lanes: tuple[tuple[tuple[int, Any], ...], ...],
+        grafts: tuple[Graft, ...] = (),
+    ):
         self.lanes = lanes
+        self.grafts = grafts
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Written) and self.lanes == other.lanes
+        return (
+            isinstance(other, Written)
+            and self.lanes == other.lanes
+            and self.grafts == other.grafts
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(tuple(number for number, _ in lane) for lane in self.lanes))
@@ -126,50 +155,70 @@ class Updates(NamedTuple):
     written: Written
 
 
-class Lanes:
-    """Distinct prefixes among the Variables of a call, in order of appearance."""
-
-    __slots__ = ("of_leaf", "prefixes")
-
-    def __init__(self, prefixes: Sequence[Any]):
-        self.prefixes: list[Any] = []
-        self.of_leaf: list[int] = []
-        for prefix in prefixes:
-            if prefix not in self.prefixes:
-                self.prefixes.append(prefix)
-            self.of_leaf.append(self.prefixes.index(prefix))
-
-
 class Inputs:
     """The arguments of a lifted call, taken apart.
 
     Attributes:
         definition: What to rebuild the arguments from; static.
         leaves: The caller's Variables, and plain values, in order.
+        owners: With graph updates, the caller's objects by number.
     """
 
-    __slots__ = ("definition", "leaves", "name", "tree")
+    __slots__ = ("definition", "leaves", "name", "numbers", "owners", "tree")
 
-    def __init__(self, tree: Any, graph: bool, name: str):
+    def __init__(self, tree: Any, mode: Mode, name: str):
         self.name = name
         self.tree = tree
+        walk = Apart(tree, mode, name)
         try:
-            self.definition, self.leaves = take_leaves(tree, graph, name)
+            self.definition = walk.definition(tree)
         except AliasError as error:
-            raise _as_transform_error(error, name) from None
+            raise as_transform_error(error, name) from None
+        self.leaves = walk.leaves
+        self.numbers = walk.numbers
+        is_legacy = mode is Mode.UPDATES
+        self.owners: dict[int, Any] = dict(enumerate(walk.members)) if is_legacy else {}
 
     def values(self) -> list[Any]:
         """The raw values for JAX."""
         return raw_values(self.leaves)
 
-    def write_back(self, updates: Updates) -> None:
-        """Writes changed values and metadata into the caller's Variables."""
+    def spread(self, prefix: Any, argument: str) -> tuple[list[Any], Lanes]:
+        """The prefix of each leaf, and the lanes they make."""
+        work = Spread(self.name, argument)
+        work.follow(prefix, self.tree, ())
+        if self.definition.graph is not Mode.UPDATES:
+            work.owners, work.known = {}, {}
+        return work.values, Lanes(work, self.numbers, filter_values(prefix))
+
+    def finish(self, out: Any, updates: Updates) -> Any:
+        """Writes what changed into the caller's objects, and unpacks the result."""
+        made = dict(self.owners)
+        self.write_back(updates, made)
+        return unpack(out, made)
+
+    def with_leaves(self, leaves: list[Any]) -> Any:
+        """The arguments with other leaves: around the caller's Variables, new objects.
+
+        With graph updates, the caller's own objects.
+        """
+        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
+        return regrow(self.definition, leaves, owners=owned)[0]
+
+    def write_back(self, updates: Updates, made: dict[int, Any]) -> None:
+        """Writes changed values, metadata and objects; all that can fail comes first.
+
+        Args:
+            updates: What changed.
+            made: The caller's objects by number; new ones are added.
+        """
         trace = current_trace()
         variables: list[Variable[Any]] = []
         boxes: list[tuple[Any]] = []
         changes: list[tuple[Variable[Any], Any]] = []
-        for lane, values in zip(updates.written.lanes, updates.values):
-            for (number, metadata), value in zip(lane, values):
+        supplies = [iter(values) for values in updates.values]
+        for lane, supply in zip(updates.written.lanes, supplies):
+            for (number, metadata), value in zip(lane, supply):
                 variable = self.leaves[number]
                 if variable._trace is not trace:
                     raise refuse_foreign_variable(type(variable).__name__)
@@ -177,12 +226,16 @@ class Inputs:
                 boxes.append((value,))
                 if metadata is not variable._metadata:
                     changes.append((variable, metadata))
+        steps = plant(updates.written.grafts, supplies, made)
         deque(map(set_box, variables, boxes), 0)  # one call: all or nothing
         for variable, metadata in changes:
             variable._replace_metadata(metadata)
+        for step in steps:
+            step()
 
 
-def _as_transform_error(error: AliasError, name: str) -> AliasError:
+def as_transform_error(error: AliasError, name: str) -> AliasError:
+    """An error about sharing in the words of a transform."""
     text = str(error).replace(
         "tree mode does not support shared references",
         f"{name} does not support Variable aliasing in tree mode (a tree does not "
@@ -216,17 +269,26 @@ class Inside:
         name: The transform, for messages.
     """
 
-    __slots__ = ("before", "leaves", "name", "tree")
+    __slots__ = ("before", "grafts", "leaves", "mode", "name", "tree")
 
     def __init__(self, definition: GraphDef, values: Sequence[Any], name: str):
         self.name = name
-        self.tree, self.leaves = regrow(definition, values)
+        self.mode = Mode(definition.graph)
+        members: dict[int, Any] = {}
+        self.tree, self.leaves = regrow(definition, values, members)
         self.before = [
             (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
             for leaf in self.leaves
         ]
+        self.grafts = Grafts(members, name) if self.mode is Mode.UPDATES else None
 
-    def check_output(self, out: Any, graph: bool) -> None:
+    def watched(self, policy: Policy | None) -> Structure:
+        """A block in which changes of structure that would be lost are noticed."""
+        return Structure(
+            self.tree, self.name, policy if self.grafts is None else "ignore"
+        )
+
+    def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
         own = {id(leaf) for leaf in self.leaves if isinstance(leaf, Variable)}
         trace = current_trace()
@@ -234,148 +296,111 @@ class Inside:
             if not isinstance(value, Variable):
                 continue
             if id(value) in own:
-                raise refuse_returned(self.name, {**self.tree, "out": out}, value)
+                raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
             if value._trace is not trace and not value._metadata["ref"]:
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
                     f"{type(value).__name__} at {show_path(path)} was made outside the "
                     "function. Pass it as an argument, or return its value."
                 )
-        if not graph:
+        if self.mode is Mode.TREE:
             try:
-                take_leaves({"out": out}, False, self.name)
+                Apart({"out": out}, False, self.name).any({"out": out})
             except AliasError as error:
-                raise _as_transform_error(error, self.name) from None
+                raise as_transform_error(error, self.name) from None
 
     def changed(self, number: int) -> bool:
         """Whether the Variable with this number was written."""
         before = self.before[number]
         return before is not None and has_changed(self.leaves[number], *before)
 
-    def updates(
+    def finish(
         self,
-        lanes: Sequence[int],
-        count: int,
-        keep: Callable[[int], bool] | None = None,
-        only: Callable[[int], bool] | None = None,
-    ) -> Updates:
-        """The values to carry out: of changed Variables, and of those to be kept.
+        out: Any,
+        lanes: Lanes | None = None,
+        *,
+        keep: Callable[[int], bool] = lambda number: False,
+        only: Callable[[int], bool] = lambda number: True,
+        results: Results = WHOLE,
+    ) -> tuple[Any, Updates]:
+        """The result as JAX can carry it, and the values to carry out beside it.
 
         Args:
-            lanes: The lane of each leaf.
-            count: How many lanes there are.
-            keep: Tells which Variables come out even if nobody changed them.
+            out: What the function returned.
+            lanes: The lanes of the leaves; one for all by default.
+            keep: Tells which leaves come out even if nobody changed them.
             only: Tells which Variables come out at all.
+            results: Where the results lie.
         """
+        count = len(lanes.prefixes) if lanes else 1
+        of_leaf = lanes.of_leaf if lanes else [0] * len(self.leaves)
         values: list[list[Any]] = [[] for _ in range(count)]
         written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
         for number, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Variable) or is_ref(leaf._box[0]):
                 continue
-            if only is not None and not only(number):
-                continue
-            if self.changed(number) or (keep is not None and keep(number)):
-                values[lanes[number]].append(leaf._box[0])
-                written[lanes[number]].append((number, leaf._metadata))
-        return Updates(tuple(values), Written(tuple(map(tuple, written))))
+            if only(number) and (self.changed(number) or keep(number)):
+                values[of_leaf[number]].append(leaf._box[0])
+                written[of_leaf[number]].append((number, leaf._metadata))
+        lists = tuple(map(tuple, written))
+        if self.grafts is None:
+            self.check_output(out)
+            walk = Apart(out, self.mode, self.name)
+            packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
+            return packed, Updates(tuple(values), Written(lists))
+        walk = self.grafts.walk()
+        kept = {id(leaf) for number, leaf in enumerate(self.leaves) if keep(number)}
+        grafts: list[Graft] = []
+        for graft, leaves in self.grafts.collect(walk, lanes, lambda x: id(x) in kept):
+            grafts.append(graft)
+            for lane, value in zip(graft.lanes, raw_values(leaves)):
+                values[lane].append(value)
+        walk.root = out
+        work = self.grafts.spread(lanes, "the out prefix") if lanes else None
+        packed = results.pack(out, walk, work or Spread(self.name, "the out prefix"))
+        refuse_captured(walk, self.name)
+        return packed, Updates(tuple(values), Written(lists, tuple(grafts)))
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Packed:
-    """A result with shared parts on its way out: leaves, and how to put them together.
-
-    A prefix may stand for the whole of it.
-    """
-
-    __slots__ = ("graphdef", "values")
-
-    def __init__(self, graphdef: GraphDef, values: Sequence[Any]):
-        self.graphdef = graphdef
-        self.values = values
-
-    def tree_flatten_with_keys(self) -> Any:
-        """Values by position."""
-        keyed = [
-            (jax.tree_util.SequenceKey(place), value)
-            for place, value in enumerate(self.values)
-        ]
-        return keyed, self.graphdef
-
-    @classmethod
-    def tree_unflatten(cls, graphdef: GraphDef, values: Sequence[Any]) -> "Packed":
-        """The inverse."""
-        return cls(graphdef, values)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Variable | Node)
-
-
-def pack_output(out: Any, graph: bool, name: str) -> Any:
-    """A result as JAX can carry it: itself, or Packed parts if it shares something."""
-    if not graph:
-        return out
-    try:
-        take_leaves(out, False, name)
-        return out
-    except (AliasError, StructureError):
-        pass
-    walk = Apart(out, True, name)
-
-    def pack(part: Any) -> Any:
-        if not _is_object(part):
-            return part
-        start = len(walk.leaves)
-        spec, _ = walk.any(part)
-        return Packed(
-            GraphDef(spec, len(walk.leaves) - start, True),
-            raw_values(walk.leaves[start:]),
-        )
-
-    return jax.tree.map(pack, out, is_leaf=_is_object)
-
-
-def unpack_output(out: Any) -> Any:
-    """The result with its Packed parts put together, sharing kept between them."""
-    made: dict[int, Any] = {}
-
-    def unpack(part: Any) -> Any:
-        if not isinstance(part, Packed):
-            return part
-        return regrow(part.graphdef, part.values, made)[0]
-
-    return jax.tree.map(unpack, out, is_leaf=lambda part: isinstance(part, Packed))
-
-
-def raw_values(leaves: Sequence[Any]) -> list[Any]:
-    """The raw values of Variables, and plain values as they are."""
-    return [x._box[0] if isinstance(x, Variable) else x for x in leaves]
+def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
+    """The error for a Variable of the arguments that is also in the result."""
+    found = [show_path(path) for path, _ in first_two_places(root, value)]
+    kind = type(value).__name__
+    return AliasError(
+        f"{name}: Duplicate {kind} found at paths {' and '.join(found)}: {name} does "
+        "not support Variable aliasing between arguments and result. The caller has "
+        "the Variable already, with its new value; return its value, or a copy "
+        "(`treetap.clone`)."
+    )
 
 
 def run(
     fn: Callable[..., Any],
     definition: GraphDef,
     values: Sequence[Any],
-    *,
     name: str,
-    lanes: Sequence[int] | None = None,
-    count: int = 1,
-    keep: Callable[[int], bool] | None = None,
+    lanes: Lanes | None = None,
+    **choices: Any,
 ) -> tuple[Any, Updates]:
     """The traced side of most transforms: rebuild, call, check, collect.
+
+    Args:
+        fn: The function.
+        definition: The description of its arguments.
+        values: Their values at this level.
+        name: The transform.
+        lanes: As for `Inside.finish`, which takes the further arguments.
+        **choices: `keep`, `only` and `results`.
 
     Returns:
         The result, packed for JAX, and the updates.
     """
     inside = Inside(definition, values, name)
-    with Structure(inside.tree, name, policy_of(fn)):
+    with inside.watched(policy_of(fn)):
         out = fn(*inside.tree["args"], **inside.tree["kwargs"])
-    inside.check_output(out, definition.graph)
-    lanes = lanes or [0] * len(inside.leaves)
-    packed = pack_output(out, definition.graph, name)
-    return packed, inside.updates(lanes, count, keep)
+    return inside.finish(out, lanes, **choices)
 
 
-def inputs_of(args: Any, kwargs: Any, graph: bool, name: str) -> Inputs:
+def inputs_of(args: Any, kwargs: Any, mode: Mode, name: str) -> Inputs:
     """The arguments of a call, labelled for messages and taken apart."""
-    return Inputs({"args": args, "kwargs": kwargs}, graph, name)
+    return Inputs({"args": args, "kwargs": kwargs}, mode, name)

@@ -6,14 +6,19 @@ leaf of the arguments its own value, in the order of `take_leaves`. Where object
 shared, all ways to a Variable must give the same value.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
 
 from treetap._applying import map as map_leaves
 from treetap._attributes import Node
 from treetap._errors import AliasError, StructureError
-from treetap._filters import predicate_of
+from treetap._filters import PathIn, predicate_of
 from treetap._pytrees import opened
+from treetap._settings import Mode
+from treetap._states import State, flat_items
 from treetap._trees import Path, show_path
 from treetap._variables import Variable
 
@@ -25,13 +30,96 @@ def _parts(value: Any) -> Any:
     return opened(value)
 
 
-class _Spread:
-    """One spreading: values by leaf, and by Variable to compare the ways to it."""
+class PrefixFilter:
+    """One prefix value for each kind of Variable in an object, chosen by filters.
+
+    Args:
+        rules: A mapping from filter to value, pairs, or a State of values. The first
+            filter that takes a Variable decides.
+    """
+
+    __slots__ = ("filters", "values")
+
+    def __init__(self, rules: Any, /):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        if isinstance(rules, State):
+            pairs = [(PathIn(path), value) for path, value in flat_items(rules)]
+        self.filters, self.values = tuple(zip(*pairs)) or ((), ())
+
+    def __repr__(self) -> str:
+        pairs = zip(self.filters, self.values)
+        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
+        return f"{type(self).__name__}({{{shown}}})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(self) is type(other)
+            and self.filters == other.filters  # pyright: ignore[reportAttributeAccessIssue] - of the same type
+            and self.values == other.values  # pyright: ignore[reportAttributeAccessIssue] - of the same type
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.filters, self.values))
+
+    def at(self, path: Path, leaf: Any) -> Any:
+        """The value for a leaf."""
+        return _rule_for(zip(self.filters, self.values), path, leaf)
+
+
+class StateAxes(PrefixFilter):
+    """Axes by kind of Variable, for mapping transforms with graph updates.
+
+    Examples:
+        >>> from treetap import nnx
+        >>> nnx.StateAxes({nnx.Param: 0, ...: None}).axes
+        (0, None)
+    """
+
+    __slots__ = ()
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """The values."""
+        return self.values
+
+
+class StateSharding(PrefixFilter):
+    """Shardings by kind of Variable, for `jit` and `shard_map` with graph updates."""
+
+    __slots__ = ()
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The values."""
+        return self.values
+
+
+class Rule(NamedTuple):
+    """What decides about the leaves below an object: a prefix, and where it began."""
+
+    prefix: Any
+    start: int
+
+    def at(self, path: Path, leaf: Any) -> Any:
+        """The prefix of a leaf."""
+        if isinstance(self.prefix, PrefixFilter):
+            return self.prefix.at(path[max(self.start, 0) :], leaf)
+        return self.prefix
+
+
+class Spread:
+    """One spreading: values by leaf, and by Variable to compare the ways to it.
+
+    Attributes:
+        values: One prefix for each leaf, in the order of `take_leaves`.
+        owners: For each object, by identity, the rule and the path it was met with.
+    """
 
     def __init__(self, name: str, argument: str):
         self.name = name
         self.argument = argument
         self.values: list[Any] = []
+        self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
         self.entered: set[int] = set()
         self.active: set[int] = set()
@@ -40,7 +128,7 @@ class _Spread:
         """Goes down the prefix and the value together, as far as the prefix goes."""
         inside = None if _is_end(prefix) else _parts(prefix)
         if inside is None:
-            self.cover(prefix, value, path)
+            self.cover(Rule(prefix, -1), value, path)
             return
         if isinstance(value, Node) and id(value) in self.active:
             return
@@ -53,33 +141,37 @@ class _Spread:
                 f"{show_path(path)}: it has entries {list(keys)}, the "
                 f"{type(value).__name__} there has {held}."
             )
-        is_again = isinstance(value, Node) and id(value) in self.entered
-        before = len(self.values)
-        self.active.add(id(value))
-        self.entered.add(id(value))
-        for key, inner, child in zip(keys, children, below[1]):
-            self.follow(inner, child, (*path, key))
-        self.active.discard(id(value))
-        if is_again:
-            del self.values[before:]
+        with self.inside(value):
+            for key, inner, child in zip(keys, children, below[1]):
+                self.follow(inner, child, (*path, key))
 
-    def cover(self, prefix: Any, value: Any, path: Path) -> None:
-        """Gives every leaf below a value the same prefix."""
+    def cover(self, rule: Rule, value: Any, path: Path) -> None:
+        """Gives the leaves below a value what one rule says."""
+        if rule.start < 0 and isinstance(value, Node | Variable):
+            rule = rule._replace(start=len(path))  # a filter sees paths from here
         if isinstance(value, Variable):
-            self.variable(prefix, value, path)
+            self.variable(rule.at(path, value), value, path)
             return
-        inside = opened(value)
-        if inside is None:
-            self.values.append(prefix)
+        below = opened(value)
+        if below is None:
+            self.values.append(rule.at(path, value))
             return
         if id(value) in self.active:
             return
+        if isinstance(value, Node):
+            self.owners.setdefault(id(value), (rule, path))
+        with self.inside(value):
+            for key, child in zip(*below):
+                self.cover(rule, child, (*path, key))
+
+    @contextmanager
+    def inside(self, value: Any) -> Iterator[None]:
+        """Marks a value while its children are visited; one visited again adds none."""
         is_again = isinstance(value, Node) and id(value) in self.entered
+        before = len(self.values)
         self.active.add(id(value))
         self.entered.add(id(value))
-        before = len(self.values)
-        for key, child in zip(*inside):
-            self.cover(prefix, child, (*path, key))
+        yield
         self.active.discard(id(value))
         if is_again:
             del self.values[before:]  # compared, not counted twice
@@ -106,21 +198,63 @@ def _is_end(prefix: Any) -> bool:
 
 def spread(prefix: Any, value: Any, name: str, argument: str) -> list[Any]:
     """One prefix value for each leaf below `value`, in the order of `take_leaves`."""
-    work = _Spread(name, argument)
+    work = Spread(name, argument)
     work.follow(prefix, value, ())
     return work.values
 
 
-def check_prefix(prefix: Any, name: str, argument: str) -> None:
+def is_whole(prefix: Any) -> bool:
+    """Whether a part of a prefix speaks of a whole object, leaf by leaf."""
+    return isinstance(prefix, PrefixFilter | Node)
+
+
+def is_entry(prefix: Any) -> bool:
+    """Whether a part of a prefix is not to be opened as a container."""
+    return prefix is None or is_whole(prefix)
+
+
+def values_in(prefix: Any) -> list[Any]:
+    """Every value a prefix can give, in order of appearance."""
+    found: list[Any] = []
+    for part in jax.tree.leaves(prefix, is_leaf=is_entry):
+        if isinstance(part, PrefixFilter):
+            found += part.values
+        elif isinstance(part, Node):
+            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
+        else:
+            found.append(part)
+    return found
+
+
+def filter_values(prefix: Any) -> list[Any]:
+    """The values that the filters in a prefix can give to leaves made inside."""
+    parts = jax.tree.leaves(prefix, is_leaf=is_entry)
+    filters = [part for part in parts if isinstance(part, PrefixFilter)]
+    return [value for part in filters for value in part.values]
+
+
+def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     """Refuses what cannot stand in a prefix."""
     if isinstance(prefix, Variable):
         raise StructureError(
             f"{name}: Variables prefixes are not supported: `{argument}` contains a "
             f"{type(prefix).__name__}. Make a prefix with `treetap.prefix`."
         )
+    if isinstance(prefix, PrefixFilter) and mode is not Mode.UPDATES:
+        raise StructureError(
+            f"{name}: `{argument}` cannot contain `{type(prefix).__name__}` objects "
+            "without graph updates. Make a prefix of the object with `treetap.prefix`, "
+            "or use `graph=True, graph_updates=True`."
+        )
+    if isinstance(prefix, Node) and mode is Mode.UPDATES:
+        raise StructureError(
+            f"{name}: Graph nodes are not allowed as prefixes with graph updates: "
+            f"`{argument}` contains a {type(prefix).__name__}. Use `StateAxes` or "
+            "`StateSharding`, or `graph_updates=False`."
+        )
     inside = None if _is_end(prefix) else _parts(prefix)
     for child in inside[1] if inside else ():
-        check_prefix(child, name, argument)
+        check_prefix(child, name, argument, mode)
 
 
 Rules = Mapping[Any, Any] | Callable[[Path, Any], Any]
@@ -144,15 +278,15 @@ def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
     """
 
     def value_for(path: Path, leaf: Any) -> Any:
-        return _rule_for(rules, path, leaf)
+        if isinstance(rules, Mapping):
+            return _rule_for(rules.items(), path, leaf)
+        return rules(path, leaf)
 
     return map_leaves(value_for, node, graph=graph, recreate_variables=False)
 
 
-def _rule_for(rules: Rules, path: Path, leaf: Any) -> Any:
-    if not isinstance(rules, Mapping):
-        return rules(path, leaf)
-    for filter, value in rules.items():
+def _rule_for(rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any) -> Any:
+    for filter, value in rules:
         if predicate_of(filter)(path, leaf):
             return value
     raise StructureError(

@@ -5,10 +5,13 @@ The counterpart of `take_leaves`, without names or checks: it is used where the 
 come back from JAX in the order they were handed over.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from operator import is_not
+from types import MappingProxyType
 from typing import Any
 
-from treetap._graphs import (
+from treetap._pytrees import adopt_all, bare, fill, flat_of, set_spec
+from treetap._specs import (
     ContainerSpec,
     GraphDef,
     LeafSpec,
@@ -16,8 +19,7 @@ from treetap._graphs import (
     SharedSpec,
     VariableSpec,
 )
-from treetap._pytrees import adopt_all, bare, fill
-from treetap._traces import current_trace
+from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import close_container
 from treetap._variables import Variable, make
 
@@ -25,10 +27,11 @@ from treetap._variables import Variable, make
 class _Regrowth:
     """One rebuilding: what was made by number, and the Variables in order."""
 
-    def __init__(self, values: Iterable[Any], made: dict[int, Any]):
+    def __init__(self, values: Iterable[Any], made: dict[int, Any], owners: Any):
         self.values: Iterator[Any] = iter(values)
         self.trace = current_trace()
         self.made = made
+        self.owners = owners
         self.leaves: list[Any] = []
 
     def any(self, spec: Any) -> Any:
@@ -52,17 +55,36 @@ class _Regrowth:
         return value
 
     def object(self, spec: ObjectSpec) -> Any:
-        node = bare(spec.type, self.trace)
+        owned = self.owners.get(spec.number)
+        node = bare(spec.type, self.trace) if owned is None else owned
         if spec.number is not None:
             self.made[spec.number] = node
-        children = [self.any(child) for child in spec.children]
-        fill(node, spec.structure, children)
-        adopt_all(spec.structure, children)
+        children = self.children(spec)
+        if owned is None:
+            fill(node, spec.structure, children)
+            adopt_all(spec.structure, children)
+        elif any(map(is_not, children, flat_of(node)[0])):
+            refill(node, spec.structure, children)
         return node
+
+    def children(self, spec: ObjectSpec) -> list[Any]:
+        return [self.any(child) for child in spec.children]
+
+
+def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
+    """Gives an object its attributes, in place of those it has."""
+    if is_foreign(node._pytree__trace):
+        raise refuse_foreign_object(type(node).__name__)
+    set_spec(node, None)
+    fill(node, structure, children)
+    adopt_all(structure, children)
 
 
 def regrow(
-    graphdef: GraphDef, values: Iterable[Any], made: dict[int, Any] | None = None
+    graphdef: GraphDef,
+    values: Iterable[Any],
+    made: dict[int, Any] | None = None,
+    owners: Mapping[int, Any] = MappingProxyType({}),
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
 
@@ -70,10 +92,18 @@ def regrow(
         graphdef: What to build.
         values: Bare values, or Variables, in order.
         made: Objects by number; shared by descriptions that were made in one walk.
+        owners: Objects by number that are to be filled instead of made.
 
     Returns:
         The object, and its leaves in order: new Variables (or those given), and the
         plain values.
     """
-    work = _Regrowth(values, {} if made is None else made)
+    work = _Regrowth(values, {} if made is None else made, owners)
     return work.any(graphdef.spec), work.leaves
+
+
+def regrow_children(
+    spec: ObjectSpec, values: Iterable[Any], made: dict[int, Any]
+) -> list[Any]:
+    """The children of an object that is there already."""
+    return _Regrowth(values, made, {}).children(spec)

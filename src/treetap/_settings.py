@@ -17,6 +17,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from enum import IntEnum
 from typing import ClassVar, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -138,13 +139,25 @@ def using_eager_sharding() -> bool:
     return use_eager_sharding.current_value()
 
 
+class Mode(IntEnum):
+    """How a transform sees its arguments; true when shared references are kept."""
+
+    TREE = 0
+    GRAPH = 1
+    UPDATES = 2  # changes of structure are carried out to the caller, too
+
+
 def resolve_graph(graph: bool | None) -> bool:
     """The mode for a call: its argument, else the setting."""
     return set_graph_mode.current_value() if graph is None else graph
 
 
-def resolve_graph_updates(graph_updates: bool | None) -> bool:
-    """The update rule for a call: its argument, else the setting."""
+def resolve_mode(graph: bool | None, graph_updates: bool | None) -> Mode:
+    """The mode of a transform: by its arguments, else by the settings."""
+    if isinstance(graph, Mode):
+        return graph
+    if not resolve_graph(graph):
+        return Mode.TREE
     if graph_updates is None:
-        return set_graph_updates.current_value()
-    return graph_updates
+        graph_updates = set_graph_updates.current_value()
+    return Mode.UPDATES if graph_updates else Mode.GRAPH

@@ -15,15 +15,9 @@ from jax.tree_util import DictKey, register_pytree_with_keys
 
 from treetap._errors import StructureError
 from treetap._filters import Filter, grouped, predicates_of, refuse_rest
-from treetap._graphs import (
-    ContainerSpec,
-    GraphDef,
-    ObjectSpec,
-    from_leaves,
-    put_together,
-    take_apart,
-)
+from treetap._graphs import from_leaves, put_together, take_apart
 from treetap._settings import resolve_graph
+from treetap._specs import ContainerSpec, GraphDef, ObjectSpec
 from treetap._states import FlatState, State, flat_items, merge_state, nested
 from treetap._trees import Key, sorted_keys
 from treetap._variables import Variable

@@ -13,7 +13,7 @@ Three rules hold everywhere:
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -440,3 +440,8 @@ def _register(kind: type[Variable[Any]]) -> None:
 
 
 _register(Variable)
+
+
+def raw_values(leaves: Iterable[Any]) -> list[Any]:
+    """The raw values of Variables, and plain values as they are."""
+    return [x._box[0] if isinstance(x, Variable) else x for x in leaves]

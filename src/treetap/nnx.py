@@ -53,7 +53,6 @@ from treetap._filters import (
     PathContains,
     WithTag,
 )
-from treetap._graphs import GraphDef
 from treetap._kinds import (
     BatchStat,
     Cache,
@@ -71,6 +70,7 @@ from treetap._pytrees import Pytree, check_pytree
 from treetap._randomness import Rngs, RngStream
 from treetap._settings import use_eager_sharding, using_eager_sharding
 from treetap._sharing import find_duplicates
+from treetap._specs import GraphDef
 from treetap._splitting import GraphState, merge, unflatten
 from treetap._states import (
     FlatState,

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grafts: what became of the structure of the arguments, carried out to the caller.
+
+With graph updates a function may change the objects it is given in any way: set, remove
+and swap attributes, share parts, refer to itself. Inside, every object is described
+before and after, with the other arguments' objects standing as numbers; those whose
+description changed are *grafts*. Outside, a graft's children are regrown (numbers of
+arguments mean the caller's own objects) and put into the caller's object.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_not
+from typing import Any, NamedTuple
+
+from treetap._attributes import Node
+from treetap._errors import StructureError
+from treetap._graphs import Apart
+from treetap._prefixes import Spread
+from treetap._pytrees import flat_of
+from treetap._regrowing import refill, regrow_children
+from treetap._specs import ObjectSpec
+from treetap._traces import current_trace, is_foreign, refuse_foreign_object
+from treetap._variables import Variable
+
+
+class Lanes:
+    """Distinct prefixes among the leaves of a call, in order of appearance.
+
+    Args:
+        work: The prefix spread over the arguments.
+        numbers: The arguments' objects by identity.
+        others: Prefixes that leaves made inside may have.
+    """
+
+    __slots__ = ("known", "of_leaf", "owners", "prefixes")
+
+    def __init__(self, work: Spread, numbers: dict[int, int], others: Sequence[Any]):
+        self.prefixes: list[Any] = []
+        for prefix in (*work.values, *others):
+            if prefix not in self.prefixes:
+                self.prefixes.append(prefix)
+        self.of_leaf = [self.prefixes.index(value) for value in work.values]
+        # By number, the rule for an object and the prefix of a Variable, with paths.
+        self.owners = {numbers[key]: value for key, value in work.owners.items()}
+        self.known = {numbers[key]: value for key, value in work.known.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Lanes)
+            and self.of_leaf == other.of_leaf
+            and self.prefixes == other.prefixes
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - compared only
+
+
+class Graft(NamedTuple):
+    """The new content of an object: its description, and the lane of each new leaf."""
+
+    spec: ObjectSpec
+    lanes: tuple[int, ...]
+
+
+class Grafts:
+    """Watches the objects of a call while a function runs.
+
+    Args:
+        members: The objects inside, by number.
+        name: The transform, for messages.
+    """
+
+    def __init__(self, members: dict[int, Any], name: str):
+        self.name = name
+        self.members = members
+        self.nodes = {n: x for n, x in members.items() if isinstance(x, Node)}
+        walk = self.walk()
+        self.before = {
+            number: self._described(walk, number, node)
+            for number, node in self.nodes.items()
+        }
+
+    def walk(self) -> Apart:
+        """A walk for which the objects of the arguments are known already."""
+        walk = Apart(None, True, self.name)
+        walk.members = [self.members[number] for number in range(len(self.members))]
+        walk.numbers = {id(x): number for number, x in self.members.items()}
+        return walk
+
+    @staticmethod
+    def _described(walk: Apart, number: int, node: Any) -> tuple[ObjectSpec, list[Any]]:
+        """An object's description and the leaves it holds itself."""
+        children, structure = flat_of(node)
+        before = len(walk.leaves)
+        specs, _ = walk.children(structure[0].keys, children)
+        spec = ObjectSpec(number, type(node), structure, specs, None)
+        return spec, walk.leaves[before:]
+
+    def collect(
+        self, walk: Apart, lanes: Lanes | None, is_kept: Callable[[Any], bool]
+    ) -> Iterator[tuple[Graft, list[Any]]]:
+        """The objects that changed, or hold a value to be kept, and their leaves."""
+        work = self.spread(lanes) if lanes else None
+        for number, node in self.nodes.items():
+            spec, leaves = self._described(walk, number, node)
+            old_spec, old_leaves = self.before[number]
+            same = spec == old_spec and not any(map(is_not, leaves, old_leaves))
+            if same and not any(map(is_kept, leaves)):
+                continue
+            if lanes is None or work is None:
+                yield Graft(spec, (0,) * len(leaves)), leaves
+                continue
+            before = len(work.values)
+            rule, path = lanes.owners[number]
+            work.entered.discard(id(node))
+            work.cover(rule, node, path)
+            found = work.values[before:]
+            yield Graft(spec, tuple(map(lanes.prefixes.index, found))), leaves
+
+    def spread(self, lanes: Lanes, argument: str = "the prefix") -> Spread:
+        """A spreading for which the objects of the arguments are known already."""
+        work = Spread(self.name, argument)
+        work.entered |= {id(node) for node in self.nodes.values()}
+        work.known |= {
+            id(self.members[number]): known for number, known in lanes.known.items()
+        }
+        return work
+
+
+def refuse_captured(walk: Apart, name: str) -> None:
+    """Refuses Variables that were made outside the function."""
+    trace = current_trace()
+    for leaf in walk.leaves:
+        if not isinstance(leaf, Variable) or leaf._metadata["ref"]:
+            continue
+        if leaf._trace is not trace:
+            raise StructureError(
+                f"{name}: Cannot extract graph node from different trace level: a "
+                f"{type(leaf).__name__} made outside the function was returned, or put "
+                "into an argument. Pass it as an argument, or use its value."
+            )
+
+
+def plant(
+    grafts: Sequence[Graft], supplies: Sequence[Iterator[Any]], made: dict[int, Any]
+) -> Iterable[Callable[[], None]]:
+    """Regrows what changed and gives, for each object, the step that puts it there."""
+    steps: list[Callable[[], None]] = []
+    for spec, lanes in grafts:
+        node = made[spec.number]  # pyright: ignore[reportArgumentType] - numbered, as all are here
+        if is_foreign(node._pytree__trace):
+            raise refuse_foreign_object(type(node).__name__)
+        values = [next(supplies[lane]) for lane in lanes]
+        children = regrow_children(spec, values, made)
+        steps.append(lambda n=node, s=spec, c=children: refill(n, s.structure, c))
+    return steps
