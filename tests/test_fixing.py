@@ -89,7 +89,7 @@ def test_donation_leaves_live_buffers():
 
 
 def test_graph_updates_are_refused():
-    with pytest.raises(ValueError, match="jit_partial: the structure .* is frozen"):
+    with pytest.raises(ValueError, match=r"jit_partial: the structure .* is frozen"):
         tt.jit_partial(step, Counter(), graph=True, graph_updates=True)
 
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jit_partial: a compiled function whose first arguments are fixed once.
+"""jit_partial and cached_partial: functions whose first arguments are fixed once.
 
 The objects are taken apart when the function is made, so that a call need not look at
 their structure again; their Variables stay the caller's.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack
 
 from treetap._changes import with_policy
 from treetap._compiling import Jit, JitOptions
 from treetap._errors import StructureError
-from treetap._lift import Inputs, mode_of, refuse_bound_method
+from treetap._lift import Inputs, Options, mode_of, refuse_bound_method
 from treetap._regrowing import regrow
 from treetap._settings import Mode
 from treetap._sharing import places
@@ -67,3 +68,49 @@ def jit_partial(
         )
     called = with_policy(fun, options.get("on_structure_change"))
     return JitPartial(called, mode, options, partial_args)
+
+
+def cached_partial(
+    f: Callable[..., Any], *cached_args: Any, **options: Unpack[Options]
+) -> Callable[..., Any]:
+    """A transform with graph updates whose first arguments are fixed.
+
+    It sees copies of the objects, around the caller's Variables; the same copies at
+    each call. Their structure must be the same again when the function ends.
+
+    Args:
+        f: A function wrapped by a transform with graph updates.
+        *cached_args: Its first arguments.
+        **options: Only `graph=True` and `graph_updates=True`.
+    """
+    if mode_of(options) is not Mode.UPDATES:
+        raise StructureError(
+            "cached_partial: it is for graph updates only. Use `jit_partial`, or say "
+            "`graph=True, graph_updates=True`."
+        )
+    if getattr(f, "__treetap_mode__", None) is not Mode.UPDATES:
+        name = getattr(f, "__name__", type(f).__name__)
+        raise StructureError(
+            f"cached_partial: {name} is not a function wrapped by a transform with "
+            "graph updates. Wrap it first: `cached_partial(nnx.jit(f), ...)`."
+        )
+    inputs = Inputs({"args": cached_args, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+    owners: dict[int, Any] = {}
+    tree, _ = regrow(inputs.definition, inputs.leaves, owners)
+    nodes = {n: x for n, x in owners.items() if not isinstance(x, Variable)}
+    fixed = tree["args"]
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = f(*fixed, *args, **kwargs)
+        after = Inputs({"args": fixed, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+        if after.definition != inputs.definition:
+            regrow(inputs.definition, inputs.leaves, owners=nodes)
+            raise StructureError(
+                "cached_partial: the structure of the fixed arguments changed from\n"
+                f"{inputs.definition}\nto\n{after.definition}\nPass what changes its "
+                "structure at each call."
+            )
+        return out
+
+    return call

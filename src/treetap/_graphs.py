@@ -13,6 +13,7 @@ apart.)
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -209,13 +210,14 @@ def take_leaves(
 class _Together:
     """One rebuilding of an object: what was made by number, what did not fit."""
 
-    __slots__ = ("copy", "made", "problems", "recreate", "trace")
+    __slots__ = ("copy", "made", "owners", "problems", "recreate", "trace")
 
-    def __init__(self, copy: bool, recreate: bool):
+    def __init__(self, copy: bool, recreate: bool, made: dict[int, Any], owners: Any):
         self.copy = copy
         self.recreate = recreate
         self.trace = current_trace()
-        self.made: dict[int, Any] = {}
+        self.made = made
+        self.owners = owners  # by number, objects to fill instead of making new ones
         self.problems: list[str] = []
 
     def any(self, spec: Any, state: Any, trail: Trail) -> Any:
@@ -259,6 +261,10 @@ class _Together:
             variable = make(spec.type, value, spec.metadata, self.trace)
         else:
             variable = state
+        owned = self.owners.get(spec.number)
+        if owned is not None and isinstance(variable, Variable):
+            owned.copy_from(variable)
+            variable = owned
         if spec.number is not None:
             self.made[spec.number] = variable
         return variable
@@ -267,7 +273,12 @@ class _Together:
         """An object of ours; numbered first, as its children may lead back to it."""
         number, kind, structure, specs, kinds = spec
         layout = structure[0]
-        node = bare(kind, self.trace, trail[1] if trail else None)
+        node = self.owners.get(number)
+        if node is None:
+            node = bare(kind, self.trace, trail[1] if trail else None)
+        else:
+            node._check_trace()
+            set_spec(node, None)
         if number is not None:
             self.made[number] = node
         elif kinds and type(state) is dict and len(state) == len(kinds):
@@ -292,7 +303,7 @@ class _Together:
             kind = type(spec)
             if kind is ObjectSpec:
                 value = self.object(spec, inner, (trail, key))
-            elif kind is VariableSpec and type(inner) is spec[1] and not self.copy:
+            elif kind is VariableSpec and type(inner) is spec[1] and self.is_plain:
                 value = inner
                 if spec[0] is not None:
                     self.made[spec[0]] = inner
@@ -308,6 +319,11 @@ class _Together:
                 if key not in keys:
                     self.extra((trail, key))
         return made
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Variables are taken as they are."""
+        return not (self.copy or self.owners)
 
     def missing(self, trail: Trail) -> None:
         """Notes a leaf the state does not have."""
@@ -338,17 +354,20 @@ def put_together(
     *,
     copy: bool = False,
     recreate_variables: bool = True,
+    made: dict[int, Any] | None = None,
+    owners: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 
     Every name, and the kind of every Variable, must be right; all that is wrong is
-    listed in one StructureError.
+    listed in one StructureError. `made` has objects by number from descriptions of the
+    same walk; `owners` are filled instead of made.
     """
-    work = _Together(copy, recreate_variables)
-    made = work.any(graphdef.spec, state, ())
+    work = _Together(copy, recreate_variables, {} if made is None else made, owners)
+    root = work.any(graphdef.spec, state, ())
     if work.problems:
         raise StructureError(_complaint(name, graphdef, state, work.problems))
-    return made
+    return root
 
 
 def count_leaves(state: Any) -> int:

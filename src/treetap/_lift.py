@@ -101,7 +101,11 @@ def transform(fn: F) -> F:
             given = {"graph": mode, "on_structure_change": policy, **options}
             return functools.partial(call, **given)
         refuse_bound_method(f, name)
-        return fn(with_policy(f, on_structure_change), *args, graph=mode, **options)
+        f = with_policy(f, on_structure_change)
+        made = fn(f, *args, graph=mode, **options)
+        if getattr(made, "__wrapped__", None) is f:  # not a result: a function
+            made.__treetap_mode__ = mode
+        return made
 
     call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`

@@ -2,8 +2,8 @@
 """Random streams inside other objects: replacing them, and starting them anew."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from treetap._errors import StructureError
 from treetap._filters import Filter, predicate_of
 from treetap._metadata import MISSING
 from treetap._randomness import Rngs, RngStream, Shape, as_key
-from treetap._settings import resolve_graph
+from treetap._settings import Mode, resolve_graph, resolve_mode
 from treetap._trees import Path, show_path
 from treetap._walks import nodes_below, recursive_map
 
@@ -213,7 +213,8 @@ def split_rngs(
         only: Which streams.
         squeeze: With `splits=1`, keep the keys scalar.
         graph: Keep shared references instead of refusing them.
-        graph_updates: Accepted for symmetry; the result is always a copy.
+        graph_updates: With `graph`, split in place and give back what was there, for
+            `restore_rngs` or a `with` block; a decorator does that around the call.
 
     Examples:
         >>> import treetap as tt
@@ -222,13 +223,12 @@ def split_rngs(
     """
     if squeeze and splits != 1:
         raise ValueError(f"split_rngs: `squeeze` needs splits=1, got {splits}.")
-    if not squeeze:
-        return with_rngs(
-            node, split=splits, only=only, graph=graph, graph_updates=graph_updates
-        )
+    mode = resolve_mode(graph, graph_updates)
 
-    def squeezed(tree: Any) -> Any:
-        made = with_rngs(tree, split=1, only=only, graph=graph)
+    def divided(tree: Any) -> Any:
+        made = with_rngs(tree, split=splits, only=only, graph=bool(mode))
+        if not squeeze:
+            return made
         found = nodes_below(made, RngStream, True, "split_rngs")
         for path, stream in found:
             if predicate_of(only)(path, stream):
@@ -236,7 +236,7 @@ def split_rngs(
                 stream.count.set_value(stream.count[...][0])
         return made
 
-    return _on_arguments(squeezed) if node is MISSING else squeezed(node)
+    return _applied(node, divided, mode)
 
 
 def fork_rngs(
@@ -256,12 +256,85 @@ def fork_rngs(
         split: A shape for every stream, or a mapping from filter to shape; streams
             that no filter takes are then left alone.
         graph: Keep shared references instead of refusing them.
-        graph_updates: Accepted for symmetry; the result is always a copy.
+        graph_updates: As for `split_rngs`.
     """
     fork = ... if split is None else None
-    return with_rngs(
-        node, split=split, fork=fork, graph=graph, graph_updates=graph_updates
+    mode = resolve_mode(graph, graph_updates)
+
+    def forked(tree: Any) -> Any:
+        return with_rngs(tree, split=split, fork=fork, graph=bool(mode))
+
+    return _applied(node, forked, mode)
+
+
+class StreamBackup(NamedTuple):
+    """A stream, and the key and counter it had."""
+
+    stream: RngStream
+    key: Any
+    count: Any
+
+
+class SplitBackups(list[StreamBackup]):
+    """What streams were before they were changed in place.
+
+    `restore_rngs` brings it back; as a context manager, it does so at the end.
+    """
+
+    def __enter__(self) -> "SplitBackups":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        restore_rngs(self)
+
+
+def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
+    """Gives random streams the keys and counters they had."""
+    for stream, key, count in backups:
+        stream.key.set_value(key)
+        stream.count.set_value(count)
+
+
+def backup_keys(node: Any, /, *, graph: bool | None = None) -> SplitBackups:
+    """What the random streams in an object are now."""
+    found = nodes_below(node, RngStream, resolve_graph(graph), "backup_keys")
+    return SplitBackups(
+        StreamBackup(stream, stream.key[...], stream.count[...]) for _, stream in found
     )
+
+
+def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
+    """Changes the streams in a tree as `change` does in a copy."""
+    made = change(tree)
+    backups = SplitBackups()
+    pairs = zip(
+        nodes_below(tree, RngStream, True, "split_rngs"),
+        nodes_below(made, RngStream, True, "split_rngs"),
+    )
+    for (_, stream), (_, other) in pairs:
+        if stream is not other:
+            backups.append(StreamBackup(stream, stream.key[...], stream.count[...]))
+            stream.key.set_value(other.key[...])
+            stream.count.set_value(other.count[...])
+    return backups
+
+
+def _applied(node: Any, change: Callable[[Any], Any], mode: Mode) -> Any:
+    """A changed copy, or with graph updates backups; without a node, a decorator."""
+    if mode is not Mode.UPDATES:
+        return _on_arguments(change) if node is MISSING else change(node)
+    if node is not MISSING:
+        return _in_place(node, change)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _in_place((args, kwargs), change):
+                return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def _on_arguments(change: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ register_pytree_with_keys(
 )
 
 
-def _groups(name: str, state: Any, filters: tuple[Filter, ...]) -> list[Any]:
+def state_groups(name: str, state: Any, filters: tuple[Filter, ...]) -> list[Any]:
     """The state as one State per filter, all of it; one State without filters."""
     if not isinstance(state, dict):  # the root itself is a leaf
         groups, rest = grouped([((), state)], predicates_of(filters or (...,)))
@@ -94,7 +94,7 @@ def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
         (['w'], ['calls'])
     """
     graphdef, state = take_apart(node, resolve_graph(graph), "split")
-    return graphdef, *_groups("split", state, filters)
+    return graphdef, *state_groups("split", state, filters)
 
 
 def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -105,7 +105,7 @@ def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
             f"unpack: a bare {type(node).__name__} has no names to unpack by. "
             "Use `split`, or put it in a container."
         )
-    states = [GraphState(graphdef, s) for s in _groups("unpack", state, filters)]
+    states = [GraphState(graphdef, s) for s in state_groups("unpack", state, filters)]
     return states[0] if len(states) == 1 else tuple(states)
 
 

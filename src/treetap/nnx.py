@@ -2,8 +2,9 @@
 """NNX's names with NNX's defaults: `from treetap import nnx` runs an NNX program.
 
 Everything here is the library itself. Two things differ from `import treetap`:
-functions with a `graph` argument keep shared references unless told otherwise, and
-NNX's deprecated names are here, with their warnings.
+functions with a `graph` argument keep shared references, and transforms carry changes
+of structure out, unless told otherwise; and NNX's deprecated names are here, with their
+warnings.
 """
 
 import functools
@@ -13,13 +14,23 @@ from typing import TypeVar
 
 from treetap import (
     _applying,
+    _batching,
+    _branching,
+    _compiling,
     _copies,
+    _custom_rules,
+    _differentiating,
+    _fixing,
+    _looping,
     _modules,
+    _prefixes,
     _reseeding,
+    _scanning,
     _settings,
     _splitting,
     _views,
     _walks,
+    compat,
 )
 from treetap import _traversals as traversals
 from treetap._applying import call
@@ -31,7 +42,20 @@ from treetap._attributes import (
     register_data_type,
     static,
 )
+from treetap._axis_names import PARTITION_NAME, transform_metadata
 from treetap._containers import Dict, List, Sequential
+from treetap._contexts import (
+    MergeContext,
+    NodeStates,
+    SplitContext,
+    UpdateContext,
+    current_update_context,
+    from_tree,
+    merge_context,
+    split_context,
+    to_tree,
+    update_context,
+)
 from treetap._copies import as_pure
 from treetap._deprecated import (
     first_from,
@@ -42,6 +66,7 @@ from treetap._deprecated import (
     variable_type_from_name,
     vars_as,
 )
+from treetap._differentiating import DiffState
 from treetap._errors import AttributeStatusError as _AttributeStatusError
 from treetap._filters import (
     All,
@@ -66,8 +91,11 @@ from treetap._kinds import (
 from treetap._metadata import VariableMetadata, with_metadata
 from treetap._modules import Module
 from treetap._placement import logical_axis_rules
+from treetap._prefixes import StateAxes, StateSharding
 from treetap._pytrees import Pytree, check_pytree
 from treetap._randomness import Rngs, RngStream
+from treetap._reseeding import restore_rngs
+from treetap._scanning import Carry
 from treetap._settings import use_eager_sharding, using_eager_sharding
 from treetap._sharing import find_duplicates
 from treetap._specs import GraphDef
@@ -112,6 +140,48 @@ def _graph_by_default(fn: F) -> F:
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
+def _updates_by_default(fn: F) -> F:
+    """The same transform, with graph updates unless told otherwise."""
+
+    @functools.wraps(fn)
+    def call(
+        *args: _Any,
+        graph: bool | None = None,
+        graph_updates: bool | None = None,
+        **kwargs: _Any,
+    ) -> _Any:
+        if graph is None:
+            graph = set_graph_mode.current_value()
+        if graph_updates is None:
+            graph_updates = set_graph_updates.current_value()
+        return fn(*args, graph=graph, graph_updates=graph_updates, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
+
+
+cached_partial = _updates_by_default(_fixing.cached_partial)
+checkify = _updates_by_default(_branching.checkify)
+cond = _updates_by_default(_branching.cond)
+custom_vjp = _updates_by_default(_custom_rules.custom_vjp)
+eval_shape = _updates_by_default(_compiling.eval_shape)
+fori_loop = _updates_by_default(_looping.fori_loop)
+fork_rngs = _updates_by_default(_reseeding.fork_rngs)
+grad = _updates_by_default(_differentiating.grad)
+jit = _updates_by_default(_compiling.jit)
+jit_partial = _updates_by_default(_fixing.jit_partial)
+jvp = _updates_by_default(_differentiating.jvp)
+make_jaxpr = _updates_by_default(_compiling.make_jaxpr)
+pmap = _updates_by_default(_batching.pmap)
+remat = _updates_by_default(_differentiating.remat)
+scan = _updates_by_default(_scanning.scan)
+shard_map = _updates_by_default(_batching.shard_map)
+split_rngs = _updates_by_default(_reseeding.split_rngs)
+switch = _updates_by_default(_branching.switch)
+value_and_grad = _updates_by_default(_differentiating.value_and_grad)
+vjp = _updates_by_default(_differentiating.vjp)
+vmap = _updates_by_default(_batching.vmap)
+while_loop = _updates_by_default(_looping.while_loop)
+
 clone = _graph_by_default(_copies.clone)
 flatten = _graph_by_default(_splitting.flatten)
 graphdef = _graph_by_default(_splitting.graphdef)
@@ -120,6 +190,7 @@ iter_graph = _graph_by_default(_walks.iter_graph)
 iter_module_children = iter_children
 iter_modules = _graph_by_default(_modules.iter_modules)
 map = _graph_by_default(_applying.map)
+prefix = _graph_by_default(_prefixes.prefix)
 recursive_map = _graph_by_default(_walks.recursive_map)
 reseed = _graph_by_default(_reseeding.reseed)
 split = _graph_by_default(_splitting.split)
@@ -162,18 +233,23 @@ def display(*objects: _Any) -> None:
 
 
 __all__ = [
+    "PARTITION_NAME",
     "All",
     "Any",
     "BatchStat",
     "Cache",
+    "Carry",
     "Dict",
+    "DiffState",
     "Everything",
     "FlatState",
     "GraphDef",
     "GraphState",
     "Intermediate",
     "List",
+    "MergeContext",
     "Module",
+    "NodeStates",
     "Not",
     "Nothing",
     "Object",
@@ -188,22 +264,37 @@ __all__ = [
     "RngStream",
     "Rngs",
     "Sequential",
+    "SplitContext",
     "State",
+    "StateAxes",
+    "StateSharding",
+    "UpdateContext",
     "Variable",
     "VariableMetadata",
     "WithTag",
     "as_pure",
+    "cached_partial",
     "call",
     "check_pytree",
+    "checkify",
     "clone",
+    "compat",
+    "cond",
+    "current_update_context",
+    "custom_vjp",
     "data",
     "dataclass",
     "display",
+    "eval_shape",
     "filter_state",
     "find_duplicates",
     "first_from",
     "flatten",
+    "fori_loop",
+    "fork_rngs",
     "from_flat_state",
+    "from_tree",
+    "grad",
     "graphdef",
     "has_data",
     "is_data",
@@ -211,34 +302,52 @@ __all__ = [
     "iter_graph",
     "iter_module_children",
     "iter_modules",
+    "jit",
+    "jit_partial",
+    "jvp",
     "logical_axis_rules",
+    "make_jaxpr",
     "map",
     "map_state",
     "merge",
+    "merge_context",
     "merge_state",
+    "pmap",
     "pop",
+    "prefix",
     "pure",
     "recursive_map",
     "register_data_type",
     "register_variable_name",
+    "remat",
     "replace_by_pure_dict",
     "reseed",
     "restore_int_paths",
+    "restore_rngs",
+    "scan",
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
+    "shard_map",
     "split",
+    "split_context",
+    "split_rngs",
     "split_state",
     "state",
     "static",
+    "switch",
     "to_flat_state",
     "to_pure_dict",
+    "to_tree",
+    "transform_metadata",
     "traversals",
     "unflatten",
     "unpack",
     "update",
+    "update_context",
     "use_eager_sharding",
     "using_eager_sharding",
+    "value_and_grad",
     "var_defaults",
     "variable_name_from_type",
     "variable_type_from_name",
@@ -246,6 +355,9 @@ __all__ = [
     "vars_as",
     "view",
     "view_info",
+    "vjp",
+    "vmap",
+    "while_loop",
     "with_attributes",
     "with_metadata",
     "with_rngs",

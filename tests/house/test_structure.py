@@ -61,7 +61,9 @@ ORDER = [
     "_looping",
     "_scanning",
     "_branching",
+    "_contexts",
     "_deprecated",
+    "compat",
     "nnx",
     "__init__",
 ]
