@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import SIMPLE_MODES
+from treetap import compat, nnx
 
 
 def named(names, shape=(3, 2)):
@@ -80,3 +82,109 @@ def test_hooks_are_called_once_each():
 
     tt.transform_metadata(lambda v: None, partition="l")(Watched(jnp.ones(3)))
     assert calls == [("remove", 0, "l"), ("add", 0, "l")]
+
+
+# As an argument of mapping transforms, with graph updates.
+
+NAMES = {nnx.PARTITION_NAME: "layers"}
+
+
+def test_vmap_moves_names_when_asked():
+    seen = []
+
+    @compat.vmap(transform_metadata=NAMES)
+    def run(m):
+        seen.append(m.w.out_sharding)
+        m.w[...] = m.w * 2
+        m.made = tt.Param(m.w[...], out_sharding=("model",), eager_sharding=False)
+        return tt.Param(m.w[...], out_sharding=("model",), eager_sharding=False)
+
+    model = tt.Dict(w=named(("layers", "model")))
+    out = run(model)
+    assert seen == [("model",)]
+    for variable in (model.w, model.made, out):
+        assert variable.out_sharding == ("layers", "model")
+        assert variable.shape == (3, 2)
+    assert model.w[0, 0] == 2.0
+
+
+def test_names_follow_the_axis_of_each_kind():
+    seen = []
+
+    @compat.vmap(
+        in_axes=(nnx.StateAxes({nnx.Param: 1, ...: None}),), transform_metadata=NAMES
+    )
+    def run(m):
+        seen.append((m.w.out_sharding, m.n.out_sharding))
+        return m.w * 1
+
+    n = tt.BatchStat(jnp.ones(2), out_sharding=("model",), eager_sharding=False)
+    model = tt.Dict(w=named(("model", "layers")), n=n)
+    run(model)
+    assert seen == [(("model",), ("model",))]
+    assert model.w.out_sharding == ("model", "layers")
+    assert n.out_sharding == ("model",)
+
+
+def test_scan_moves_names_when_asked():
+    seen = []
+
+    @compat.scan(transform_metadata=NAMES)
+    def run(total, m):
+        seen.append(m.w.out_sharding)
+        m.w[...] = m.w * 2
+        return total + m.w.sum(), tt.Param(
+            m.w[...], out_sharding=("model",), eager_sharding=False
+        )
+
+    model = tt.Dict(w=named(("layers", "model")))
+    total, stacked = run(jnp.array(0.0), model)
+    assert set(seen) == {("model",)}
+    assert model.w.out_sharding == stacked.out_sharding == ("layers", "model")
+    assert float(total) == 12.0
+
+
+@pytest.mark.skipif(len(jax.devices()) < 3, reason="needs three devices")
+def test_pmap_moves_names_when_asked():
+    seen = []
+
+    @compat.pmap(transform_metadata=NAMES)
+    def run(m):
+        seen.append(m.w.out_sharding)
+        m.w[...] = m.w * 2
+
+    model = tt.Dict(w=named(("layers", "model")))
+    run(model)
+    assert set(seen) == {("model",)}
+    assert model.w.out_sharding == ("layers", "model")
+
+
+def test_other_metadata_may_name_the_axis_too():
+    seen = []
+
+    @compat.vmap(transform_metadata={**NAMES, "roles": "stack"})
+    def run(v):
+        seen.append((v.out_sharding, v.get_metadata("roles")))
+
+    v = named(("layers", "model"))
+    v.set_metadata(roles=("stack", "inner"))
+    run(v)
+    assert seen == [(("model",), ("inner",))]
+    assert v.out_sharding == ("layers", "model")
+    assert v.get_metadata("roles") == ("stack", "inner")
+
+
+def test_a_wrong_name_is_refused_by_the_mapping_too():
+    variable = named(("other", "model"))
+    mapped = compat.vmap(lambda v: None, transform_metadata=NAMES)
+    with pytest.raises(ValueError, match=r"'layers' .*found 'other'"):
+        mapped(variable)
+    assert variable.out_sharding == ("other", "model")
+    assert variable[0, 0] == 1.0
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("transform", [tt.vmap, tt.scan, tt.pmap])
+def test_the_argument_needs_graph_updates(transform, mode):
+    with pytest.raises(ValueError, match="`transform_metadata=` needs graph updates"):
+        transform(lambda v: v, transform_metadata=NAMES, **mode)

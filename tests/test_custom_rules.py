@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import SIMPLE_MODES
+from treetap import compat, nnx
 
 
 class Model(tt.Module):
@@ -35,10 +37,10 @@ def make(scale=1.0, **options):
     return f
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_the_worked_numbers(graph):
+@SIMPLE_MODES
+def test_the_worked_numbers(mode):
     model = Model()
-    grads = tt.grad(make(graph=graph), graph=graph)(model)
+    grads = tt.grad(make(**mode), **mode)(model)
     assert jnp.allclose(grads.x[...], 2 * jnp.cos(1.0))
     assert jnp.allclose(grads.y[...], jnp.sin(1.0))
     assert model.calls[...] == 1
@@ -141,3 +143,146 @@ def test_it_binds_as_a_method():
     module = Doubling()
     assert module.run(2.0) == 6.0
     assert tt.grad(lambda m, x: m.run(x), argnums=1)(module, 2.0) == 100.0
+
+
+# With graph updates.
+
+
+def make_with_states(seen, **options):
+    @compat.custom_vjp(**options)
+    def f(m):
+        m.calls[...] += 1
+        return jnp.sin(m.x[...]) * m.y[...]
+
+    def fwd(m):
+        return f(m), (jnp.cos(m.x[...]), jnp.sin(m.x[...]), m)
+
+    def bwd(residual, g):
+        updates_g, out_g = g
+        seen.append(updates_g)
+        cos, sin, m = residual
+        tangent = {"x": tt.Param(out_g * cos * m.y[...]), "y": tt.Param(out_g * sin)}
+        return (tt.State(tangent),)
+
+    f.defvjp(fwd, bwd)
+    return f
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_worked_numbers_with_graph_updates(jitted):
+    seen, model = [], Model()
+    derive = compat.grad(make_with_states(seen))
+    grads = (compat.jit(derive) if jitted else derive)(model)
+    assert type(grads) is tt.State
+    assert jnp.allclose(grads.x[...], 2 * jnp.cos(1.0))
+    assert jnp.allclose(grads.y[...], jnp.sin(1.0))
+    assert model.calls[...] == 1
+    ((updates_g,),) = seen
+    assert type(updates_g) is tt.State
+    assert {"x", "y"} <= set(updates_g)
+    assert type(updates_g["x"]) is tt.Param
+
+
+def test_with_graph_updates_the_rule_gets_the_cotangent_of_each_change():
+    @compat.custom_vjp
+    def f(m, k):
+        m.x[...] = m.x * 3
+        return m.y * k
+
+    def bwd(residual, g):
+        updates_g, out_g = g
+        assert updates_g[1] is None
+        x, y = tt.Param(updates_g[0]["x"] * 3), tt.Param(out_g * 10)
+        return tt.State({"x": x, "y": y}), out_g * 100
+
+    f.defvjp(lambda m, k: (f(m, k), None), bwd)
+
+    def loss(m, k):
+        return f(m, k) + m.x * 2
+
+    model = Model()
+    grads, grad_k = compat.grad(loss, argnums=(0, 1))(model, 5.0)
+    assert (float(grads.x), float(grads.y), float(grad_k)) == (6.0, 10.0, 100.0)
+    assert float(model.x) == 3.0
+
+
+def test_with_graph_updates_the_rule_gets_the_cotangent_of_a_changed_variable():
+    @compat.custom_vjp
+    def f(v):
+        v[...] = v * 3
+        return jnp.array(0.0)
+
+    def bwd(residual, g):
+        (updates_g,), _ = g
+        assert type(updates_g) is tt.Param
+        return (tt.Param(updates_g * 3),)
+
+    f.defvjp(lambda v: (f(v), None), bwd)
+    v = tt.Param(jnp.array(1.0))
+    assert float(compat.grad(lambda v: f(v) + v * 2)(v)) == 6.0
+    assert float(v) == 3.0
+
+
+def test_a_filter_says_what_of_an_object_has_a_rule():
+    seen = []
+
+    @compat.custom_vjp(nondiff_argnums=(nnx.DiffState(0, nnx.PathContains("x")),))
+    def f(m):
+        return m.x * m.y
+
+    def bwd(residual, g):
+        seen.append(set(g[0][0]))
+        return (tt.State({"x": tt.Param(g[1] * 10)}),)
+
+    f.defvjp(lambda m: (f(m), None), bwd)
+    grads = compat.grad(f)(Model())
+    assert (float(grads.x), float(grads.y)) == (10.0, 0.0)
+    assert "x" in seen[0]
+
+
+@pytest.mark.parametrize("filter", [..., nnx.Everything()])
+def test_everything_of_an_object_may_have_a_rule(filter):
+    @compat.custom_vjp(nondiff_argnums=(nnx.DiffState(0, filter),))
+    def f(m):
+        return m.x * m.y
+
+    def bwd(residual, g):
+        return (tt.State({"x": tt.Param(g[1] * 10), "y": tt.Param(g[1] * 20)}),)
+
+    f.defvjp(lambda m: (f(m), None), bwd)
+    grads = compat.grad(f)(Model())
+    assert (float(grads.x), float(grads.y)) == (10.0, 20.0)
+
+
+def test_with_graph_updates_an_object_is_not_left_out_by_number():
+    f = compat.custom_vjp(lambda m, x: x * 2, nondiff_argnums=0)
+    f.defvjp(lambda m, x: (x * 2, None), lambda m, residual, g: (g[1],))
+    with pytest.raises(TypeError, match=r"custom_vjp: argument 0 .*DiffState\(0, "):
+        f(Model(), 1.0)
+    g = compat.custom_vjp(lambda fn, x: fn(x), nondiff_argnums=0)
+    g.defvjp(lambda fn, x: (fn(x), None), lambda fn, residual, g: (g[1] * 5,))
+    assert float(compat.grad(lambda x: g(jnp.sin, x))(1.0)) == 5.0
+
+
+def test_with_graph_updates_a_repeated_number_is_refused():
+    def use():
+        f = compat.custom_vjp(lambda a, b: a * b, nondiff_argnums=(0, 0))
+        f.defvjp(lambda a, b: (a * b, None), lambda a, residual, g: (g[1],))
+        return f(1.0, 2.0)
+
+    with pytest.raises(ValueError, match="repeated"):
+        use()
+
+
+def test_with_graph_updates_structure_changes_by_the_rule_or_without_it():
+    def grow(m):
+        m.z = tt.Param(m.x * 2)
+        return m.x * m.y
+
+    f = compat.custom_vjp(grow)
+    tangent = lambda g: tt.State({"x": tt.Param(g[1] * 10)})
+    f.defvjp(lambda m: (grow(m), None), lambda residual, g: (tangent(g),))
+    for call in (f, lambda m: compat.grad(f)(m).x):
+        model = Model(x=3.0)
+        assert float(call(model)) in (6.0, 10.0)
+        assert float(model.z) == 6.0

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jit_partial: a compiled function whose first arguments are fixed."""
+"""jit_partial and cached_partial: functions whose first arguments are fixed."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import SIMPLE_MODES
+from treetap import compat
 
 
 class Counter(tt.Module):
@@ -95,3 +97,123 @@ def test_graph_updates_are_refused():
 
 def test_functions_of_jax_itself_can_be_compiled():
     assert tt.jit(jax.lax.add)(1.0, 2.0) == 3.0
+
+
+# cached_partial.
+
+
+def test_cached_partial_sees_copies_around_the_same_variables():
+    counter = Counter()
+    seen = []
+
+    @compat.jit
+    def same(counter):
+        counter.n[...] += 1
+        return counter
+
+    run = compat.cached_partial(same, counter)
+    for _ in range(2):
+        seen.append(run())
+    assert seen[0] is seen[1]
+    assert seen[0] is not counter
+    assert seen[0].n is counter.n
+    assert counter.n[...] == 2
+
+
+def test_cached_partial_takes_further_arguments_and_traces_once():
+    traces = []
+
+    @compat.jit
+    def run(counter, x, *, shift):
+        traces.append(1)
+        return step(counter, x) + shift
+
+    counter = Counter()
+    fixed = compat.cached_partial(run, counter)
+    assert fixed(3.0, shift=1.0) == 7.0
+    counter.scale[...] = 5.0
+    assert fixed(3.0, shift=0.0) == 15.0
+    assert counter.n[...] == 2
+    assert traces == [1]
+
+
+def test_cached_partial_does_not_see_later_changes_of_structure():
+    counter = Counter()
+    run = compat.cached_partial(compat.jit(lambda c: len(c.kind)), counter)
+    counter.kind = "another"
+    assert run() == 5
+
+
+def test_cached_partial_keeps_shared_parts_shared():
+    counter = Counter()
+    pair = compat.jit(lambda one, two: [one is two[0], one.n is two[1]])
+    run = compat.cached_partial(pair, counter, [counter, counter.n])
+    assert [bool(x) for x in run()] == [True, True]
+
+
+@pytest.mark.parametrize("transform", [compat.remat, compat.vmap, compat.grad])
+def test_cached_partial_takes_every_transform_with_graph_updates(transform):
+    def product(v, x):
+        v[...] = v * 2
+        return v * x
+
+    v = tt.Param(jnp.array([1.0]) if transform is compat.vmap else jnp.array(1.0))
+    compat.cached_partial(transform(product), v)(jnp.ones_like(v[...]))
+    assert float(v.sum()) == 2.0
+
+
+def grow(counter):
+    counter.n[...] += 1
+    counter.extra = tt.Param(jnp.array(1.0))
+
+
+def rename(counter):
+    counter.n[...] += 1
+    counter.kind = "other"
+
+
+@pytest.mark.parametrize("change", [grow, rename])
+def test_cached_partial_refuses_another_structure_and_changes_nothing(change):
+    counter = Counter()
+    run = compat.cached_partial(compat.jit(change), counter)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cached_partial: the structure .*chan"):
+            run()
+    assert counter.n[...] == 0
+    assert sorted(vars(counter)) == sorted(vars(Counter()))
+
+
+def test_cached_partial_allows_what_is_undone():
+    def there_and_back(counter):
+        counter.extra = tt.Param(jnp.array(1.0))
+        counter.n[...] += 1
+        del counter.extra
+
+    counter = Counter()
+    compat.cached_partial(compat.jit(there_and_back), counter)()
+    assert counter.n[...] == 1
+
+
+def test_cached_partial_stays_usable_after_an_exception():
+    broken = [True]
+
+    def maybe(counter):
+        counter.n[...] += 1
+        counter.kind = "other"
+        if broken:
+            raise KeyError("inside")
+        counter.kind = "plain"
+
+    counter = Counter()
+    run = compat.cached_partial(compat.jit(maybe), counter)
+    with pytest.raises(KeyError, match="inside"):
+        run()
+    broken.clear()
+    run()
+    assert counter.n[...] == 1
+
+
+@SIMPLE_MODES
+def test_cached_partial_is_for_graph_updates_only(mode):
+    with pytest.raises(ValueError, match="cached_partial: it is for graph updates"):
+        compat.cached_partial(compat.jit(step), Counter(), **mode)

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treetap as tt
-
-BOTH = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
+from modes import ALL_MODES, GRAPH_MODES, SIMPLE_MODES, UPDATES
 
 
 class Layer(tt.Module):
@@ -90,37 +89,65 @@ def test_other_transforms_refuse_a_variable_given_twice(name):
         calls[name]()
 
 
-@BOTH
+@SIMPLE_MODES
 @pytest.mark.parametrize("name", ["eval_shape", "make_jaxpr"])
-def test_transforms_that_only_look_refuse_shared_inputs_in_both_modes(name, graph):
+def test_transforms_that_only_look_refuse_shared_inputs_in_both_modes(name, mode):
     v = tt.Param(ones())
     f = lambda a, b: a * b
     looks = {
-        "eval_shape": lambda: tt.eval_shape(f, v, v, graph=graph),
-        "make_jaxpr": lambda: tt.make_jaxpr(f, graph=graph)(v, v),
+        "eval_shape": lambda: tt.eval_shape(f, v, v, **mode),
+        "make_jaxpr": lambda: tt.make_jaxpr(f, **mode)(v, v),
     }
     with pytest.raises(ValueError, match="Duplicate Param"):
         looks[name]()
 
 
-@BOTH
+@SIMPLE_MODES
 @EVERY
-def test_an_input_variable_may_not_be_returned(name, graph):
+def test_an_input_variable_may_not_be_returned(name, mode):
     with pytest.raises(ValueError, match="Duplicate Param") as caught:
-        CALLS[name](lambda a, b: {"r": a}, tt.Param(ones()), ones(), graph=graph)
+        CALLS[name](lambda a, b: {"r": a}, tt.Param(ones()), ones(), **mode)
     assert "args/0" in str(caught.value)
     assert re.search("out/.*r", str(caught.value))
 
 
-@BOTH
+@SIMPLE_MODES
 @EVERY
-def test_a_captured_variable_may_not_be_returned(name, graph):
+def test_a_captured_variable_may_not_be_returned(name, mode):
     outer = tt.Param(ones())
     with pytest.raises(ValueError, match="Cannot return captured Variable") as caught:
-        CALLS[name](lambda a, b: [outer], tt.Param(ones()), ones(), graph=graph)
+        CALLS[name](lambda a, b: [outer], tt.Param(ones()), ones(), **mode)
     assert name in str(caught.value)
     assert "Param" in str(caught.value)
     assert re.search("out/.*0", str(caught.value))
+
+
+@EVERY
+def test_with_graph_updates_an_input_variable_is_returned_as_itself(name):
+    given = tt.Param(ones())
+
+    def f(a, b):
+        a[...] = a + 1
+        return {"r": a}
+
+    found = CALLS[name](f, given, ones(), **UPDATES)["r"]
+    if name == "eval_shape":
+        assert (type(found), found.shape) == (tt.Param, (2,))
+        assert found is not given
+        np.testing.assert_array_equal(given[...], ones())
+    else:
+        assert found is given
+        np.testing.assert_array_equal(given[...], 2 * ones())
+
+
+@EVERY
+def test_with_graph_updates_a_captured_variable_may_not_be_returned(name):
+    outer = tt.Param(ones())
+    text = "Cannot extract graph node from different trace level"
+    with pytest.raises(ValueError, match=text) as caught:
+        CALLS[name](lambda a, b: [outer], tt.Param(ones()), ones(), **UPDATES)
+    assert str(caught.value).startswith(f"{name}:")
+    assert "Param" in str(caught.value)
 
 
 def new_twice(a, b):
@@ -136,31 +163,33 @@ def test_a_new_variable_twice_in_the_result_is_refused_in_tree_mode(name):
     assert re.search("out/.*1/again", str(caught.value))
 
 
+@GRAPH_MODES
 @EVERY
-def test_a_new_variable_twice_in_the_result_is_one_in_graph_mode(name):
-    first, second = CALLS[name](new_twice, tt.Param(ones()), ones(), graph=True)
+def test_a_new_variable_twice_in_the_result_is_one_in_graph_mode(name, mode):
+    first, second = CALLS[name](new_twice, tt.Param(ones()), ones(), **mode)
     assert first is second["again"]
     assert type(first) is tt.BatchStat
 
 
-@BOTH
+@ALL_MODES
 @EVERY
-def test_a_variable_of_a_closure_may_be_read_but_not_changed(name, graph):
+def test_a_variable_of_a_closure_may_be_read_but_not_changed(name, mode):
     outer = tt.Param(ones())
     read = lambda a, b: b * outer[...]
-    found = CALLS[name](read, tt.Param(ones()), ones(), graph=graph)
+    found = CALLS[name](read, tt.Param(ones()), ones(), **mode)
     assert found.shape[-1] == 2
 
     def change(a, b):
         outer[...] = b
 
     with pytest.raises(tt.TraceContextError, match=r"Cannot mutate.*trace level"):
-        CALLS[name](change, tt.Param(ones()), ones(), graph=graph)
+        CALLS[name](change, tt.Param(ones()), ones(), **mode)
     np.testing.assert_array_equal(outer[...], ones())
 
 
+@ALL_MODES
 @EVERY
-def test_a_module_of_a_closure_may_not_be_changed(name):
+def test_a_module_of_a_closure_may_not_be_changed(name, mode):
     outer = tt.Dict(a=1)
 
     def change(a, b):
@@ -168,7 +197,7 @@ def test_a_module_of_a_closure_may_not_be_changed(name):
 
     text = "Cannot mutate 'Dict' from different trace level"
     with pytest.raises(tt.TraceContextError, match=text):
-        CALLS[name](change, tt.Param(ones()), ones())
+        CALLS[name](change, tt.Param(ones()), ones(), **mode)
     assert not hasattr(outer, "b")
 
 
@@ -244,17 +273,15 @@ def renew(carry):
     return tt.Param(carry[0] + 1), carry[1]
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize("body", [swap, renew])
 @pytest.mark.parametrize("name", ["scan", "while_loop", "fori_loop"])
-def test_a_carry_keeps_its_variables(name, body, graph):
+def test_a_carry_keeps_its_variables(name, body, mode):
     carry = (tt.Param(ones()), tt.Param(ones()))
     calls = {
-        "scan": lambda: tt.scan(lambda c, x: (body(c), x), graph=graph)(carry, ones()),
-        "while_loop": lambda: tt.while_loop(lambda c: False, body, carry, graph=graph),
-        "fori_loop": lambda: tt.fori_loop(
-            0, 2, lambda i, c: body(c), carry, graph=graph
-        ),
+        "scan": lambda: tt.scan(lambda c, x: (body(c), x), **mode)(carry, ones()),
+        "while_loop": lambda: tt.while_loop(lambda c: False, body, carry, **mode),
+        "fori_loop": lambda: tt.fori_loop(0, 2, lambda i, c: body(c), carry, **mode),
     }
     with pytest.raises(ValueError, match=f"{name} Variable identity must be preserved"):
         calls[name]()
@@ -269,23 +296,23 @@ PREFIXED = {
 }
 
 
-@BOTH
+@SIMPLE_MODES
 @pytest.mark.parametrize("name", PREFIXED)
-def test_a_variable_cannot_stand_in_a_prefix(name, graph):
+def test_a_variable_cannot_stand_in_a_prefix(name, mode):
     with pytest.raises(ValueError, match="Variables prefixes are not supported") as e:
-        PREFIXED[name]((tt.Dict(w=tt.Param(0)), 0), graph=graph)
+        PREFIXED[name]((tt.Dict(w=tt.Param(0)), 0), **mode)
     assert name in str(e.value)
 
 
-@BOTH
-def test_a_prefix_gives_each_variable_its_axis(graph):
+@SIMPLE_MODES
+def test_a_prefix_gives_each_variable_its_axis(mode):
     def f(layer, x):
         layer.w[...] += x
 
     layer = Layer()
-    axes = tt.prefix(layer, {tt.Param: 0, ...: None}, graph=graph)
+    axes = tt.prefix(layer, {tt.Param: 0, ...: None}, graph=mode["graph"])
     before = layer.n.get_raw_value()
-    tt.vmap(f, in_axes=(axes, 0), graph=graph)(layer, jnp.array([1.0, 2.0]))
+    tt.vmap(f, in_axes=(axes, 0), **mode)(layer, jnp.array([1.0, 2.0]))
     np.testing.assert_array_equal(layer.w[...], [2.0, 3.0])
     assert layer.n.get_raw_value() is before
 
@@ -302,27 +329,29 @@ def test_a_prefix_rule_must_match_every_leaf():
 
 
 ALIASED = {
-    "vmap": lambda f: tt.vmap(f, in_axes=(0, None), out_axes=0, graph=True),
-    "scan": lambda f: tt.scan(f, in_axes=(tt.Carry, 0), graph=True),
-    "grad": lambda f: tt.grad(f, argnums=0, graph=True),
+    "vmap": lambda f, mode: tt.vmap(f, in_axes=(0, None), out_axes=0, **mode),
+    "scan": lambda f, mode: tt.scan(f, in_axes=(tt.Carry, 0), **mode),
+    "grad": lambda f, mode: tt.grad(f, argnums=0, **mode),
 }
 
 
+@GRAPH_MODES
 @pytest.mark.parametrize("name", ALIASED)
-def test_a_shared_variable_may_not_have_two_prefixes(name):
+def test_a_shared_variable_may_not_have_two_prefixes(name, mode):
     shared = tt.Param(ones())
     text = r"Inconsistent aliasing detected(?s:.*)Param(?s:.*)args/0/a(?s:.*)args/1/b"
     with pytest.raises(ValueError, match=text) as caught:
-        ALIASED[name](carry_and_out)({"a": shared}, {"b": shared})
+        ALIASED[name](carry_and_out, mode)({"a": shared}, {"b": shared})
     assert str(caught.value).startswith(f"{name}:")
 
 
-def test_a_shared_variable_with_one_prefix_is_mapped_in_graph_mode():
+@GRAPH_MODES
+def test_a_shared_variable_with_one_prefix_is_mapped_in_graph_mode(mode):
     shared = tt.Param(jnp.arange(3.0))
 
     def f(a, b):
         assert a["a"] is b[0]
         a["a"][...] += 1
 
-    tt.vmap(f, in_axes=({"a": 0}, [0]), graph=True)({"a": shared}, [shared])
+    tt.vmap(f, in_axes=({"a": 0}, [0]), **mode)({"a": shared}, [shared])
     np.testing.assert_array_equal(shared[...], jnp.arange(1.0, 4.0))

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treetap as tt
-
-BOTH = pytest.mark.parametrize("graph", [False, True], ids=["tree", "graph"])
+from modes import ALL_MODES, NAMED, SIMPLE_MODES
+from treetap import compat
 
 
 class Layer(tt.Module):
@@ -123,27 +123,27 @@ KEYWORDS = {
 }
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_variables_passed_by_keyword_are_written(name, graph):
+def test_variables_passed_by_keyword_are_written(name, mode):
     def add(x, v):
         v[...] += x
 
     transform = KEYWORDS[name]
     v = tt.Variable(jnp.zeros(2))
-    wrapped = transform(add) if name == "scan" else transform(add, graph=graph)
+    wrapped = transform(add) if name == "scan" else transform(add, **mode)
     wrapped(x_of(2), v=v)
     np.testing.assert_array_equal(v[...], [1.0, 2.0])
 
 
-@BOTH
-def test_grad_writes_keyword_variables_and_leaves_them_out(graph):
+@ALL_MODES
+def test_grad_writes_keyword_variables_and_leaves_them_out(mode):
     def loss(v, *, other):
         other[...] += 1
         return jnp.sum(v * other)
 
     v, other = tt.Param(x_of(2)), tt.Variable(x_of(2))
-    grads = tt.grad(loss, graph=graph)(v, other=other)
+    grads = tt.grad(loss, **mode)(v, other=other)
     np.testing.assert_array_equal(grads[...], [2.0, 3.0])
     np.testing.assert_array_equal(other[...], [2.0, 3.0])
 
@@ -157,16 +157,16 @@ DONATIONS = [
 ]
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize(("options", "by_name"), DONATIONS)
-def test_donated_variables_end_with_live_buffers(options, by_name, graph):
+def test_donated_variables_end_with_live_buffers(options, by_name, mode):
     def f(m, x):
         m.n[...] += 1
         return x * 2
 
     layer = Layer()
     old = layer.n.get_raw_value()
-    step = tt.jit(f, **options, graph=graph)
+    step = tt.jit(f, **options, **mode)
     for _ in range(2):
         step(m=layer, x=x_of(2)) if by_name else step(layer, x_of(2))
     np.testing.assert_array_equal(layer.w[...], [1.0, 1.0])
@@ -174,15 +174,15 @@ def test_donated_variables_end_with_live_buffers(options, by_name, graph):
     assert old.is_deleted()
 
 
-@BOTH
-def test_static_arguments_by_number_and_name_are_part_of_the_program(graph):
+@ALL_MODES
+def test_static_arguments_by_number_and_name_are_part_of_the_program(mode):
     traces = []
 
     def f(m, power, *, shift=0):
         traces.append((power, shift))
         m.w[...] = m.w**power + shift
 
-    step = tt.jit(f, static_argnums=1, static_argnames="shift", graph=graph)
+    step = tt.jit(f, static_argnums=1, static_argnames="shift", **mode)
     layer = Layer(2.0)
     step(layer, 3, shift=1)
     step(layer, 1, shift=1)
@@ -204,11 +204,11 @@ def test_static_arguments_of_remat_and_make_jaxpr():
     assert int(layer.n) == 2
 
 
-@BOTH
-def test_stages_look_without_changing_and_a_compiled_one_writes(graph):
+@ALL_MODES
+def test_stages_look_without_changing_and_a_compiled_one_writes(mode):
     traces = []
 
-    @tt.jit(graph=graph)
+    @tt.jit(**mode)
     def f(m, x):
         traces.append(1)
         return m(x)
@@ -252,8 +252,8 @@ def eight():
     return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@BOTH
-def test_shardings_of_arguments_and_results_are_kept(graph):
+@SIMPLE_MODES
+def test_shardings_of_arguments_and_results_are_kept(mode):
     mesh = eight()
     rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
 
@@ -263,13 +263,20 @@ def test_shardings_of_arguments_and_results_are_kept(graph):
 
     changed, idle = tt.Variable(jnp.zeros(8)), tt.Variable(jnp.ones(8))
     before = idle.get_raw_value()
-    step = tt.jit(f, in_shardings=(rows, whole, None), out_shardings=whole, graph=graph)
+    step = tt.jit(f, in_shardings=(rows, whole, None), out_shardings=whole, **mode)
     for _ in range(2):
         out = step(changed, idle, jnp.arange(8.0))
     assert changed.get_raw_value().sharding == rows
     assert out.sharding == whole
     assert idle.get_raw_value() is before
     np.testing.assert_array_equal(out, 2 * jnp.arange(8.0))
+
+
+def test_with_graph_updates_all_arguments_are_placed_as_asked():
+    rows = NamedSharding(eight(), P("d"))
+    idle = tt.Variable(jnp.ones(8))
+    compat.jit(lambda v: None, in_shardings=(rows,))(idle)
+    assert idle.get_raw_value().sharding == rows
 
 
 def test_shardings_skip_static_arguments():
@@ -299,9 +306,9 @@ def test_plain_jax_around_a_transform(around):
     np.testing.assert_array_equal(layer.w[...], [3.0, 3.0])
 
 
-@BOTH
-def test_plain_jax_inside_a_transform(graph):
-    @tt.jit(graph=graph)
+@ALL_MODES
+def test_plain_jax_inside_a_transform(mode):
+    @tt.jit(**mode)
     def f(layer, x):
         layer.w[...] = jax.jit(jnp.sin)(layer.w[...])
         out, _ = jax.lax.scan(lambda c, x: (c + layer.w * x, None), x, x)
@@ -313,15 +320,14 @@ def test_plain_jax_inside_a_transform(graph):
     np.testing.assert_allclose(layer.w[...], np.sin([1.0, 1.0]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("modes", [(False, True), (True, False)])
-def test_transforms_of_different_modes_nest(modes):
-    outer, inner = modes
-
-    @tt.jit(graph=outer)
-    @tt.value_and_grad(graph=inner)
+@pytest.mark.parametrize("inner", NAMED.values(), ids=NAMED)
+@pytest.mark.parametrize("outer", NAMED.values(), ids=NAMED)
+def test_transforms_of_different_modes_nest(outer, inner):
+    @tt.jit(**outer)
+    @tt.value_and_grad(**inner)
     def f(layer, x):
-        step = tt.remat(lambda m, x: m(x), graph=outer)
-        return tt.cond(x[0] > 0, step, lambda m, x: 0.0, layer, x, graph=inner)
+        step = tt.remat(lambda m, x: m(x), **outer)
+        return tt.cond(x[0] > 0, step, lambda m, x: 0.0, layer, x, **inner)
 
     layer = Layer()
     value, grads = f(layer, x_of(2))
@@ -342,9 +348,9 @@ def test_a_transform_inside_may_not_write_through_a_closure():
     assert int(layer.n) == 0
 
 
-@BOTH
-def test_threads_share_a_jitted_function_and_keep_their_objects_apart(graph):
-    step = tt.jit(lambda m, x: m(x), graph=graph)
+@ALL_MODES
+def test_threads_share_a_jitted_function_and_keep_their_objects_apart(mode):
+    step = tt.jit(lambda m, x: m(x), **mode)
     layers = [Layer(float(i)) for i in range(4)]
     results, barrier = {}, threading.Barrier(4)
 
@@ -361,12 +367,12 @@ def test_threads_share_a_jitted_function_and_keep_their_objects_apart(graph):
     assert [int(layer.n) for layer in layers] == [20] * 4
 
 
-@BOTH
+@SIMPLE_MODES
 @pytest.mark.parametrize("transform", [tt.vmap, tt.scan])
-def test_a_result_may_have_a_module_of_axes(transform, graph):
+def test_a_result_may_have_a_module_of_axes(transform, mode):
     make = lambda x: tt.Dict(a=tt.Param(x), b=tt.Variable(x))
-    axes = tt.prefix(make(x_of(2)), {tt.Param: 1, ...: 0}, graph=graph)
-    made = transform(make, in_axes=0, out_axes=axes, graph=graph)(x_of(3, 2))
+    axes = tt.prefix(make(x_of(2)), {tt.Param: 1, ...: 0}, graph=mode["graph"])
+    made = transform(make, in_axes=0, out_axes=axes, **mode)(x_of(3, 2))
     assert (made.a.shape, made.b.shape) == ((2, 3), (3, 2))
 
 

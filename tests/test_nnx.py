@@ -145,3 +145,55 @@ def test_an_nnx_program_runs():
     nnx.update(model, rest)
     assert model.count[...] == 1
     assert model.w.role == "kernel"
+
+
+def grow(m):
+    m.note = "new"
+    return jnp.sum(m.a[...])
+
+
+DEFAULTS = {
+    "jit": lambda m: nnx.jit(grow)(m),
+    "remat": lambda m: nnx.remat(grow)(m),
+    "grad": lambda m: nnx.grad(grow)(m),
+    "value_and_grad": lambda m: nnx.value_and_grad(grow)(m),
+    "vjp": lambda m: nnx.vjp(grow, m),
+    "vmap": lambda m: nnx.vmap(grow, in_axes=None, axis_size=2)(m),
+    "cond": lambda m: nnx.cond(True, grow, grow, m),
+    "switch": lambda m: nnx.switch(0, [grow, grow], m),
+    "checkify": lambda m: nnx.checkify(grow)(m),
+    "decorated": lambda m: nnx.jit(keep_unused=True)(grow)(m),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_transforms_carry_structure_out_by_default(name):
+    model = Tied()
+    DEFAULTS[name](model)
+    assert model.note == "new"
+    assert model.b is model.a
+    assert model.me is model
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_settings_turn_graph_updates_off(name):
+    model = Tied()
+    with (
+        nnx.set_graph_updates(False),
+        pytest.warns(UserWarning, match=r"static attribute .*note"),
+    ):
+        DEFAULTS[name](model)
+    assert not hasattr(model, "note")
+    with nnx.set_graph_mode(False), pytest.raises(tt.AliasError):
+        DEFAULTS[name](model)
+
+
+def test_what_has_no_graph_updates_says_so():
+    text = r"nnx\.make_jaxpr does not support graph_updates=True"
+    with pytest.raises(ValueError, match=text):
+        nnx.make_jaxpr(grow)
+    with pytest.raises(ValueError, match="graph_updates=True"):
+        nnx.jit_partial(grow, Tied())
+    assert len(nnx.make_jaxpr(jnp.sin, graph_updates=False)(1.0).eqns) == 1
+    made = nnx.jit_partial(lambda m: jnp.sum(m.b[...]), Tied(), graph_updates=False)
+    assert float(made()) == 2.0

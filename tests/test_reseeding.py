@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams inside other objects: with_rngs and reseed."""
+"""Streams inside other objects: with_rngs, reseed, split_rngs and fork_rngs."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from treetap import compat, nnx
 
 
 class Dropout(tt.Module):
@@ -295,3 +296,144 @@ def test_fork_rngs_forks_all_or_splits_by_rule():
         return rngs.default.key[...]
 
     assert first(tt.Rngs(0)) == tt.Rngs(0)()
+
+
+# With graph updates streams are changed in place.
+
+
+def state_of(stream):
+    return jax.random.key_data(stream.key[...]).tolist(), stream.count[...].tolist()
+
+
+def test_split_rngs_in_place_gives_backups():
+    rngs = tt.Rngs(params=0, dropout=1)
+    stream, key = rngs.dropout, rngs.dropout.key
+    backups = compat.split_rngs(rngs, splits=3, only="dropout")
+    assert rngs.dropout is stream
+    assert stream.key is key
+    assert (stream.key[...] == jax.random.split(nth(1, 0), 3)).all()
+    assert stream.count[...].tolist() == [0, 0, 0]
+    assert rngs.params.key[...] == jax.random.key(0)
+    nnx.restore_rngs(backups)
+    assert stream.key[...] == jax.random.key(1)
+    assert stream.count[...] == 1
+
+
+def test_backups_restore_at_the_end_of_a_block_and_after_an_exception():
+    rngs = tt.Rngs(0)
+    with compat.split_rngs(rngs, splits=2) as backups:
+        assert rngs.default.key.shape == (2,)
+        assert [backup[0] for backup in backups] == [rngs.default]
+    assert state_of(rngs.default) == ([0, 0], 1)
+
+    def fail(key):
+        raise KeyError(key)
+
+    with pytest.raises(KeyError), compat.fork_rngs(rngs):
+        fail(rngs.default.key[...])
+    assert state_of(rngs.default) == ([0, 0], 2)
+
+
+def test_split_rngs_in_place_squeezes_a_single_split():
+    rngs = tt.Rngs(0)
+    compat.split_rngs(rngs, splits=1, squeeze=True)
+    assert rngs.default.key[...] == jax.random.split(nth(0, 0), 1)[0]
+    assert rngs.default.count.shape == ()
+
+
+def test_fork_rngs_in_place_forks_all_or_splits_by_rule():
+    rngs = tt.Rngs(a=0, b=1)
+    backups = compat.fork_rngs(rngs)
+    assert rngs.a.key[...] == nth(0, 0)
+    assert state_of(rngs.b)[1] == 0
+    nnx.restore_rngs(backups)
+    assert state_of(rngs.b) == ([0, 1], 1)
+    compat.fork_rngs(rngs, split={"a": (2, 2)})
+    assert rngs.a.key.shape == (2, 2)
+    assert state_of(rngs.b) == ([0, 1], 1)
+
+
+def draw(net):
+    return net.a.rngs(), net.b.rngs()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_decorated_function_sees_the_objects_themselves(jitted):
+    net = Net(tt.Rngs(0, dropout=1))
+    before = net.a.rngs.key[...]
+    seen = []
+
+    @compat.split_rngs(splits=4)
+    @compat.vmap(in_axes=nnx.StateAxes({nnx.RngState: 0, ...: None}))
+    def keys(net):
+        return draw(net)
+
+    @compat.split_rngs(splits=4)
+    def look(given, *, more):
+        seen.append((given is net, given.a.rngs.key.shape, more.default.key.shape))
+
+    drawn, _ = (compat.jit(keys) if jitted else keys)(net)
+    assert drawn.shape == (4,)
+    assert net.a.rngs.key[...] == before
+    assert net.a.rngs.count[...] == 1
+    look(net, more=tt.Rngs(0))
+    assert seen == [(True, (4,), (4,))]
+
+
+def test_a_decorated_function_that_raises_restores_its_streams():
+    rngs = tt.Rngs(0)
+
+    @compat.split_rngs(splits=4)
+    def fail(rngs):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        fail(rngs)
+    assert state_of(rngs.default) == ([0, 0], 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rngs: compat.split_rngs(rngs, splits=2, only="a"),
+        lambda rngs: compat.fork_rngs(rngs, split={"a": 2}),
+    ],
+    ids=["split", "fork"],
+)
+def test_restoring_leaves_streams_that_were_not_changed_alone(change):
+    rngs = tt.Rngs(a=0, b=1)
+    with change(rngs):
+        first = rngs.b()
+    assert rngs.b.count[...] == 1
+    assert rngs.b() != first
+
+
+def test_shared_streams_are_split_once():
+    stream = tt.RngStream(0, tag="a")
+    given = tt.Dict(one=stream, two=stream)
+    with compat.split_rngs(given, splits=2) as backups:
+        assert stream.key.shape == (2,)
+        assert len(backups) == 1
+    assert state_of(stream) == ([0, 0], 1)
+
+
+def test_layers_are_stacked_from_split_streams():
+    @compat.split_rngs(splits=3)
+    @compat.vmap
+    def make(rngs):
+        return tt.Dict(w=tt.Param(rngs.params.normal((2,))))
+
+    rngs = tt.Rngs(params=0)
+    stack = make(rngs)
+    keys = jax.random.split(nth(0, 0), 3)
+    rows = [jax.random.normal(jax.random.fold_in(key, 0), (2,)) for key in keys]
+    assert jnp.allclose(stack.w[...], jnp.stack(rows))
+    assert state_of(rngs.params) == ([0, 0], 1)
+
+
+def test_backups_may_be_made_by_hand():
+    rngs = tt.Rngs(0)
+    backups = compat.backup_keys(rngs)
+    tt.reseed(rngs, default=5)
+    nnx.restore_rngs(backups)
+    assert rngs.default.key[...] == jax.random.key(0)

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import checkify as jax_checkify
 
 import treetap as tt
+from modes import ALL_MODES, GRAPH_MODES
 from transform_cases import (
     CASES,
     KINDS,
@@ -25,8 +26,7 @@ from transform_cases import (
     write_one,
 )
 
-MODES = [pytest.param(False, id="tree"), pytest.param(True, id="graph")]
-CARRYING = [name for name, case in CASES.items() if "metadata" in case.skipped]
+FIXED = [name for name, case in CASES.items() if "metadata" in case.skipped]
 TABLE = [
     pytest.param(case, kind, id=f"{name}-{kind}")
     for name, case in CASES.items()
@@ -34,17 +34,16 @@ TABLE = [
     if kind not in case.skipped
 ]
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-BOTH = pytest.mark.parametrize("graph", MODES)
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize(("case", "kind"), TABLE)
-def test_the_result_and_the_writes_are_those_of_the_pure_program(case, kind, graph):
+def test_the_result_and_the_writes_are_those_of_the_pure_program(case, kind, mode):
     step, pure, changed = KINDS[kind]
     model = Model()
     before, objects = arrays(model), variables(model)
-    values, expected = case.pure(pure, before)
-    assert_same_leaves(case.wrap(step, graph)(model), expected)
+    values, expected = case.pure_in(mode)(pure, before)
+    assert_same_leaves(case.wrap(step, mode)(model), expected)
     for name, variable in variables(model).items():
         assert variable is objects[name]
         np.testing.assert_allclose(variable[...], values[name], rtol=1e-5)
@@ -55,20 +54,21 @@ def test_the_result_and_the_writes_are_those_of_the_pure_program(case, kind, gra
     )
 
 
-@BOTH
-@pytest.mark.parametrize("name", CARRYING)
-def test_metadata_changed_in_a_carry_is_not_lost_in_silence(name, graph):
+@ALL_MODES
+@pytest.mark.parametrize("name", FIXED)
+def test_changed_metadata_are_kept_or_refused_where_a_structure_is_fixed(name, mode):
     model = Model()
     try:
-        CASES[name].wrap(write_metadata, graph)(model)
+        CASES[name].wrap(write_metadata, mode)(model)
     except (TypeError, ValueError):
         assert "role" not in model.w.get_metadata()
     else:
         assert model.w.get_metadata()["role"] == "seen"
 
 
+@GRAPH_MODES
 @EVERY
-def test_a_shared_variable_is_one_inside_and_outside_in_graph_mode(case):
+def test_a_shared_variable_is_one_inside_and_outside_in_graph_mode(case, mode):
     def step(m, x):
         assert m.tied is m.w
         m.tied[...] = m.w * 2 + x
@@ -76,14 +76,14 @@ def test_a_shared_variable_is_one_inside_and_outside_in_graph_mode(case):
 
     model = Tied()
     values, _ = case.pure(pure_one, arrays(model))
-    case.wrap(step, True)(model)
+    case.wrap(step, mode)(model)
     assert model.tied is model.w
     np.testing.assert_allclose(model.w[...], values["w"], rtol=1e-5)
 
 
-@BOTH
+@ALL_MODES
 @EVERY
-def test_an_exception_changes_nothing_and_the_function_stays_usable(case, graph):
+def test_an_exception_changes_nothing_and_the_function_stays_usable(case, mode):
     broken = [True]
 
     def step(m, x):
@@ -96,7 +96,7 @@ def test_an_exception_changes_nothing_and_the_function_stays_usable(case, graph)
 
     model = Model()
     before = arrays(model)
-    wrapped = case.wrap(step, graph)
+    wrapped = case.wrap(step, mode)
     with pytest.raises(KeyError, match="inside"):
         wrapped(model)
     assert all(arrays(model)[name] is before[name] for name in before)
@@ -106,16 +106,16 @@ def test_an_exception_changes_nothing_and_the_function_stays_usable(case, graph)
     assert_same_leaves(arrays(model), case.pure(pure_all, before)[0])
 
 
-@BOTH
+@ALL_MODES
 @EVERY
-def test_structure_alone_decides_whether_jit_traces_again(case, graph):
+def test_structure_alone_decides_whether_jit_traces_again(case, mode):
     traces = []
-    wrapped = case.wrap(write_all, graph)
+    wrapped = case.wrap(write_all, mode)
     model, other = Model(), Model()
     wrapped(model)  # shards lie where they will stay, which is part of a type
     wrapped(other)
 
-    @tt.jit(graph=graph)
+    @tt.jit(**mode)
     def program(m):
         traces.append(m.size)
         wrapped(m)
@@ -132,26 +132,26 @@ def test_structure_alone_decides_whether_jit_traces_again(case, graph):
     assert traces == [2, 3]
 
 
-@BOTH
+@ALL_MODES
 @EVERY
-def test_a_transform_under_jit_is_the_transform_alone(case, graph):
+def test_a_transform_under_jit_is_the_transform_alone(case, mode):
     alone, compiled = Model(), Model()
-    expected = case.wrap(write_all, graph)(alone)
-    found = tt.jit(case.wrap(write_all, graph), graph=graph)(compiled)
+    expected = case.wrap(write_all, mode)(alone)
+    found = tt.jit(case.wrap(write_all, mode), **mode)(compiled)
     assert_same_leaves(found, expected)
     assert_same_leaves(arrays(compiled), arrays(alone))
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize("name", ["jit", "scan_carried", "scan_broadcast"])
-def test_calling_again_with_equal_structure_does_not_trace_again(name, graph):
+def test_calling_again_with_equal_structure_does_not_trace_again(name, mode):
     traces = []
 
     def step(m, x):
         traces.append(m.size)
         return write_one(m, x)
 
-    wrapped = CASES[name].wrap(step, graph)
+    wrapped = CASES[name].wrap(step, mode)
     model, other = Model(), Model()
     wrapped(model)
     wrapped(model)
@@ -162,20 +162,20 @@ def test_calling_again_with_equal_structure_does_not_trace_again(name, graph):
     assert traces == [2, 3]
 
 
-@BOTH
+@ALL_MODES
 @pytest.mark.parametrize("taken", [0, 1])
-def test_branches_may_change_different_variables(taken, graph):
+def test_branches_may_change_different_variables(taken, mode):
     model = Model()
     before = arrays(model)
     values, _ = [pure_one, pure_nested][taken](before, X)
     branches = [write_one, write_nested]
-    tt.switch(jnp.array(taken), branches, model, X, graph=graph)
+    tt.switch(jnp.array(taken), branches, model, X, **mode)
     assert_same_leaves(arrays(model), values)
     assert model.idle.get_raw_value() is before["idle"]
 
 
-@BOTH
-def test_a_check_that_fails_still_writes(graph):
+@ALL_MODES
+def test_a_check_that_fails_still_writes(mode):
     def step(m, x):
         out = write_one(m, x)
         jax_checkify.check(jnp.all(x > 9), "too small")
@@ -183,15 +183,15 @@ def test_a_check_that_fails_still_writes(graph):
 
     model = Model()
     values, _ = pure_one(arrays(model), X)
-    error, _ = tt.checkify(step, graph=graph)(model, X)
+    error, _ = tt.checkify(step, **mode)(model, X)
     assert "too small" in error.get()
     assert_same_leaves(arrays(model), values)
 
 
-@BOTH
-def test_remat_under_grad_writes_once(graph):
-    step = CASES["remat"].wrap(write_all, graph)
+@ALL_MODES
+def test_remat_under_grad_writes_once(mode):
+    step = CASES["remat"].wrap(write_all, mode)
     model = Model()
     values, _ = pure_all(arrays(model), X)
-    tt.grad(lambda m: jnp.sum(step(m)), graph=graph)(model)
+    tt.grad(lambda m: jnp.sum(step(m)), **mode)(model)
     assert_same_leaves(arrays(model), values)

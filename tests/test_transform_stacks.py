@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import treetap as tt
+from modes import ALL_MODES, NAMED
 
 STEPS = jnp.array([0.25, -0.5, 1.0])
 SHARE = 0.1237  # no sum of the values below comes near it
@@ -19,12 +20,12 @@ class Store(tt.Module):
 
     def __init__(self):
         start = jnp.arange(8.0).reshape(2, 2, 2) / 8
-        self.items = tt.List([tt.Param(start - 0.3 * i) for i in range(3)])
+        self.parts = tt.List([tt.Param(start - 0.3 * i) for i in range(3)])
         self.slope = tt.Variable(jnp.zeros((2, 2, 2)))
 
 
 def values_of(store):
-    return [v.get_raw_value() for v in (*store.items, store.slope)]
+    return [v.get_raw_value() for v in (*store.parts, store.slope)]
 
 
 # one operation: its name, its target, its source, a number
@@ -39,7 +40,7 @@ operations = st.tuples(
 
 def write(store, program):
     for name, target, source, number in program:
-        one, two = store.items[target], store.items[source]
+        one, two = store.parts[target], store.parts[source]
         if name == "mix":
             one[...] = (one + two) * number
         elif name == "scale":
@@ -68,14 +69,14 @@ def compute(values, program):
 # one transform: around a function that changes a store, and around a pure one
 
 
-def with_grad(step, graph):
+def with_grad(step, mode):
     def call(store):
         def loss(store):
             step(store)
-            return sum(jnp.sum(item[...] ** 2) for item in store.items)
+            return sum(jnp.sum(item[...] ** 2) for item in store.parts)
 
-        grads = tt.grad(loss, graph=graph)(store)
-        store.slope[...] = grads.items[0][...]
+        grads = tt.grad(loss, **mode)(store)
+        store.slope[...] = grads.parts[0][...]
 
     return call
 
@@ -92,26 +93,26 @@ def pure_grad(step):
     return call
 
 
-def with_scan(step, graph):
+def with_scan(step, mode):
     def one(store, x):
         step(store)
-        store.items[0][...] += x
+        store.parts[0][...] += x
         return store
 
     def call(store):
         axes = {"in_axes": (tt.Carry, 0), "out_axes": tt.Carry}
-        tt.scan(one, **axes, graph=graph)(store, STEPS)
+        tt.scan(one, **axes, **mode)(store, STEPS)
 
     return call
 
 
-def with_broadcast_scan(step, graph):
+def with_broadcast_scan(step, mode):
     def one(store, x):
         step(store)
-        store.items[0][...] += x
+        store.parts[0][...] += x
         return x
 
-    scanned = tt.scan(one, in_axes=(None, 0), out_axes=0, graph=graph)
+    scanned = tt.scan(one, in_axes=(None, 0), out_axes=0, **mode)
     return lambda store: scanned(store, STEPS)
 
 
@@ -123,11 +124,11 @@ def pure_scan(step):
     return lambda values: jax.lax.scan(one, values, STEPS)[0]
 
 
-def with_cond(step, graph):
+def with_cond(step, mode):
     def call(store):
-        holds = jnp.sum(store.items[1][...]) > SHARE
+        holds = jnp.sum(store.parts[1][...]) > SHARE
         other = lambda store: write(store, [("scale", 2, 2, 0.5)])
-        tt.cond(holds, step, other, store, graph=graph)
+        tt.cond(holds, step, other, store, **mode)
 
     return call
 
@@ -142,9 +143,9 @@ def pure_cond(step):
 
 
 TRANSFORMS = {
-    "jit": (lambda step, graph: tt.jit(step, graph=graph), jax.jit),
-    "remat": (lambda step, graph: tt.remat(step, graph=graph), jax.checkpoint),
-    "vmap": (lambda step, graph: tt.vmap(step, graph=graph), jax.vmap),
+    "jit": (lambda step, mode: tt.jit(step, **mode), jax.jit),
+    "remat": (lambda step, mode: tt.remat(step, **mode), jax.checkpoint),
+    "vmap": (lambda step, mode: tt.vmap(step, **mode), jax.vmap),
     "grad": (with_grad, pure_grad),
     "scan": (with_scan, pure_scan),
     "broadcast scan": (with_broadcast_scan, pure_scan),
@@ -168,11 +169,11 @@ def touched(program, stack):
     return found
 
 
-def check(program, stack, graph):
+def check(program, stack, mode):
     step, pure = (lambda s: write(s, program)), (lambda v: compute(v, program))
     for name in stack:
         around, pure_around = TRANSFORMS[name]
-        step, pure = nothing_returned(around(step, graph)), pure_around(pure)
+        step, pure = nothing_returned(around(step, mode)), pure_around(pure)
     store = Store()
     before = values_of(store)
     expected = pure(before)
@@ -183,18 +184,19 @@ def check(program, stack, graph):
             assert found is before[number]
 
 
+MODES = list(NAMED.values())
 stacks = st.lists(st.sampled_from(sorted(TRANSFORMS)), min_size=1, max_size=3)
 
 
-@hypothesis.given(st.lists(operations, max_size=4), stacks, st.booleans())
-def test_a_stack_of_transforms_computes_what_pure_jax_does(program, stack, graph):
-    check(program, stack, graph)
+@hypothesis.given(st.lists(operations, max_size=4), stacks, st.sampled_from(MODES))
+def test_a_stack_of_transforms_computes_what_pure_jax_does(program, stack, mode):
+    check(program, stack, mode)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("graph", [False, True])
+@ALL_MODES
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("outer", TRANSFORMS)
-def test_every_pair_of_transforms_computes_what_pure_jax_does(outer, inner, graph):
+def test_every_pair_of_transforms_computes_what_pure_jax_does(outer, inner, mode):
     program = [("mix", 0, 1, 0.5), ("swap", 1, 2, 0.5), ("scale", 0, 0, 0.75)]
-    check(program, [inner, outer], graph)
+    check(program, [inner, outer], mode)

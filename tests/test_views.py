@@ -157,3 +157,10 @@ def test_view_works_on_pytrees_that_are_no_modules():
             self.on = on
 
     assert tt.view(tt.Dict(s=Stream()), on=True).s.on
+
+
+def test_streams_inside_are_neither_drawn_from_nor_in_the_way():
+    model = tt.Dict(rngs=tt.Rngs(0))
+    tt.view(model)
+    assert model.rngs.default.count[...] == 0
+    assert tt.view_info(model) == ""

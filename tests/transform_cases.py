@@ -6,6 +6,7 @@ own around the same step written on a dictionary of arrays.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treetap as tt
+from modes import UPDATES
+from treetap import compat
 
 X = jnp.array([[0.5, -1.0], [2.0, 3.0]])
 
@@ -143,51 +146,55 @@ def pure_loss_of(pure):
     return loss
 
 
-def by_leaf(v):
+# In the order of a model's leaves: all Variables, and those that are Params.
+LEAVES, PARAMS = ("idle", "a", "b", "w"), ("a", "w")
+
+
+def by_leaf(v, names):
     """Values in the order of a model's leaves."""
-    return [v["idle"], v["a"], v["b"], v["w"]]
+    return [v[name] for name in names]
 
 
-def wrap_grad(step, graph):
-    return lambda m: tt.grad(loss_of(step), has_aux=True, graph=graph)(m, X)
+def wrap_grad(step, mode):
+    return lambda m: tt.grad(loss_of(step), has_aux=True, **mode)(m, X)
 
 
-def pure_grad(pure, v):
+def pure_grad(pure, v, names=LEAVES):
     grads, (v, out) = jax.grad(pure_loss_of(pure), has_aux=True)(v, X)
-    return v, (by_leaf(grads), out)
+    return v, (by_leaf(grads, names), out)
 
 
-def wrap_value_and_grad(step, graph):
-    return lambda m: tt.value_and_grad(loss_of(step), has_aux=True, graph=graph)(m, X)
+def wrap_value_and_grad(step, mode):
+    return lambda m: tt.value_and_grad(loss_of(step), has_aux=True, **mode)(m, X)
 
 
-def pure_value_and_grad(pure, v):
+def pure_value_and_grad(pure, v, names=LEAVES):
     derive = jax.value_and_grad(pure_loss_of(pure), has_aux=True)
     (value, (v, out)), grads = derive(v, X)
-    return v, ((value, out), by_leaf(grads))
+    return v, ((value, out), by_leaf(grads, names))
 
 
-def wrap_vjp(step, graph):
+def wrap_vjp(step, mode):
     def call(m):
-        out, pull, aux = tt.vjp(loss_of(step), m, X, has_aux=True, graph=graph)
+        out, pull, aux = tt.vjp(loss_of(step), m, X, has_aux=True, **mode)
         return out, pull(jnp.array(2.0)), aux
 
     return call
 
 
-def pure_vjp(pure, v):
+def pure_vjp(pure, v, names=LEAVES):
     out, pull, (new, aux) = jax.vjp(pure_loss_of(pure), v, X, has_aux=True)
     grads, grad_x = pull(jnp.array(2.0))
-    return new, (out, by_leaf(grads), grad_x, aux)
+    return new, (out, by_leaf(grads, names), grad_x, aux)
 
 
-def wrap_jvp(step, graph):
+def wrap_jvp(step, mode):
     def call(m):
-        ones = tt.clone(m, graph=graph)
+        ones = tt.clone(m, graph=mode["graph"])
         for variable in variables(ones).values():
             variable[...] = jnp.ones_like(variable[...])
         primals, tangents = (m, X), (ones, X)
-        return tt.jvp(loss_of(step), primals, tangents, has_aux=True, graph=graph)
+        return tt.jvp(loss_of(step), primals, tangents, has_aux=True, **mode)
 
     return call
 
@@ -206,9 +213,9 @@ def two_devices():
     return Mesh(np.array(jax.devices()[:2]), ("d",))
 
 
-def wrap_shard_map(step, graph):
+def wrap_shard_map(step, mode):
     specs = {"in_specs": (P("d"), P("d")), "out_specs": P("d")}
-    mapped = tt.shard_map(step, mesh=two_devices(), **specs, graph=graph)
+    mapped = tt.shard_map(step, mesh=two_devices(), **specs, **mode)
     return lambda m: mapped(m, X)
 
 
@@ -217,13 +224,14 @@ def pure_shard_map(pure, v):
     return jax.shard_map(pure, mesh=two_devices(), **specs)(v, X)
 
 
-def wrap_carried(step, graph):
-    scanned = tt.scan(lambda m, x: (m, step(m, x)), graph=graph)
+def wrap_carried(step, mode):
+    scanned = tt.scan(lambda m, x: (m, step(m, x)), **mode)
 
     def call(m):
         carried, out = scanned(m, jnp.stack([X, X + 1, -X]))
         assert carried.w is m.w
         assert carried.parts[0].b is m.parts[0].b
+        assert (carried is m) == (mode is UPDATES)
         return out
 
     return call
@@ -233,25 +241,26 @@ def pure_carried(pure, v):
     return jax.lax.scan(pure, v, jnp.stack([X, X + 1, -X]))
 
 
-def wrap_broadcast(step, graph):
-    scanned = tt.scan(step, in_axes=(None, 0), out_axes=0, graph=graph)
+def wrap_broadcast(step, mode):
+    scanned = tt.scan(step, in_axes=(None, 0), out_axes=0, **mode)
     return lambda m: scanned(m, jnp.stack([X, X + 1, -X]))
 
 
-def wrap_stacked(step, graph):
-    scanned = tt.scan(step, in_axes=(0, 0), out_axes=0, graph=graph)
+def wrap_stacked(step, mode):
+    scanned = tt.scan(step, in_axes=(0, 0), out_axes=0, **mode)
     return lambda m: scanned(m, X)
 
 
-def wrap_while(step, graph):
+def wrap_while(step, mode):
     def body(carry):
         step(carry[1], X)
         return carry[0] + 1, carry[1]
 
     def call(m):
         start = (jnp.array(0), m)
-        i, back = tt.while_loop(lambda c: c[0] < 3, body, start, graph=graph)
+        i, back = tt.while_loop(lambda c: c[0] < 3, body, start, **mode)
         assert back.w is m.w
+        assert (back is m) == (mode is UPDATES)
         return i
 
     return call
@@ -265,13 +274,13 @@ def pure_while(pure, v):
     return v, i
 
 
-def wrap_fori(step, graph):
+def wrap_fori(step, mode):
     def body(i, m):
         step(m, X * i)
         return m
 
     def call(m):
-        back = tt.fori_loop(1, 4, body, m, graph=graph)
+        back = tt.fori_loop(1, 4, body, m, **mode)
         assert back.w is m.w
 
     return call
@@ -293,17 +302,17 @@ def pure_twice(pure):
     return lambda v, x: pure(pure(v, x)[0], -x)
 
 
-def wrap_cond(step, graph):
-    return lambda m: tt.cond(X[0, 0] > 9, step, twice(step), m, X, graph=graph)
+def wrap_cond(step, mode):
+    return lambda m: tt.cond(X[0, 0] > 9, step, twice(step), m, X, **mode)
 
 
 def pure_cond(pure, v):
     return jax.lax.cond(X[0, 0] > 9, pure, pure_twice(pure), v, X)
 
 
-def wrap_switch(step, graph):
+def wrap_switch(step, mode):
     branches = [twice(step), step, twice(step)]
-    return lambda m: tt.switch(jnp.array(1), branches, m, X, graph=graph)
+    return lambda m: tt.switch(jnp.array(1), branches, m, X, **mode)
 
 
 def pure_switch(pure, v):
@@ -311,8 +320,8 @@ def pure_switch(pure, v):
     return jax.lax.switch(jnp.array(1), branches, v, X)
 
 
-def wrap_checkify(step, graph):
-    return lambda m: tt.checkify(step, graph=graph)(m, X)
+def wrap_checkify(step, mode):
+    return lambda m: tt.checkify(step, **mode)(m, X)
 
 
 def pure_checkify(pure, v):
@@ -320,15 +329,57 @@ def pure_checkify(pure, v):
     return v, (error, out)
 
 
+def wrap_pmap(step, mode):
+    two_devices()
+    mapped = tt.pmap(step, **mode)
+    return lambda m: mapped(m, X)
+
+
+def pure_pmap(pure, v):
+    return jax.pmap(pure)(v, X)
+
+
+def wrap_custom_vjp(step, mode):
+    def bwd(residual, g, *, updates_g=None):
+        raise AssertionError("nothing is differentiated")
+
+    ruled = tt.custom_vjp(step, **mode)
+    ruled.defvjp(lambda m, x: (step(m, x), None), bwd)
+    return lambda m: ruled(m, X)
+
+
+def wrap_fixed(step, mode):
+    if mode is UPDATES:
+        jitted = tt.jit(step, **mode)
+        return lambda m: compat.cached_partial(jitted, m)(X)
+    return lambda m: tt.jit_partial(step, m, **mode)(X)
+
+
 class Case(NamedTuple):
+    """A transform on both sides.
+
+    Attributes:
+        wrap: From a step and a mode to a function of a model.
+        pure: From a pure step and arrays to arrays and a result.
+        skipped: Kinds of writes that it does not take.
+        derives: Whether there are gradients in the result: `pure` then takes names.
+    """
+
     wrap: Callable[..., Any]
     pure: Callable[..., Any]
     skipped: tuple[str, ...] = ()
+    derives: bool = False
+
+    def pure_in(self, mode):
+        """`pure`, with the gradients that there are in a mode."""
+        if self.derives and mode is UPDATES:
+            return partial(self.pure, names=PARAMS)
+        return self.pure
 
 
 def simple(transform, pure_transform):
-    def wrap(step, graph):
-        wrapped = transform(step, graph=graph)
+    def wrap(step, mode):
+        wrapped = transform(step, **mode)
         return lambda m: wrapped(m, X)
 
     return Case(wrap, lambda pure, v: pure_transform(pure)(v, X))
@@ -338,9 +389,10 @@ CASES = {
     "jit": simple(tt.jit, jax.jit),
     "remat": simple(tt.remat, jax.checkpoint),
     "vmap": simple(tt.vmap, jax.vmap),
-    "grad": Case(wrap_grad, pure_grad),
-    "value_and_grad": Case(wrap_value_and_grad, pure_value_and_grad),
-    "vjp": Case(wrap_vjp, pure_vjp),
+    "pmap": Case(wrap_pmap, pure_pmap),
+    "grad": Case(wrap_grad, pure_grad, derives=True),
+    "value_and_grad": Case(wrap_value_and_grad, pure_value_and_grad, derives=True),
+    "vjp": Case(wrap_vjp, pure_vjp, derives=True),
     "jvp": Case(wrap_jvp, pure_jvp),
     "shard_map": Case(wrap_shard_map, pure_shard_map),
     "scan_carried": Case(wrap_carried, pure_carried, ("metadata",)),
@@ -351,6 +403,8 @@ CASES = {
     "cond": Case(wrap_cond, pure_cond),
     "switch": Case(wrap_switch, pure_switch),
     "checkify": Case(wrap_checkify, pure_checkify),
+    "custom_vjp": Case(wrap_custom_vjp, lambda pure, v: pure(v, X)),
+    "partial": Case(wrap_fixed, lambda pure, v: pure(v, X), ("metadata",)),
 }
 
 

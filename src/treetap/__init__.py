@@ -10,6 +10,7 @@ defaults.
 from typing import Any as _AnyType
 
 from treetap import _deprecated as _deprecated
+from treetap import compat as compat
 from treetap import nnx as nnx
 from treetap._applying import call as call
 from treetap._applying import map as map
@@ -27,6 +28,7 @@ from treetap._batching import vmap as vmap
 from treetap._branching import checkify as checkify
 from treetap._branching import cond as cond
 from treetap._branching import switch as switch
+from treetap._capturing import capture as capture
 from treetap._changes import set_structure_policy as set_structure_policy
 from treetap._changes import structure_policy as structure_policy
 from treetap._compiling import eval_shape as eval_shape
@@ -43,8 +45,11 @@ from treetap._differentiating import jvp as jvp
 from treetap._differentiating import remat as remat
 from treetap._differentiating import value_and_grad as value_and_grad
 from treetap._differentiating import vjp as vjp
+from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
+from treetap._emitting import tap as tap
 from treetap._errors import AliasError as AliasError
 from treetap._errors import AttributeStatusError as AttributeStatusError
+from treetap._errors import CaptureError as CaptureError
 from treetap._errors import CycleError as CycleError
 from treetap._errors import FilterError as FilterError
 from treetap._errors import MetadataError as MetadataError
@@ -76,18 +81,23 @@ from treetap._metadata import with_metadata as with_metadata
 from treetap._modules import Module as Module
 from treetap._modules import iter_children as iter_children
 from treetap._modules import iter_modules as iter_modules
+from treetap._observing import observe as observe
+from treetap._observing import sites as sites
 from treetap._placement import logical_axis_rules as logical_axis_rules
 from treetap._prefixes import prefix as prefix
 from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
 from treetap._randomness import Rngs as Rngs
 from treetap._randomness import RngStream as RngStream
+from treetap._records import Record as Record
+from treetap._records import Site as Site
 from treetap._reseeding import fork_rngs as fork_rngs
 from treetap._reseeding import reseed as reseed
 from treetap._reseeding import split_rngs as split_rngs
 from treetap._reseeding import with_rngs as with_rngs
 from treetap._scanning import Carry as Carry
 from treetap._scanning import scan as scan
+from treetap._selectors import Select as Select
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
 from treetap._settings import use_eager_sharding as use_eager_sharding
@@ -143,6 +153,7 @@ __all__ = [
     "AttributeStatusError",
     "BatchStat",
     "Cache",
+    "CaptureError",
     "Carry",
     "CycleError",
     "Dict",
@@ -163,12 +174,15 @@ __all__ = [
     "PathIn",
     "Perturbation",
     "Pytree",
+    "Record",
     "RngCount",
     "RngKey",
     "RngState",
     "RngStream",
     "Rngs",
+    "Select",
     "Sequential",
+    "Site",
     "State",
     "StructureError",
     "TraceContextError",
@@ -178,9 +192,11 @@ __all__ = [
     "WithTag",
     "as_pure",
     "call",
+    "capture",
     "check_pytree",
     "checkify",
     "clone",
+    "compat",
     "cond",
     "custom_vjp",
     "data",
@@ -210,6 +226,7 @@ __all__ = [
     "merge",
     "merge_state",
     "nnx",
+    "observe",
     "pmap",
     "pop",
     "prefix",
@@ -223,8 +240,10 @@ __all__ = [
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
+    "set_sow_outside_capture",
     "set_structure_policy",
     "shard_map",
+    "sites",
     "split",
     "split_rngs",
     "split_state",
@@ -232,6 +251,7 @@ __all__ = [
     "static",
     "structure_policy",
     "switch",
+    "tap",
     "to_flat_state",
     "to_pure_dict",
     "transform_metadata",

@@ -36,7 +36,7 @@ class Node:
     """Base of every object of ours: what it keeps outside its attributes.
 
     `flat` caches children and static part, `spec` the description made from them,
-    `key` is what the parent calls the object, `status` maps attribute to is-data, and
+    `place` is where it is in its parent, `status` maps attribute to is-data, and
     `trace` is the level the object belongs to.
     """
 
@@ -44,7 +44,7 @@ class Node:
         "__dict__",
         "__weakref__",
         "_pytree__flat",
-        "_pytree__key",
+        "_pytree__place",
         "_pytree__spec",
         "_pytree__status",
         "_pytree__trace",

@@ -15,11 +15,14 @@ import jax
 from treetap._axis_names import follow_axis
 from treetap._compiling import Positions, positional, put_statics, take_statics
 from treetap._errors import MetadataError
-from treetap._lift import Options, Updates, inputs_of, mode_of, run, transform
+from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._prefixes import check_prefix
 from treetap._results import Results
 from treetap._settings import Mode
+from treetap._sharing import places
+from treetap._trees import show_path
+from treetap._variables import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,9 +75,30 @@ def _mapped(
         # The second part stands for what is static, and has no leaves.
         updates_axes = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
         call = mapping(pure, axes, (results.for_jax, updates_axes))
-        return inputs.finish(*call(inputs.values()))
+        try:
+            found = call(inputs.values())
+        except ValueError as error:
+            raise _named(error, inputs, axes) from None
+        return inputs.finish(*found)
 
     return call
+
+
+def _named(error: ValueError, inputs: Inputs, axes: list[Any]) -> ValueError:
+    """JAX's complaint about an axis, with the Variables it may be about."""
+    if "axis spec None" not in str(error):
+        return error
+    fixed = {id(x) for x, axis in zip(inputs.leaves, axes) if axis is None}
+    found = [
+        f"{show_path(path)} ({type(value).__name__})"
+        for path, value, _ in places(inputs.tree)
+        if isinstance(value, Variable) and id(value) in fixed
+    ]
+    return type(error)(
+        f"{inputs.name}: a Variable with axis None was given a value that differs from "
+        f"slice to slice, at {inputs.name} of one of {', '.join(found) or '(none)'}: "
+        f"{error}"
+    )
 
 
 def with_names(f: Any, in_axes: Any, out_axes: Any, given: Any, mode: Mode) -> Any:

@@ -6,7 +6,7 @@ tracing each branch once; all branches then return those, and the rest is left a
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -24,15 +24,21 @@ from treetap._lift import (
 )
 
 
-def _written_by(branch: Any, inputs: Inputs, name: str) -> Written:
+def _written_by(
+    branch: Any, inputs: Inputs, name: str, force: Collection[int] = ()
+) -> Written:
     """What a branch changes."""
     found: list[Updates] = []
 
     def probe(values: Any) -> None:
-        found.append(run(branch, inputs.definition, values, name)[1])
+        found.append(run(branch, inputs.definition, values, name, force=force)[1])
 
     jax.eval_shape(probe, inputs.values())
     return found[0].written
+
+
+def _outline(written: Written) -> Any:
+    return [graft.spec for graft in written.grafts]
 
 
 def _branched(
@@ -42,7 +48,11 @@ def _branched(
     branches = [with_policy(branch, policy) for branch in branches]
     inputs = inputs_of(operands, {}, mode_of(options), name)
     found = [_written_by(branch, inputs, name) for branch in branches]
-    if any(written.grafts != found[0].grafts for written in found):
+    grafts = [graft for written in found for graft in written.grafts]
+    force = {graft.spec.number for graft in grafts if graft.spec.number is not None}
+    if force:  # a branch that left an object alone gives it out as it is
+        found = [_written_by(branch, inputs, name, force) for branch in branches]
+    if any(_outline(written) != _outline(found[0]) for written in found):
         raise TypeError(
             f"{name}: the branches change the structure of the operands in different "
             "ways. Make the same attributes, of the same kinds, in all of them."
@@ -51,7 +61,8 @@ def _branched(
 
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:
-            return run(branch, inputs.definition, values, name, keep=kept.__contains__)
+            chosen = {"keep": kept.__contains__, "force": force}
+            return run(branch, inputs.definition, values, name, **chosen)
 
         return pure
 

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._metadata import MISSING
-from treetap._modules import set_on_purpose
 from treetap._pytrees import attributes_of, flat_of
 from treetap._sharing import places
+from treetap._traces import set_on_purpose
 from treetap._trees import Path, show_path
 
 Policy = Literal["error", "warn", "ignore"]
@@ -125,12 +125,12 @@ class Structure:
         for key in sorted({*before, *after}, key=str):
             old, new = before.get(key, MISSING), after.get(key, MISSING)
             where = show_path((*path, key))
-            if old is new:
+            if old is new or (id(node), key) in self.noted:
                 continue
             if key in data:
                 what = "was replaced" if new is not MISSING else "was removed"
                 self._refuse(where, "was created" if old is MISSING else what)
-            elif (id(node), key) not in self.noted and old != new:
+            elif old != new:
                 self._warn(f"the static attribute {where} changed")
 
     def _refuse(self, where: str, what: str) -> None:

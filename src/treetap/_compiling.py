@@ -282,8 +282,10 @@ class Jit(Generic[P, R]):
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The result with abstract leaves; nothing is changed."""
-        _, program, given = self._prepared(args, kwargs)
-        return unpack(program.eval_shape(*given)[0], {})
+        inputs, program, given = self._prepared(args, kwargs)
+        copies, _ = regrow(inputs.definition, inputs.values())
+        copied = Inputs(copies, self.mode, self._name)
+        return copied.finish(*program.eval_shape(*given))
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""
@@ -439,7 +441,7 @@ def _shape_with_updates(f: Any, args: Any, kwargs: Any) -> Any:
     def pure(values: list[Any]) -> Any:
         tree, _ = regrow(inputs.definition, values)
         out = f(*tree["args"], **tree["kwargs"])
-        walk = Apart(out, True, "eval_shape")
+        walk = Apart(out, Mode.UPDATES, "eval_shape")
         packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
         refuse_captured(walk, "eval_shape")
         return packed

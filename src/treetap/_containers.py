@@ -64,7 +64,7 @@ class List(Module, MutableSequence[T], Generic[T]):
         for place, (value, flag) in enumerate(items):
             attributes[place] = value
             status[place] = flag
-            adopt(value, place)
+            adopt(value, place, self._pytree__place)
         unseal(self, status)
 
     def _place(self, index: Any) -> int:
@@ -136,7 +136,7 @@ class List(Module, MutableSequence[T], Generic[T]):
         value, is_data_item = self._admitted(place, value)
         status = {**self._pytree__status, place: is_data_item}
         attributes_of(self)[place] = value
-        adopt(value, place)
+        adopt(value, place, self._pytree__place)
         unseal(self, status)
 
     def extend(self, values: Iterable[T]) -> None:

@@ -13,7 +13,7 @@ import jax
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._pytrees import adopt, bare, fill, flat_of
+from treetap._pytrees import adopt_all, bare, fill, flat_of
 from treetap._settings import resolve_graph
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
@@ -59,17 +59,15 @@ class Rebuild:
         """The rebuilt root."""
         return self.any(self.root)
 
-    def any(self, value: Any, key: Any = None) -> Any:
+    def any(self, value: Any) -> Any:
         """The rebuilt form of any value."""
         if isinstance(value, Node):
-            return self.object(value, key)
+            return self.object(value)
         if isinstance(value, Variable):
             return self.variable_at(value)
         if is_container(value):
             opened = open_container(value)
-            made = opened.close([self.any(child) for child in opened.children])
-            adopt(made, key)
-            return made
+            return opened.close([self.any(child) for child in opened.children])
         self.leaves += 1
         if not is_ref(value):
             return self.leaf(value)
@@ -87,23 +85,24 @@ class Rebuild:
         made = self.made[identity] = self.variable(variable)
         return made
 
-    def object(self, node: Any, key: Any) -> Any:
+    def object(self, node: Any) -> Any:
         """The rebuilt form of an object of ours."""
         identity = id(node)
         if identity in self.made:
             return self.again(node)
         if not (self.graph or node._pytree__is_pytree):
             raise refuse_pytree_false(self.name, self.root, node)
-        made = self.made[identity] = bare(type(node), self.trace, key)
+        made = self.made[identity] = bare(type(node), self.trace)
         before = self.leaves
         children, structure = flat_of(node)
         new = []
-        for name, child in zip(structure[0].keys, children):
+        for child in children:
             if isinstance(child, Variable):
                 new.append(self.variable_at(child))
             else:
-                new.append(self.any(child, name))
+                new.append(self.any(child))
         fill(made, structure, new)
+        adopt_all(made, structure, new)
         if self.leaves == before and not self.graph:
             self.made[identity] = _Leafless(made)
         return made

@@ -38,7 +38,7 @@ from treetap._lift import (
 )
 from treetap._metadata import MISSING
 from treetap._prefixes import PrefixFilter, Spread, spread
-from treetap._pytrees import opened
+from treetap._pytrees import opened, variables_below
 from treetap._regrowing import regrow
 from treetap._results import WHOLE, unpack
 from treetap._settings import Mode
@@ -135,10 +135,15 @@ class _Rule:
         self.nondiff: set[int] = set()
         for given in owner.nondiff_argnums:
             if isinstance(given, DiffState):
-                rules = {given.filter: True, ...: False}
+                rules = [(given.filter, True), (..., False)]
                 prefix[given.argnum] = PrefixFilter(rules)
                 continue
             number = given % len(args)
+            if number in self.nondiff:
+                raise StructureError(
+                    f"custom_vjp: `nondiff_argnums` {list(owner.nondiff_argnums)} "
+                    f"names argument {number} twice: it is repeated."
+                )
             self.nondiff.add(number)
             prefix[number] = False
             if self.has_states and holds_objects(args[number]):
@@ -263,7 +268,8 @@ class _Rule:
                 wanted[id(leaf)] = leaf.copy(cotangent)
         pairs = [(n, arg) for n, arg in enumerate(args) if n not in self.nondiff]
         return tuple(
-            states_of(arg, wanted) if holds_objects(arg) else None for _, arg in pairs
+            states_of(arg, wanted) if list(variables_below(arg)) else None
+            for _, arg in pairs
         )
 
     def _cotangents(self, found: Any, values: list[Any]) -> list[Any]:

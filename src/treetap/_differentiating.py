@@ -26,7 +26,7 @@ from treetap._lift import Inputs, Options, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._prefixes import PrefixFilter, spread
 from treetap._regrowing import regrow
-from treetap._results import unpack
+from treetap._results import repack, unpack
 from treetap._settings import Mode
 from treetap._states import State, flat_items, nested
 from treetap._values import is_ref
@@ -134,7 +134,7 @@ class Chosen:
             prefix[number] = True
             if has_updates and holds_objects(inputs.tree["args"][number]):
                 filter = wanted.filter if isinstance(wanted, DiffState) else Param
-                prefix[number] = PrefixFilter({filter: True, ...: False})
+                prefix[number] = PrefixFilter([(filter, True), (..., False)])
         tree = {"args": tuple(prefix), "kwargs": False}
         self.flags = spread(tree, inputs.tree, name, argument)
 
@@ -339,8 +339,10 @@ def vjp(
     pure = parts.pure(f, has_aux)
     out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
 
+    packed = out
+
     def vjp_fn(cotangent: Any) -> Any:
-        (found,) = pull(cotangent)
+        (found,) = pull(repack(packed, cotangent, "vjp"))
         return parts.tree_of(found)
 
     out, aux = inputs.finish((out, aux), updates)

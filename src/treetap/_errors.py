@@ -8,7 +8,8 @@
     │   └── CycleError         an object that contains itself
     ├── StructureError         names, kinds or shapes that do not fit
     ├── FilterError            a filter that leaves values over, or stands wrongly
-    └── MetadataError          metadata that cannot be set or removed
+    ├── MetadataError          metadata that cannot be set or removed
+    └── CaptureError           a value asked for that cannot be had, a wrong tap
 
 All but the first are ValueErrors as well, so `except ValueError` keeps working.
 Plain `TypeError`, `KeyError`, `IndexError` and
@@ -46,3 +47,7 @@ class FilterError(TreetapError, ValueError):
 
 class MetadataError(TreetapError, ValueError):
     """Metadata that cannot be set, changed or removed."""
+
+
+class CaptureError(TreetapError, ValueError):
+    """A value that was asked for cannot be had, or a tap is used wrongly."""

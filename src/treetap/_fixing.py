@@ -13,11 +13,12 @@ from treetap._changes import with_policy
 from treetap._compiling import Jit, JitOptions
 from treetap._errors import StructureError
 from treetap._lift import Inputs, Options, mode_of, refuse_bound_method
+from treetap._pytrees import variables_below
 from treetap._regrowing import regrow
 from treetap._settings import Mode
 from treetap._sharing import places
 from treetap._trees import show_path
-from treetap._variables import Variable
+from treetap._variables import Variable, set_box
 
 
 class JitPartial(Jit[..., Any]):
@@ -102,10 +103,14 @@ def cached_partial(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = [(v, v._box, v._metadata) for v in variables_below(fixed)]
         out = f(*fixed, *args, **kwargs)
         after = Inputs({"args": fixed, "kwargs": {}}, Mode.UPDATES, "cached_partial")
         if after.definition != inputs.definition:
             regrow(inputs.definition, inputs.leaves, owners=nodes)
+            for variable, box, metadata in before:
+                set_box(variable, box)
+                variable._replace_metadata(metadata)
             raise StructureError(
                 "cached_partial: the structure of the fixed arguments changed from\n"
                 f"{inputs.definition}\nto\n{after.definition}\nPass what changes its "

@@ -8,7 +8,7 @@ description changed are *grafts*. Outside, a graft's children are regrown (numbe
 arguments mean the caller's own objects) and put into the caller's object.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from treetap._graphs import Apart
 from treetap._prefixes import Spread
 from treetap._pytrees import flat_of
 from treetap._regrowing import refill, regrow_children
+from treetap._settings import Mode
 from treetap._specs import ObjectSpec
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._variables import Variable
@@ -32,7 +33,7 @@ class Lanes:
         others: Prefixes that leaves made inside may have.
     """
 
-    __slots__ = ("known", "of_leaf", "owners", "prefixes")
+    __slots__ = ("carried", "known", "of_leaf", "owners", "prefixes")
 
     def __init__(self, work: Spread, numbers: dict[int, int], others: Sequence[Any]):
         self.prefixes: list[Any] = []
@@ -40,6 +41,7 @@ class Lanes:
             if prefix not in self.prefixes:
                 self.prefixes.append(prefix)
         self.of_leaf = [self.prefixes.index(value) for value in work.values]
+        self.carried: set[int] = set()  # lanes whose plain values are passed on
         # By number, the rule for an object and the prefix of a Variable, with paths.
         self.owners = {numbers[key]: value for key, value in work.owners.items()}
         self.known = {numbers[key]: value for key, value in work.known.items()}
@@ -55,7 +57,11 @@ class Lanes:
 
 
 class Graft(NamedTuple):
-    """The new content of an object: its description, and the lane of each new leaf."""
+    """The new content of an object: its description, and where its leaves come from.
+
+    A leaf comes out in a lane; or, with a negative number, it is the caller's own leaf:
+    `~n` is the n-th of the arguments.
+    """
 
     spec: ObjectSpec
     lanes: tuple[int, ...]
@@ -81,7 +87,7 @@ class Grafts:
 
     def walk(self) -> Apart:
         """A walk for which the objects of the arguments are known already."""
-        walk = Apart(None, True, self.name)
+        walk = Apart(None, Mode.UPDATES, self.name)
         walk.members = [self.members[number] for number in range(len(self.members))]
         walk.numbers = {id(x): number for number, x in self.members.items()}
         return walk
@@ -96,27 +102,52 @@ class Grafts:
         return spec, walk.leaves[before:]
 
     def collect(
-        self, walk: Apart, lanes: Lanes | None, is_kept: Callable[[Any], bool]
+        self,
+        walk: Apart,
+        lanes: Lanes | None,
+        own: dict[int, int],
+        force: Container[int] = (),
     ) -> Iterator[tuple[Graft, list[Any]]]:
-        """The objects that changed, or hold a value to be kept, and their leaves."""
-        work = self.spread(lanes) if lanes else None
+        """The objects that changed, and their leaves that must come out.
+
+        Args:
+            walk: A walk that knows the arguments' objects.
+            lanes: The lanes of the call.
+            own: Plain leaves of the arguments that stay with the caller: their numbers
+                by identity.
+            force: Objects, by number, that count as changed.
+        """
+        work = self.spread(lanes, "the prefix") if lanes else None
+        if work is not None:
+            work.stops |= {id(node) for node in self.nodes.values()}
         for number, node in self.nodes.items():
             spec, leaves = self._described(walk, number, node)
             old_spec, old_leaves = self.before[number]
             same = spec == old_spec and not any(map(is_not, leaves, old_leaves))
-            if same and not any(map(is_kept, leaves)):
+            if same and number not in force and all(id(x) in own for x in leaves):
                 continue
-            if lanes is None or work is None:
-                yield Graft(spec, (0,) * len(leaves)), leaves
-                continue
-            before = len(work.values)
-            rule, path = lanes.owners[number]
-            work.entered.discard(id(node))
-            work.cover(rule, node, path)
-            found = work.values[before:]
-            yield Graft(spec, tuple(map(lanes.prefixes.index, found))), leaves
+            places = [0] * len(leaves)
+            if lanes is not None and work is not None:
+                places = self._places(number, lanes, work)
+                new = {p for x, y, p in zip(leaves, old_leaves, places) if x is not y}
+                if spec == old_spec and new and new <= lanes.carried:
+                    continue  # another value for the next step, and nothing else
+            kept = [~own[id(x)] if id(x) in own else n for x, n in zip(leaves, places)]
+            yield (
+                Graft(spec, tuple(kept)),
+                [x for x, place in zip(leaves, kept) if place >= 0],
+            )
 
-    def spread(self, lanes: Lanes, argument: str = "the prefix") -> Spread:
+    def _places(self, number: int, lanes: Lanes, work: Spread) -> list[int]:
+        """The lane of each leaf of a changed object: that of the object's prefix."""
+        before = len(work.values)
+        rule, path = lanes.owners[number]
+        children, (layout, _) = flat_of(self.nodes[number])
+        for key, child in zip(layout.keys, children):
+            work.cover(rule, child, (*path, key))
+        return list(map(lanes.prefixes.index, work.values[before:]))
+
+    def spread(self, lanes: Lanes, argument: str) -> Spread:
         """A spreading for which the objects of the arguments are known already."""
         work = Spread(self.name, argument)
         work.entered |= {id(node) for node in self.nodes.values()}
@@ -126,30 +157,50 @@ class Grafts:
         return work
 
 
-def refuse_captured(walk: Apart, name: str) -> None:
-    """Refuses Variables that were made outside the function."""
+def refuse_captured(walk: Apart, name: str, known: int = 0) -> None:
+    """Refuses Variables and objects that were made outside the function.
+
+    Args:
+        walk: What was met.
+        name: The transform.
+        known: How many of its members are the arguments' own.
+    """
     trace = current_trace()
-    for leaf in walk.leaves:
-        if not isinstance(leaf, Variable) or leaf._metadata["ref"]:
-            continue
-        if leaf._trace is not trace:
+    for member in walk.members[known:]:
+        if isinstance(member, Variable):
+            is_captured = member._trace is not trace and not member._metadata["ref"]
+        else:
+            is_captured = isinstance(member, Node) and is_foreign(member._pytree__trace)
+        if is_captured:
             raise StructureError(
                 f"{name}: Cannot extract graph node from different trace level: a "
-                f"{type(leaf).__name__} made outside the function was returned, or put "
-                "into an argument. Pass it as an argument, or use its value."
+                f"{type(member).__name__} made outside the function was returned, or "
+                "put into an argument. Pass it as an argument, or use its value."
             )
 
 
 def plant(
-    grafts: Sequence[Graft], supplies: Sequence[Iterator[Any]], made: dict[int, Any]
+    grafts: Sequence[Graft],
+    supplies: Sequence[Iterator[Any]],
+    leaves: Sequence[Any],
+    made: dict[int, Any],
 ) -> Iterable[Callable[[], None]]:
-    """Regrows what changed and gives, for each object, the step that puts it there."""
+    """Regrows what changed and gives, for each object, the step that puts it there.
+
+    Args:
+        grafts: What changed.
+        supplies: What is left in each lane.
+        leaves: The caller's leaves.
+        made: The caller's objects by number; new ones are added.
+    """
     steps: list[Callable[[], None]] = []
     for spec, lanes in grafts:
         node = made[spec.number]  # pyright: ignore[reportArgumentType] - numbered, as all are here
         if is_foreign(node._pytree__trace):
             raise refuse_foreign_object(type(node).__name__)
-        values = [next(supplies[lane]) for lane in lanes]
+        values = [
+            next(supplies[lane]) if lane >= 0 else leaves[~lane] for lane in lanes
+        ]
         children = regrow_children(spec, values, made)
         steps.append(lambda n=node, s=spec, c=children: refill(n, s.structure, c))
     return steps

@@ -21,7 +21,7 @@ import jax
 from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._metadata import MISSING
-from treetap._pytrees import adopt, bare, cached_flat, fill, set_spec
+from treetap._pytrees import adopt_all, bare, cached_flat, fill, set_spec
 from treetap._settings import Mode
 from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._specs import (
@@ -231,7 +231,7 @@ class _Together:
             children = self.children(spec.keys, spec.children, state, trail)
             return close_container(spec.type, spec.keys, spec.definition, children)
         if kind is SharedSpec:
-            if state is not MISSING:
+            if state is not MISSING and not (is_branch(state) and not state):
                 self.extra(trail)
             return self.made[spec.shared_with]
         if state is MISSING:
@@ -275,7 +275,7 @@ class _Together:
         layout = structure[0]
         node = self.owners.get(number)
         if node is None:
-            node = bare(kind, self.trace, trail[1] if trail else None)
+            node = bare(kind, self.trace)
         else:
             node._check_trace()
             set_spec(node, None)
@@ -286,7 +286,9 @@ class _Together:
             if children is not None:
                 fill(node, structure, children)
                 return node
-        fill(node, structure, self.children(layout.keys, specs, state, trail))
+        made = self.children(layout.keys, specs, state, trail)
+        fill(node, structure, made)
+        adopt_all(node, structure, made)
         return node
 
     def children(self, keys: Any, specs: Any, state: Any, trail: Trail) -> list[Any]:
@@ -309,8 +311,6 @@ class _Together:
                     self.made[spec[0]] = inner
             else:
                 value = self.any(spec, inner, (trail, key))
-                if kind is ContainerSpec or kind is SharedSpec:
-                    adopt(value, key)
             if inner is MISSING:
                 absent += 1
             made.append(value)

@@ -16,7 +16,7 @@ before it runs. With graph updates, objects whose structure changed ride along.
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
@@ -230,7 +230,7 @@ class Inputs:
                 boxes.append((value,))
                 if metadata is not variable._metadata:
                     changes.append((variable, metadata))
-        steps = plant(updates.written.grafts, supplies, made)
+        steps = plant(updates.written.grafts, supplies, self.leaves, made)
         deque(map(set_box, variables, boxes), 0)  # one call: all or nothing
         for variable, metadata in changes:
             variable._replace_metadata(metadata)
@@ -326,6 +326,7 @@ class Inside:
         keep: Callable[[int], bool] = lambda number: False,
         only: Callable[[int], bool] = lambda number: True,
         results: Results = WHOLE,
+        force: Collection[int] = (),
     ) -> tuple[Any, Updates]:
         """The result as JAX can carry it, and the values to carry out beside it.
 
@@ -335,6 +336,7 @@ class Inside:
             keep: Tells which leaves come out even if nobody changed them.
             only: Tells which Variables come out at all.
             results: Where the results lie.
+            force: Objects, by number, that come out as if they had changed.
         """
         count = len(lanes.prefixes) if lanes else 1
         of_leaf = lanes.of_leaf if lanes else [0] * len(self.leaves)
@@ -353,16 +355,19 @@ class Inside:
             packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
             return packed, Updates(tuple(values), Written(lists))
         walk = self.grafts.walk()
-        kept = {id(leaf) for number, leaf in enumerate(self.leaves) if keep(number)}
+        known = len(walk.members)
+        stay = not force  # where all branches must give alike, all gives all
+        own = {id(x): n for n, x in enumerate(self.leaves) if stay and not keep(n)}
         grafts: list[Graft] = []
-        for graft, leaves in self.grafts.collect(walk, lanes, lambda x: id(x) in kept):
+        for graft, leaves in self.grafts.collect(walk, lanes, own, force):
             grafts.append(graft)
-            for lane, value in zip(graft.lanes, raw_values(leaves)):
+            sent = [lane for lane in graft.lanes if lane >= 0]
+            for lane, value in zip(sent, raw_values(leaves)):
                 values[lane].append(value)
         walk.root = out
         work = self.grafts.spread(lanes, "the out prefix") if lanes else None
         packed = results.pack(out, walk, work or Spread(self.name, "the out prefix"))
-        refuse_captured(walk, self.name)
+        refuse_captured(walk, self.name, known)
         return packed, Updates(tuple(values), Written(lists, tuple(grafts)))
 
 
@@ -394,7 +399,7 @@ def run(
         values: Their values at this level.
         name: The transform.
         lanes: As for `Inside.finish`, which takes the further arguments.
-        **choices: `keep`, `only` and `results`.
+        **choices: `keep`, `only`, `results` and `force`.
 
     Returns:
         The result, packed for JAX, and the updates.

@@ -5,6 +5,7 @@ When a Module class is made, each public method and `__call__` is wrapped once. 
 trace the wrapper opens `jax.named_scope` with the key under which the parent holds the
 Module, so profiles and compiler dumps show `blocks/3/attn` instead of a flat list of
 operations. Eagerly there is nothing to name, and the wrapper only calls the method.
+While a capture is open, the scope says where the Module is, and the result is marked.
 """
 
 import functools
@@ -16,6 +17,9 @@ from weakref import WeakSet
 import jax
 from jax.extend import source_info_util
 
+from treetap._emitting import output
+from treetap._scopes import inside
+from treetap._taps import listening
 from treetap._traces import is_eager
 
 # The frame of the wrapper is not where the user's operations come from.
@@ -39,12 +43,7 @@ def wrap_method(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # A subclass overrides the method: this call came through `super()`, and the
-        # scope is open already.
-        if is_eager() or getattr(type(self), name) is not method:
-            return fn(self, *args, **kwargs)
-        with jax.named_scope(scope_name(self)):
-            return fn(self, *args, **kwargs)
+        return run_method(method, name, fn, self, args, kwargs)
 
     if not isinstance(fn, types.FunctionType):  # a jitted function offers `lower`, ...
         for public in dir(fn):
@@ -54,9 +53,32 @@ def wrap_method(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def run_method(  # noqa: PLR0917 - on the way of every call
+    method: Any, name: str, fn: Any, self: Any, args: Any, kwargs: Any
+) -> Any:
+    """Runs a method in the scope of its Module, and marks its result.
+
+    Apart from the wrapper, so that a class pickled by value does not take along what is
+    used here.
+    """
+    asked = listening.value
+    if asked is None and is_eager():
+        return fn(self, *args, **kwargs)
+    # A subclass overrides the method: this call came through `super()`, and the scope
+    # is open already.
+    if getattr(type(self), name) is not method:
+        return fn(self, *args, **kwargs)
+    if asked is None:
+        with jax.named_scope(scope_name(self)):
+            return fn(self, *args, **kwargs)
+    with inside(self):
+        out = fn(self, *args, **kwargs)
+        return out if asked.outputs is None else output(name, out, asked.outputs)
+
+
 def scope_name(module: Any) -> str:
     """What the parent calls a Module, else the name of its class."""
-    key = module._pytree__key
+    key = module._pytree__place[1]
     return type(module).__name__ if key is None else str(key)
 
 

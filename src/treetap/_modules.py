@@ -6,17 +6,19 @@ and attributes such as `deterministic` can be set for a Module and everything in
 """
 
 import inspect
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from treetap import _emitting
 from treetap._attributes import classify
 from treetap._errors import StructureError
 from treetap._filters import Any as AnyOf
 from treetap._filters import Filter
+from treetap._kinds import Perturbation
 from treetap._methods import wrap_methods
 from treetap._pytrees import Pytree
 from treetap._settings import resolve_graph
+from treetap._traces import set_on_purpose
 from treetap._trees import Key, Path
 from treetap._walks import children_of, nodes_below
 
@@ -77,6 +79,44 @@ class Module(Pytree):
         """
         self._switch("eval", True, attributes)
 
+    def sow(
+        self,
+        variable_type: Any,
+        name: str,
+        value: Any,
+        reduce_fn: Callable[[Any, Any], Any] = _emitting.append,
+        init_fn: Callable[[], Any] = tuple,
+    ) -> bool:
+        """Records a value; a `capture` of that kind of Variable collects it.
+
+        Args:
+            variable_type: The kind of Variable, or the name of one.
+            name: What to call the value.
+            value: An array, or any tree of arrays.
+            reduce_fn: Adds a value to what was recorded before: to a tuple by default.
+            init_fn: What to begin with.
+
+        Returns:
+            Whether somebody records it.
+        """
+        reduce = (reduce_fn, init_fn)
+        return _emitting.sow(self, variable_type, name, value, reduce)
+
+    def perturb(self, name: str, value: Any, variable_type: Any = Perturbation) -> Any:
+        """Adds to a value what a `capture` was given for it, zeros at first.
+
+        The gradient with respect to what is added is that of the value.
+
+        Args:
+            name: What to call the value.
+            value: An array, or any tree of arrays.
+            variable_type: The kind of Variable, or the name of one.
+
+        Returns:
+            The sum; use it in place of the value.
+        """
+        return _emitting.perturb(self, name, value, variable_type)
+
     def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
         both = {"deterministic": value, "use_running_average": value}
         if clash := sorted(both.keys() & attributes.keys()):
@@ -89,14 +129,7 @@ class Module(Pytree):
 
 _OWN_METHODS = frozenset(
     {name for name in vars(Module) if name[0] != "_"}
-    | {"sow", "perturb", "iter_modules", "iter_children", "set_view"}
-)
-
-
-# Attributes set through `set_attributes` in the transform that is being traced, by
-# object and name: a change on purpose draws no warning.
-set_on_purpose: ContextVar[set[tuple[int, Any]] | None] = ContextVar(
-    "set_on_purpose", default=None
+    | {"iter_modules", "iter_children", "set_view"}
 )
 
 

@@ -30,7 +30,7 @@ def _parts(value: Any) -> Any:
     return opened(value)
 
 
-class PrefixFilter:
+class PrefixFilter(Mapping[Any, Any]):
     """One prefix value for each kind of Variable in an object, chosen by filters.
 
     Args:
@@ -38,16 +38,28 @@ class PrefixFilter:
             filter that takes a Variable decides.
     """
 
-    __slots__ = ("filters", "values")
+    __slots__ = ("filters", "given")
 
     def __init__(self, rules: Any, /):
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         if isinstance(rules, State):
             pairs = [(PathIn(path), value) for path, value in flat_items(rules)]
-        self.filters, self.values = tuple(zip(*pairs)) or ((), ())
+        self.filters, self.given = tuple(zip(*pairs)) or ((), ())
+
+    def __getitem__(self, filter: Any) -> Any:
+        for known, value in zip(self.filters, self.given):
+            if known is filter or known == filter:
+                return value
+        raise KeyError(filter)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.filters)
+
+    def __len__(self) -> int:
+        return len(self.filters)
 
     def __repr__(self) -> str:
-        pairs = zip(self.filters, self.values)
+        pairs = zip(self.filters, self.given)
         shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
         return f"{type(self).__name__}({{{shown}}})"
 
@@ -55,15 +67,15 @@ class PrefixFilter:
         return (
             type(self) is type(other)
             and self.filters == other.filters  # pyright: ignore[reportAttributeAccessIssue] - of the same type
-            and self.values == other.values  # pyright: ignore[reportAttributeAccessIssue] - of the same type
+            and self.given == other.given  # pyright: ignore[reportAttributeAccessIssue] - of the same type
         )
 
     def __hash__(self) -> int:
-        return hash((self.filters, self.values))
+        return hash((self.filters, self.given))
 
-    def at(self, path: Path, leaf: Any) -> Any:
-        """The value for a leaf."""
-        return _rule_for(zip(self.filters, self.values), path, leaf)
+    def at(self, path: Path, leaf: Any, name: str) -> Any:
+        """The value for a leaf; the transform is named if there is none."""
+        return _rule_for(zip(self.filters, self.given), path, leaf, name)
 
 
 class StateAxes(PrefixFilter):
@@ -80,7 +92,7 @@ class StateAxes(PrefixFilter):
     @property
     def axes(self) -> tuple[Any, ...]:
         """The values."""
-        return self.values
+        return self.given
 
 
 class StateSharding(PrefixFilter):
@@ -91,7 +103,7 @@ class StateSharding(PrefixFilter):
     @property
     def shardings(self) -> tuple[Any, ...]:
         """The values."""
-        return self.values
+        return self.given
 
 
 class Rule(NamedTuple):
@@ -100,10 +112,10 @@ class Rule(NamedTuple):
     prefix: Any
     start: int
 
-    def at(self, path: Path, leaf: Any) -> Any:
+    def at(self, path: Path, leaf: Any, name: str) -> Any:
         """The prefix of a leaf."""
         if isinstance(self.prefix, PrefixFilter):
-            return self.prefix.at(path[max(self.start, 0) :], leaf)
+            return self.prefix.at(path[max(self.start, 0) :], leaf, name)
         return self.prefix
 
 
@@ -122,6 +134,7 @@ class Spread:
         self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
         self.entered: set[int] = set()
+        self.stops: set[int] = set()  # objects that are not entered at all
         self.active: set[int] = set()
 
     def follow(self, prefix: Any, value: Any, path: Path) -> None:
@@ -130,7 +143,7 @@ class Spread:
         if inside is None:
             self.cover(Rule(prefix, -1), value, path)
             return
-        if isinstance(value, Node) and id(value) in self.active:
+        if isinstance(value, Node) and id(value) in self.active | self.stops:
             return
         below = _parts(value)
         keys, children = tuple(inside[0]), tuple(inside[1])
@@ -150,13 +163,13 @@ class Spread:
         if rule.start < 0 and isinstance(value, Node | Variable):
             rule = rule._replace(start=len(path))  # a filter sees paths from here
         if isinstance(value, Variable):
-            self.variable(rule.at(path, value), value, path)
+            self.variable(rule.at(path, value, self.name), value, path)
             return
         below = opened(value)
         if below is None:
-            self.values.append(rule.at(path, value))
+            self.values.append(rule.at(path, value, self.name))
             return
-        if id(value) in self.active:
+        if id(value) in self.active or id(value) in self.stops:
             return
         if isinstance(value, Node):
             self.owners.setdefault(id(value), (rule, path))
@@ -218,7 +231,7 @@ def values_in(prefix: Any) -> list[Any]:
     found: list[Any] = []
     for part in jax.tree.leaves(prefix, is_leaf=is_entry):
         if isinstance(part, PrefixFilter):
-            found += part.values
+            found += part.given
         elif isinstance(part, Node):
             found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
         else:
@@ -230,7 +243,7 @@ def filter_values(prefix: Any) -> list[Any]:
     """The values that the filters in a prefix can give to leaves made inside."""
     parts = jax.tree.leaves(prefix, is_leaf=is_entry)
     filters = [part for part in parts if isinstance(part, PrefixFilter)]
-    return [value for part in filters for value in part.values]
+    return [value for part in filters for value in part.given]
 
 
 def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
@@ -279,17 +292,19 @@ def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
 
     def value_for(path: Path, leaf: Any) -> Any:
         if isinstance(rules, Mapping):
-            return _rule_for(rules.items(), path, leaf)
+            return _rule_for(rules.items(), path, leaf, "prefix")
         return rules(path, leaf)
 
     return map_leaves(value_for, node, graph=graph, recreate_variables=False)
 
 
-def _rule_for(rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any) -> Any:
+def _rule_for(
+    rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any, name: str
+) -> Any:
     for filter, value in rules:
         if predicate_of(filter)(path, leaf):
             return value
     raise StructureError(
-        f"prefix: No filter matched {show_path(path)} ({type(leaf).__name__}). Add "
+        f"{name}: No filter matched {show_path(path)} ({type(leaf).__name__}). Add "
         "`...` for the rest."
     )

@@ -43,7 +43,7 @@ set_flat = Node.__dict__["_pytree__flat"].__set__
 cached_flat = Node.__dict__["_pytree__flat"].__get__
 _drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
 set_spec = Node.__dict__["_pytree__spec"].__set__
-set_key = Node.__dict__["_pytree__key"].__set__
+_set_place = Node.__dict__["_pytree__place"].__set__
 replace_status = Node.__dict__["_pytree__status"].__set__
 _set_trace = Node.__dict__["_pytree__trace"].__set__
 _read_flat = attrgetter("_pytree__flat")
@@ -66,16 +66,22 @@ def unseal(node: Node, status: dict[Any, bool]) -> None:
         pass
 
 
-def adopt(child: Any, key: Any) -> None:
-    """Tells an object, or the objects in a container, what its parent calls it."""
+# Where an object is: the place of its parent, its key there, and its own class. A place
+# never refers to an object, so a chain of places keeps nothing alive.
+Place = list[Any]
+
+
+def adopt(child: Any, key: Any, parent: Place) -> None:
+    """Tells an object, or the objects in a container, where it is in its parent."""
     if isinstance(child, Node):
-        set_key(child, key)
+        place = child._pytree__place
+        place[0], place[1] = parent, key
     elif type(child) in (list, tuple):
         for index, item in enumerate(child):
-            adopt(item, f"{key}/{index}")
+            adopt(item, f"{key}/{index}", parent)
     elif type(child) is dict:
         for name, item in child.items():
-            adopt(item, f"{key}/{name}")
+            adopt(item, f"{key}/{name}", parent)
 
 
 class PytreeMeta(ABCMeta):
@@ -122,7 +128,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
 
     _pytree__flat: Flat
-    _pytree__key: Any
+    _pytree__place: Place
     _pytree__spec: Any
     _pytree__status: dict[Any, bool]
     _pytree__trace: Any
@@ -173,13 +179,13 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
             if known is False or not isinstance(value, Variable):
                 value, known = classify(cls.__name__, name, value, known)
                 if known:
-                    adopt(value, name)
+                    adopt(value, name, self._pytree__place)
             else:
                 known = True
             status[name] = known
         else:
             value = value.value if isinstance(value, Marked) else value
-            adopt(value, name)
+            adopt(value, name, self._pytree__place)
         object.__setattr__(self, name, value)
         # Last, so that no other thread can cache children from before the write.
         if self._pytree__status is not status:
@@ -231,7 +237,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
                     value, known = classify(cls.__name__, name, value, known)  # noqa: PLW2901 - unwrapped
                     attributes[name] = value
                     if known:
-                        adopt(value, name)
+                        adopt(value, name, self._pytree__place)
                 status[name] = known
             unseal(self, status)
         for name, is_data in status.items():
@@ -241,7 +247,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     def _replace_child(self, key: Any, value: Any) -> None:
         """Puts another value where a data attribute stands; the status stays."""
         attributes_of(self)[key] = value
-        adopt(value, key)
+        adopt(value, key, self._pytree__place)
         drop_flat(self)
 
     def _remove_child(self, key: Any) -> None:
@@ -281,7 +287,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         attributes_of(self).update(attributes)
         replace_status(self, dict(status))
         for name, value in attributes.items():
-            adopt(value, name)
+            adopt(value, name, self._pytree__place)
 
     def __reduce__(self) -> Any:
         return _bare, (type(self),), self.__getstate__()
@@ -303,11 +309,11 @@ def _bare(cls: type[Any]) -> Any:
     return bare(cls, current_trace())
 
 
-def bare(cls: type[Any], trace: Any, key: Any = None) -> Any:
+def bare(cls: type[Any], trace: Any) -> Any:
     """An object without attributes, past `__new__` and `__init__`."""
     self = object.__new__(cls)
     _set_trace(self, trace)
-    set_key(self, key)
+    _set_place(self, [None, None, cls])
     set_spec(self, None)
     return self
 
@@ -315,7 +321,7 @@ def bare(cls: type[Any], trace: Any, key: Any = None) -> Any:
 def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
     """Gives a bare object its attributes: the inverse of flattening.
 
-    The children's keys are the caller's to set; see `adopt_all`.
+    The children's places are the caller's to set; see `adopt_all`.
     """
     layout, statics = structure
     children = tuple(children)
@@ -328,11 +334,12 @@ def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
         replace_status(node, dict(layout.status))
 
 
-def adopt_all(structure: Any, children: Iterable[Any]) -> None:
-    """Tells the children of an object their keys."""
+def adopt_all(node: Any, structure: Any, children: Iterable[Any]) -> None:
+    """Tells the children of an object where they are."""
+    place = node._pytree__place
     for key, child in zip(structure[0].keys, children):
         if not isinstance(child, Variable):
-            adopt(child, key)
+            adopt(child, key, place)
 
 
 def _descriptors_of(cls: type) -> frozenset[str]:
@@ -385,7 +392,7 @@ def _register(cls: type[Pytree]) -> None:
         node = bare(cls, current_trace())
         children = tuple(children)
         fill(node, structure, children)
-        adopt_all(structure, children)
+        adopt_all(node, structure, children)
         return node
 
     # JAX may read the slot itself unless a class answers for unset ones its own way.

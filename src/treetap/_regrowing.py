@@ -62,7 +62,7 @@ class _Regrowth:
         children = self.children(spec)
         if owned is None:
             fill(node, spec.structure, children)
-            adopt_all(spec.structure, children)
+            adopt_all(node, spec.structure, children)
         elif any(map(is_not, children, flat_of(node)[0])):
             refill(node, spec.structure, children)
         return node
@@ -77,7 +77,7 @@ def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
         raise refuse_foreign_object(type(node).__name__)
     set_spec(node, None)
     fill(node, structure, children)
-    adopt_all(structure, children)
+    adopt_all(node, structure, children)
 
 
 def regrow(

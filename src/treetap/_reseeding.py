@@ -312,7 +312,7 @@ def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
         nodes_below(made, RngStream, True, "split_rngs"),
     )
     for (_, stream), (_, other) in pairs:
-        if stream is not other:
+        if stream.key is not other.key:
             backups.append(StreamBackup(stream, stream.key[...], stream.count[...]))
             stream.key.set_value(other.key[...])
             stream.count.set_value(other.count[...])

@@ -105,7 +105,7 @@ class Results:
 
 def _is_plain(out: Any, walk: Apart) -> bool:
     """Whether a result is a tree that shares nothing with itself or the arguments."""
-    if walk.numbers:
+    if walk.graph is Mode.UPDATES:
         return not any(map(_is_object, jax.tree.leaves(out, is_leaf=_is_object)))
     try:
         take_leaves(out, False, walk.name)
@@ -144,6 +144,33 @@ def _packed(
     for lane, value in zip(of_leaf, raw):
         lanes[lane].append(value)
     return Packed(Packing(graphdef, of_leaf), tuple(lanes))
+
+
+def repack(like: Any, tree: Any, name: str) -> Any:
+    """A tree like a result, in the form that the result came from JAX in.
+
+    Args:
+        like: The result, packed.
+        tree: The tree.
+        name: The transform.
+    """
+    walk = Apart(tree, Mode.GRAPH, name)
+
+    def repacked(packed: Any, part: Any) -> Any:
+        if not _is_packed(packed):
+            return part
+        before = len(walk.leaves)
+        walk.definition(part)
+        values = raw_values(walk.leaves[before:])
+        if len(values) != len(packed.packing.of_leaf):
+            raise StructureError(
+                f"{name}: the cotangent of a part of the result has {len(values)} "
+                f"leaves, the part has {len(packed.packing.of_leaf)}. Give a tree like "
+                "the result."
+            )
+        return packed._replace(lanes=(values,))
+
+    return jax.tree.map(repacked, like, tree, is_leaf=_is_packed)
 
 
 def unpack(out: Any, made: dict[int, Any]) -> Any:

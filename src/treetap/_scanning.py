@@ -28,7 +28,7 @@ from treetap._lift import (
     mode_of,
     transform,
 )
-from treetap._looping import described, same_carry
+from treetap._looping import same_carry
 from treetap._metadata import MISSING
 from treetap._prefixes import StateAxes, check_prefix, values_in
 from treetap._results import Results
@@ -171,6 +171,7 @@ class _Step:
         self.definition = definition
         self.lanes = lanes
         self.of_leaf = [lanes.prefixes[lane] for lane in lanes.of_leaf]
+        lanes.carried = {n for n, x in enumerate(lanes.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
@@ -184,11 +185,10 @@ class _Step:
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
-        start = described(inside, before)
         with inside.watched(policy_of(self.f)):
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
-        new = same_carry(start, before, after, "scan")
+        new = same_carry(None, before, after, "scan")
         packed, updates = inside.finish(
             stacked,
             self.lanes,

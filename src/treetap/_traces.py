@@ -7,10 +7,12 @@ of a level is a weak reference to JAX's current trace: the same object for the s
 trace, and it keeps nothing alive.
 """
 
+from contextvars import ContextVar
 from typing import Any
 from weakref import ref
 
 import jax
+from jax.core import Trace  # pyright: ignore[reportAttributeAccessIssue] - public, not in the stubs
 from jax.extend.core import find_top_trace
 
 from treetap._errors import TraceContextError
@@ -18,9 +20,27 @@ from treetap._errors import TraceContextError
 TraceState = Any  # compared with `is`
 
 
+class Through(Trace):
+    """A trace that looks at operations and hands them on: it makes no level of its own.
+
+    Attributes:
+        parent_trace: The trace that does the work.
+    """
+
+    parent_trace: Any
+
+
+def top_trace() -> Any:
+    """The trace that does the work now."""
+    trace = find_top_trace(None)
+    while isinstance(trace, Through):
+        trace = trace.parent_trace
+    return trace
+
+
 def current_trace() -> TraceState:
     """Returns the token of the current trace level."""
-    return ref(find_top_trace(None))
+    return ref(top_trace())
 
 
 with jax.ensure_compile_time_eval():  # the library may be imported under a trace
@@ -29,12 +49,12 @@ with jax.ensure_compile_time_eval():  # the library may be imported under a trac
 
 def is_eager() -> bool:
     """Whether operations run at once instead of being traced."""
-    return ref(find_top_trace(None)) is EAGER
+    return ref(top_trace()) is EAGER
 
 
 def is_foreign(state: TraceState) -> bool:
     """Whether an object that belongs to `state` must not be changed now."""
-    return ref(find_top_trace(None)) is not state
+    return ref(top_trace()) is not state
 
 
 def refuse_foreign_variable(name: str) -> TraceContextError:
@@ -53,3 +73,11 @@ def refuse_foreign_object(name: str) -> TraceContextError:
         "function that is being traced (or leaked out of one). Pass it to the function "
         "as an argument."
     )
+
+
+# Attributes set in the function that is being traced in a way that no transform is to
+# complain of (by `train`, `eval`, `set_attributes`, or `sow` outside a capture): by
+# object and name.
+set_on_purpose: ContextVar[set[tuple[int, Any]] | None] = ContextVar(
+    "set_on_purpose", default=None
+)

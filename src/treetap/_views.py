@@ -32,6 +32,11 @@ def _rebuilt(node: Any, graph: bool | None, name: str) -> list[tuple[Path, Any]]
     return [*nodes_below(copied, Node, True, name), ((), copied)]
 
 
+def has_view(node: Any) -> bool:
+    """Whether an object takes part: by its class, not by what an instance makes up."""
+    return callable(getattr(type(node), "set_view", None))
+
+
 def _use(node: Any, kwargs: dict[str, Any]) -> set[str]:
     """Calls `set_view` with the keywords it takes; returns those it used."""
     parameters = inspect.signature(node.set_view).parameters.values()
@@ -80,7 +85,7 @@ def view(
     objects = _rebuilt(node, graph, "view")
     used: set[str] = set()
     for path, value in objects[:-1]:
-        if callable(getattr(value, "set_view", None)) and wanted(path, value):
+        if has_view(value) and wanted(path, value):
             used |= _use(value, kwargs)
     unused = sorted(kwargs.keys() - used)
     if unused and raise_if_not_found:
@@ -126,9 +131,7 @@ def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) ->
     wanted = predicate_of(only)
     found = nodes_below(node, Node, resolve_graph(graph), "view_info")
     classes = {
-        type(value)
-        for path, value in found
-        if callable(getattr(value, "set_view", None)) and wanted(path, value)
+        type(value) for path, value in found if has_view(value) and wanted(path, value)
     }
     return "\n".join(map(_class_info, sorted(classes, key=lambda c: c.__qualname__)))
 

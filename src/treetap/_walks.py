@@ -221,7 +221,7 @@ def recursive_map(
             statics = tuple(fn((*path, name), held) for name, held in named)
         new = bare(type(value), trace)
         fill(new, (layout, statics), children)
-        adopt_all(structure, children)
+        adopt_all(new, structure, children)
         return new
 
     def mapped(path: Path, value: Any) -> Any:

@@ -43,6 +43,7 @@ from treetap._attributes import (
     static,
 )
 from treetap._axis_names import PARTITION_NAME, transform_metadata
+from treetap._capturing import capture
 from treetap._containers import Dict, List, Sequential
 from treetap._contexts import (
     MergeContext,
@@ -275,6 +276,7 @@ __all__ = [
     "as_pure",
     "cached_partial",
     "call",
+    "capture",
     "check_pytree",
     "checkify",
     "clone",

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model says while it runs: `tap`, and what `sow` and `perturb` do.
+
+While nobody listens nothing is emitted: the program is the same as without.
+"""
+
+import warnings
+from contextlib import nullcontext
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import find_top_trace
+
+from treetap._errors import CaptureError, StructureError
+from treetap._kinds import kind_of_name
+from treetap._scopes import inside, is_inside
+from treetap._sessions import Listener
+from treetap._taps import Label, listening, tap_p
+from treetap._traces import set_on_purpose
+from treetap._variables import Variable
+
+T = TypeVar("T")
+
+
+def check_name(name: Any, what: str) -> None:
+    """Refuses a name that is not a string, or could not stand in a path."""
+    if not isinstance(name, str) or not name:
+        raise CaptureError(
+            f"{what}: a name is a string, not {name!r}. Use the string "
+            f"{str(name)!r}, for instance."
+        )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _bound(label: Label, leaves: list[Any]) -> list[Any]:
+    return tap_p.bind(*map(jnp.asarray, leaves), label=label, order=0)[:-1]
+
+
+def _note(label: Label, leaves: list[Any]) -> bool:
+    """Keeps leaves of any sort, where a capture runs at this very level."""
+    trace = find_top_trace(None)
+    if not isinstance(trace, Listener):
+        return False
+    while isinstance(trace, Listener):
+        trace.session.note(label, leaves)
+        trace = trace.parent_trace
+    return True
+
+
+def tap(value: T, name: str) -> T:
+    """Marks a value, anywhere in any function, so that a capture can find it.
+
+    Args:
+        value: An array, or any tree of arrays.
+        name: What to call it.
+
+    Returns:
+        The value; use it, so that gradients and edits reach it.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def f(x):
+        ...     return tt.tap(jnp.sin(x), "sine") * 2
+        >>> out, record = tt.observe(jax.jit(f))(0.0)
+        >>> float(record["sine"].value)
+        0.0
+    """
+    check_name(name, "tap")
+    asked = listening.value
+    if asked is None or not asked.taps:
+        return value
+    leaves, tree = jax.tree.flatten(value)
+    label = Label(name, None, "tap", tree)
+    if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
+        if not _note(label, leaves):
+            raise CaptureError(
+                f"tap: the value {name!r} is a {type(value).__name__} that JAX cannot "
+                "carry out of a traced function. Tap arrays."
+            )
+        return value
+    out = _bound(label, leaves)
+    kept = [new if _is_array(old) else old for old, new in zip(leaves, out)]
+    return jax.tree.unflatten(tree, kept)
+
+
+def output(name: str, value: Any, kind: type) -> Any:
+    """Marks the result of a method; what flows on is the marked value."""
+    leaves, tree = jax.tree.flatten(value)
+    if not all(map(_is_array, leaves)):
+        _record_only(name, leaves, tree, kind)
+        return value
+    objects = jax.tree.leaves(value, is_leaf=_is_object)
+    if not leaves or any(map(_is_object, objects)):
+        _record_only(name, leaves, tree, kind)
+        return value
+    return jax.tree.unflatten(tree, _bound(Label(name, kind, "output", tree), leaves))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Variable) or hasattr(value, "_pytree__place")
+
+
+def _record_only(name: str, leaves: list[Any], tree: Any, kind: type) -> None:
+    """Records a result that flows on as it is; what JAX cannot carry is left out."""
+    if _note(Label(name, kind, "output", tree), leaves):
+        return
+    kept = [x if _is_array(x) or _is_number(x) else None for x in leaves]
+    rest, shape = jax.tree.flatten(jax.tree.unflatten(tree, kept))
+    if rest:
+        _bound(Label(name, kind, "output", shape), rest)
+
+
+def append(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """How `sow` collects values unless told otherwise."""
+    return (*values, value)
+
+
+def kind_given(variable_type: Any, what: str) -> Any:
+    """A kind of Variable from itself or its collection name."""
+    if isinstance(variable_type, str):
+        return kind_of_name(variable_type, allow_register=True)
+    if not (isinstance(variable_type, type) and issubclass(variable_type, Variable)):
+        raise CaptureError(
+            f"{what}: expected a kind of Variable or the name of one, got "
+            f"{variable_type!r}."
+        )
+    return variable_type
+
+
+def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> bool:
+    """What `Module.sow` does."""
+    check_name(name, "sow")
+    kind = kind_given(variable_type, "sow")
+    asked = listening.value
+    if asked is None:
+        return _sow_outside(module, kind, name, value, reduce)
+    if not asked.hears(kind):
+        return False
+    leaves, tree = jax.tree.flatten(value)
+    label = Label(name, kind, "sow", tree, reduce)
+    with nullcontext() if is_inside(module) else inside(module):
+        if _note(label, leaves):
+            return True
+        if not all(_is_array(x) or _is_number(x) for x in leaves):
+            raise CaptureError(
+                f"sow: the value {name!r} of {type(module).__name__} is a "
+                f"{type(value).__name__} that JAX cannot carry out of a traced "
+                "function. Sow arrays."
+            )
+        if leaves:
+            _bound(label, leaves)
+    return True
+
+
+def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
+    """What `Module.perturb` does."""
+    check_name(name, "perturb")
+    kind = kind_given(variable_type, "perturb")
+    asked = listening.value
+    if asked is None:
+        return _perturb_outside(module, kind, name, value)
+    if not asked.hears(kind):
+        return value
+    leaves, tree = jax.tree.flatten(value)
+    label = Label(name, kind, "perturb", tree)
+    with nullcontext() if is_inside(module) else inside(module):
+        return jax.tree.unflatten(tree, _bound(label, leaves))
+
+
+# Outside a capture: NNX's former way, an attribute on the Module.
+
+_outside: list[str] = ["store"]
+
+
+def set_sow_outside_capture(policy: Literal["store", "ignore"]) -> None:
+    """Sets what `sow` and `perturb` do when no capture is open.
+
+    Args:
+        policy: `"store"` keeps values in attributes of the Module, as NNX does, with a
+            DeprecationWarning; `"ignore"` does nothing.
+    """
+    if policy not in ("store", "ignore"):
+        raise ValueError(
+            f"What sow does outside a capture is 'store' or 'ignore', not {policy!r}."
+        )
+    _outside[0] = policy
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"`{what}` outside a capture is deprecated: it stores values in attributes of "
+        "the Module. Call the model through `capture`, or say "
+        "`set_sow_outside_capture('ignore')`.",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+
+
+def _store(module: Any, name: str, variable: Any) -> None:
+    noted = set_on_purpose.get()
+    if noted is not None:
+        noted.add((id(module), name))  # dropped by a transform, without a complaint
+    setattr(module, name, variable)
+
+
+def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> bool:
+    if _outside[0] == "ignore":
+        return False
+    _warn("sow")
+    reduce_fn, init_fn = reduce
+    held = getattr(module, name, None)
+    if held is None:
+        _store(module, name, kind(reduce_fn(init_fn(), value)))
+        return True
+    _check_held(module, held, kind, name, exact=True)
+    held.set_value(reduce_fn(held.get_value(), value))
+    return True
+
+
+def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
+    if _outside[0] == "ignore":
+        return value
+    _warn("perturb")
+    held = getattr(module, name, None)
+    if held is None:
+        held = kind(jax.tree.map(jnp.zeros_like, value))
+        _store(module, name, held)
+    _check_held(module, held, kind, name, exact=False)
+    return jax.tree.map(jnp.add, held.get_value(), value)
+
+
+def _check_held(module: Any, held: Any, kind: Any, name: str, exact: bool) -> None:
+    """Refuses an attribute that is something else than what would be stored."""
+    where = f"{type(module).__name__}.{name}"
+    if not isinstance(held, Variable):
+        raise StructureError(
+            f"Expected {where} to be a Variable, got {type(held).__name__}. Choose "
+            "another name."
+        )
+    if type(held) is not kind if exact else not isinstance(held, kind):
+        raise StructureError(
+            f"Expected {where} to be of type {kind.__name__}, got "
+            f"{type(held).__name__}. Choose another name."
+        )

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of jaxprs and their parameters, JAX 0.10 to the newest, in one place.
+
+A *body* is a jaxpr inside an operation, together with how its inputs and outputs line
+up with the operation's. `BODIES` says, for every operation that can be entered, which
+bodies it has; other files ask here and know no parameter by name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxprs_in_params
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an operation.
+
+    Attributes:
+        jaxpr: The open jaxpr.
+        consts: The values of its constants.
+        first: The operand that is its first input; the others follow.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    first: int = 0
+
+
+def opened(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr, open or closed, as the open one and its constants."""
+    if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
+        return jaxpr.jaxpr, tuple(jaxpr.consts)
+    return jaxpr, tuple(getattr(jaxpr, "consts", ()))
+
+
+def body_of(jaxpr: Any, first: int = 0) -> Body:
+    """A body from a jaxpr, open or closed."""
+    return Body(*opened(jaxpr), first)
+
+
+def like(original: Any, made: Any) -> Any:
+    """A traced jaxpr in the form, open or closed, that the original had."""
+    is_closed = isinstance(original, ClosedJaxpr) and original.jaxpr is not original
+    return made if is_closed or not hasattr(made, "jaxpr") else made.jaxpr
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts.vals)), len(list(carry.vals))
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The options of a scan for `jax.lax.scan`."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: params[name] for name in names if name in params}
+
+
+BODIES: dict[str, Callable[[dict[str, Any]], list[Body]]] = {
+    "jit": lambda p: [body_of(p["jaxpr"])],
+    "closed_call": lambda p: [body_of(p["call_jaxpr"])],
+    "core_call": lambda p: [body_of(p["call_jaxpr"])],
+    "eval_jaxpr": lambda p: [body_of(p.get("jaxpr") or p["call_jaxpr"])],
+    "remat2": lambda p: [body_of(p["jaxpr"])],
+    "checkpoint": lambda p: [body_of(p["jaxpr"])],
+    "scan": lambda p: [body_of(p["jaxpr"])],
+    "while": lambda p: [body_of(p["body_jaxpr"], p["cond_nconsts"])],
+    "cond": lambda p: [body_of(branch, 1) for branch in p["branches"]],
+    "custom_jvp_call": lambda p: [body_of(p["call_jaxpr"])],
+    "custom_vjp_call": lambda p: [body_of(p["call_jaxpr"])],
+    "shard_map": lambda p: [body_of(p["jaxpr"])],
+}
+
+
+def bodies_of(primitive: Primitive, params: dict[str, Any]) -> list[Body]:
+    """The jaxprs of an operation that may be entered."""
+    find = BODIES.get(primitive.name)
+    return [] if find is None else find(params)
+
+
+def hidden_jaxprs(primitive: Primitive, params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs of an operation that may not be entered."""
+    known = [body.jaxpr for body in bodies_of(primitive, params)]
+    for jaxpr in jaxprs_in_params(params):
+        found = opened(jaxpr)[0]
+        if not any(found is one for one in known):
+            yield found
+
+
+def bind(primitive: Primitive, values: Any, params: dict[str, Any]) -> list[Any]:
+    """Runs an operation of a jaxpr, and gives its results as a list."""
+    out = primitive.bind(*values, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def evaluate(jaxpr: Any, consts: Any, values: Any) -> list[Any]:
+    """Runs a jaxpr as it is, with the names and source lines of its operations."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts))
+    env.update(zip(jaxpr.invars, values))
+    for eqn in jaxpr.eqns:
+        ins = [read(env, atom) for atom in eqn.invars]
+        with in_context_of(eqn):
+            env.update(zip(eqn.outvars, bind(eqn.primitive, ins, eqn.params)))
+    return [read(env, atom) for atom in jaxpr.outvars]
+
+
+@contextmanager
+def in_context_of(eqn: Any) -> Iterator[None]:
+    """The scopes, source line and settings an operation of a jaxpr was traced with."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    here = source_info_util.user_context(info.traceback, name_stack=stack)
+    with here, eqn.ctx.manager:
+        yield
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of an input of an equation."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def traced(fn: Callable[..., Any], avals: Any) -> Any:
+    """The closed jaxpr of a function of flat values with flat results."""
+    return jax.make_jaxpr(fn)(*avals)
+
+
+_unspecified: list[Any] = []
+
+
+def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> Any:
+    """The parameters of a jit with another jaxpr, more inputs and more outputs."""
+    if not _unspecified:
+        probe = jax.make_jaxpr(jax.jit(lambda x: x))(1.0)
+        _unspecified.append(probe.jaxpr.eqns[0].params["in_shardings"][0])
+    free = _unspecified[0]
+    ins, outs = (free,) * more_in, (free,) * more_out
+    return {
+        **params,
+        "jaxpr": like(params["jaxpr"], jaxpr),
+        "in_shardings": (*params["in_shardings"], *ins),
+        "out_shardings": (*params["out_shardings"], *outs),
+        "in_layouts": (*params["in_layouts"], *[None] * more_in),
+        "out_layouts": (*params["out_layouts"], *[None] * more_out),
+        # What is recorded may be an operand itself: nothing is given away.
+        "donated_invars": (False,) * (len(params["donated_invars"]) + more_in),
+    }
+
+
+def rule_of_jvp(primitive: Primitive, params: dict[str, Any]) -> Callable[..., Any]:
+    """From primals and tangents to results and their tangents, all flat."""
+    _, jvp = primitive.get_bind_params(params)["subfuns"]
+    return jvp.call_wrapped
+
+
+class RuleOfVjp(NamedTuple):
+    """The parts of a custom_vjp in a jaxpr."""
+
+    forward: Body
+    backward: Callable[..., Any]
+    num_out: int
+    forwarded: tuple[Any, ...]
+
+
+def rule_of_vjp(params: dict[str, Any], count: int) -> RuleOfVjp:
+    """Forward and backward functions of a custom_vjp with so many operands."""
+    unperturbed = [False] * (count - params["num_consts"])
+    forward = params["fwd_jaxpr_thunk"].call_wrapped(*unperturbed)
+    out_tree, _, forwarded = params["out_trees"]()
+
+    def backward(*values: Any) -> Any:
+        found = params["bwd"].call_wrapped(*values)
+        return found[0] if isinstance(found, tuple) else found
+
+    return RuleOfVjp(
+        Body(forward[0], tuple(forward[1])), backward, out_tree.num_leaves, forwarded
+    )
+
+
+def shard_axes(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The mesh axes a shard_map makes manual, in the order of the mesh."""
+    manual = params["newly_manual_axes"]
+    return tuple(name for name in params["mesh"].axis_names if name in manual)
+
+
+def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The options of a shard_map for `jax.shard_map`."""
+    return {
+        "mesh": params["mesh"],
+        "axis_names": set(params["newly_manual_axes"]),
+        "check_vma": params["check_vma"],
+    }
+
+
+def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
+    """A value in a shard_map, varying over all its axes."""
+    kind = jax.typeof(value)
+    held = getattr(kind, "vma", None)
+    if held is None:
+        held = kind.mat.varying
+    missing = tuple(axis for axis in axes if axis not in held)
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def zeros_of(aval: Any) -> Any:
+    """Zeros (for a key: some key) of an abstract value."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), aval.shape or 1).reshape(aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def as_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr as an open one whose constants are its first inputs."""
+    body, consts = opened(jaxpr)
+    if not consts:
+        return body, []
+    avals = [jax.typeof(const) for const in consts]
+    avals += [var.aval for var in body.invars]
+    count = len(consts)
+
+    def fn(*values: Any) -> Any:
+        return evaluate(body, values[:count], values[count:])
+
+    return opened(traced(fn, avals))[0], list(consts)
+
+
+def zeros_like_aval(aval: Any) -> Any:
+    """Zeros of an abstract value, varying where it does."""
+    axes = getattr(aval, "vma", None)
+    if axes is None:
+        axes = getattr(getattr(aval, "mat", None), "varying", ())
+    zeros = zeros_of(aval)
+    return as_varying(zeros, tuple(axes)) if axes else zeros
+
+
+def zero_tangent(value: Any) -> Any:
+    """A tangent of zeros."""
+    if jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(np.shape(value), jax.dtypes.float0)
+
+
+zero_cotangent = zero_tangent
+
+
+def cotangent_for(given: Any, value: Any) -> Any:
+    """A cotangent that a rule gave, zeros for one that it did not give."""
+    return given if hasattr(given, "dtype") else zero_tangent(value)
+
+
+def settle_results(fun: Any, rule: Any) -> None:
+    """Lets JAX believe that of a function and its rule only one has run.
+
+    It asks either for the structure of the result, and wants no two answers.
+    """
+    if any(map(_is_filled, rule.stores)):
+        for store in fun.stores:
+            if store is not None:
+                store.reset()
+
+
+def _is_filled(store: Any) -> bool:
+    try:
+        return store is not None and store.val is not None
+    except Exception:
+        return False
+
+
+def flat_values(out: Any) -> list[Any]:
+    """The values of what an operation gave, bare or in JAX's own container."""
+    return list(out.vals) if hasattr(out, "vals") else list(out)
+
+
+def with_values(out: Any, values: list[Any]) -> Any:
+    """The same, with other values."""
+    return out.update(values) if hasattr(out, "vals") else values

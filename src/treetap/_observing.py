@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""observe: values and gradients of everything on the way, in one pass.
+
+No model needs to be edited for it: the results of methods are sites, beside what `tap`,
+`sow` and `perturb` name.
+"""
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treetap import _jaxprs
+from treetap._capturing import callee_of, keep_name, roots_of
+from treetap._errors import CaptureError
+from treetap._kinds import Intermediate
+from treetap._lift import Inside, inputs_of
+from treetap._records import Record, Site
+from treetap._selectors import Select, as_select, refuse_nothing, site_text
+from treetap._sessions import Call, Session
+from treetap._settings import Mode
+from treetap._taps import Asked
+
+EVERYTHING = Asked(None, Intermediate, True)
+
+
+class _Heard:
+    """A call in the form that selectors look at."""
+
+    __slots__ = ("index", "kind", "module", "name", "path")
+
+    def __init__(self, call: Call):
+        self.path = call.where.path
+        self.name = call.label.name
+        self.index = call.index
+        self.kind = call.label.kind
+        self.module = call.where.kind
+
+
+class _Observation:
+    """One run: what is selected, and what else there was."""
+
+    def __init__(self, select: Any, grads: bool, roots: Any):
+        self.chosen: Select | None = None if select is None else as_select(select)
+        self.grads = grads
+        self.texts: list[str] = []
+        self.session = Session(EVERYTHING, roots, wants=self.wants, gradients=grads)
+
+    def wants(self, call: Call) -> bool:
+        """Whether the selector takes a call."""
+        text = site_text(call.where.path, call.label.name, call.index)
+        self.texts.append(text)
+        return self.chosen is None or self.chosen(_Heard(call))
+
+    def record(self, values: bool) -> Record:
+        """What was heard."""
+        if self.chosen is not None and not self.session.calls:
+            raise refuse_nothing(self.chosen, self.texts, "observe")
+        sites = [self.site(call, values) for call in self.session.calls]
+        if (
+            self.grads
+            and self.chosen is None
+            and not any(call.gradients for call in self.session.calls)
+        ):
+            raise CaptureError(
+                "observe: no value has a gradient. " + _WHY.format(which="them")
+            )
+        return Record(tuple(sites))
+
+    def site(self, call: Call, values: bool) -> Site:
+        """A call as a site."""
+        tree = call.label.tree
+        return Site(
+            value=jax.tree.unflatten(tree, call.values or []) if values else None,
+            grad=self.gradient(call) if self.grads else None,
+            taken=call.flags.get("taken"),
+            count=call.flags.get("count"),
+            path=call.where.path,
+            name=call.label.name,
+            index=call.index,
+            kind=call.label.kind,
+            how=call.label.how,
+            wraps=call.wraps,
+            module=call.where.kind,
+        )
+
+    def gradient(self, call: Call) -> Any:
+        """The gradient of a call's value: zeros where the loss uses nothing of it."""
+        inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.avals]
+        if not any(inexact):
+            return None
+        if call.order == 0 or call.label.how == "sow":
+            if self.chosen is None:
+                return None
+            raise _refuse_gradient(call)
+
+        def by_leaf(found: dict[int, Any]) -> Any:
+            leaves = [
+                found.get(n, _jaxprs.zeros_of(aval)) if inexact[n] else None
+                for n, aval in enumerate(call.avals)
+            ]
+            return jax.tree.unflatten(call.label.tree, leaves)
+
+        orders = range(1, call.order + 1)
+        found = tuple(by_leaf(call.gradients.get(order, {})) for order in orders)
+        return found[0] if len(found) == 1 else found
+
+
+_WHY = (
+    "One pass gives gradients of values that depend on what is differentiated, when "
+    "the differentiation is inside: `observe(jax.grad(loss), grads=True)`. For "
+    "{which}, `perturb` the value and differentiate with respect to `init`: see "
+    "`capture`."
+)
+
+
+def _refuse_gradient(call: Call) -> CaptureError:
+    text = site_text(call.where.path, call.label.name, call.index)
+    if call.label.how == "sow":
+        return CaptureError(
+            f"observe: {text} is sown, and a sown value does not flow on, so nothing "
+            "has a gradient through it. Use `tap` or `perturb`, and their result."
+        )
+    return CaptureError(
+        f"observe: {text} has no gradient: it depends on nothing that is "
+        "differentiated, or lies inside a custom rule, or the differentiation is "
+        "outside. " + _WHY.format(which="this one")
+    )
+
+
+def observe(
+    fn: Callable[..., Any],
+    select: Any = None,
+    *,
+    values: bool = True,
+    grads: bool = False,
+) -> Callable[..., Any]:
+    """A function that also returns a Record of the values on the way.
+
+    Args:
+        fn: A Module, a function of Modules or of arrays, or a gradient function such as
+            `jax.value_and_grad(loss)`.
+        select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function, or a list of them; all by default.
+        values: Whether to keep the values.
+        grads: Whether to keep their gradients; `fn` must differentiate.
+
+    Returns:
+        A function with the result `(result, Record)`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def loss(w, x):
+        ...     return jnp.sum(tt.tap(w * x, "h") ** 2)
+        >>> grads, record = tt.observe(jax.grad(loss), grads=True)(2.0, 3.0)
+        >>> float(record["h"].value), float(record["h"].grad)
+        (6.0, 12.0)
+    """
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        work = _Observation(select, grads, roots_of(fn, args, kwargs))
+        out = work.session.run(fn, *args, **kwargs)
+        return out, work.record(values)
+
+    return keep_name(observed, fn)
+
+
+def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any) -> Any:
+    """All sites of a call with their shapes and sizes; nothing is computed or changed.
+
+    Args:
+        fn: As for `observe`.
+        *args: Its arguments, concrete or abstract.
+        select: As for `observe`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A Record of shapes and types.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> tt.sites(lambda x: tt.tap(x @ x, "square"), jnp.ones((2, 2)))
+        Record: 1 sites, 16 B
+        site    how  type          size  under
+        square  tap  float32[2,2]  16 B
+    """
+    owner, _ = callee_of(fn)
+    is_own = owner is fn or inspect.ismethod(fn)
+    inputs = inputs_of((owner if is_own else None, args), kwargs, Mode.GRAPH, "sites")
+    found: list[Record] = []
+
+    def pure(leaves: list[Any]) -> None:
+        tree = Inside(inputs.definition, leaves, "sites").tree
+        (copy, rest), named = tree["args"], tree["kwargs"]
+        inner = fn
+        if is_own:
+            inner = copy if owner is fn else types.MethodType(fn.__func__, copy)  # pyright: ignore[reportFunctionMemberAccess] - a method
+        work = _Observation(select, False, roots_of(inner, rest, named))
+        work.session.run(inner, *rest, **named)
+        for call in work.session.calls:
+            call.values = [_abstract(value) for value in call.values or []]
+            call.flags = {}
+        found.append(work.record(True))
+
+    jax.eval_shape(pure, inputs.values())
+    return found[0]
+
+
+def _abstract(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return value

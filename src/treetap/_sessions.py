@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions: one function run with ears open.
+
+`Listener` is a trace that sees every operation at the level of the capture, hands it on
+and stops at taps; eager code stays eager. Where an operation holds a jaxpr with taps,
+the walk runs it by a plan. What is heard is kept as `Call`s, in order of execution;
+gradients find the call they belong to by its ticket.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.source_info_util import current_name_stack
+
+from treetap import _jaxprs, _walk_rules
+from treetap._scopes import Root, Where, resolve, rooted
+from treetap._taps import Asked, Label, gradient_p, linear_p, listening, tap_p
+from treetap._traces import Through
+from treetap._walk import (
+    RULES,
+    Choice,
+    Spot,
+    Step,
+    after_spot,
+    recorded,
+    run,
+    scopes_in,
+    spot_of,
+    spots_below,
+    survey,
+    values_at,
+)
+
+del _walk_rules  # imported for its rules
+
+
+class Call:
+    """A value that was heard.
+
+    Attributes:
+        label: What the tap said of it.
+        where: The Module it was in.
+        index: How many with the same path and name came before.
+        wraps: The operations around it that shape its value.
+        order: How often it was differentiated.
+        avals: Types of its leaves.
+        values: Its leaves, or None if they were not asked for.
+        flags: What else is known: `"taken"`, `"count"`.
+        gradients: Cotangents by order of differentiation: a dict from leaf to value.
+    """
+
+    def __init__(self, spot: Spot, where: Where, values: Any):
+        self.label = spot.label
+        self.where = where
+        self.index = 0
+        self.wraps = spot.wraps
+        self.order = spot.order
+        count = len(spot.avals) - len(spot.flags)
+        self.avals = spot.avals[:count]
+        self.values: list[Any] | None = None if values is None else values[:count]
+        self.flags = {} if values is None else dict(zip(spot.flags, values[count:]))
+        self.gradients: dict[int, dict[int, Any]] = {}
+
+
+class Session:
+    """What one capture asks for and has heard.
+
+    Args:
+        asked: Which taps are to be emitted.
+        roots: The Modules among the arguments.
+        wants: Whether the value of a call is to be recorded; None once it is known that
+            the call is not wanted at all.
+        feeds: What is to be added to the value of a call.
+        gradients: Whether gradients are to be recorded.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        roots: tuple[Root, ...] = (),
+        *,
+        wants: Callable[[Call], bool] = lambda call: True,
+        feeds: Callable[[Call], list[Any] | None] = lambda call: None,
+        gradients: bool = False,
+    ):
+        self.asked = asked
+        self.roots = roots
+        self.wants = wants
+        self.feeds = feeds
+        self.gradients = gradients
+        self.calls: list[Call] = []
+        self.counts: dict[Any, int] = {}
+        self.tickets: dict[int, tuple[Any, Call]] = {}
+        self.keep = False
+        self.depth = 0
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function and listens."""
+        outer = listening.value
+        self.keep = outer is not None
+        self.depth = len(scopes_in(current_name_stack()))
+        with take_current_trace() as parent:
+            listener = Listener(parent, self)
+            asked = self.asked if outer is None else united(self.asked, outer)
+            with set_current_trace(listener), listening(asked), rooted(self.roots):
+                return fn(*args, **kwargs)
+
+    def scopes(self) -> tuple[str, ...]:
+        """The scopes that are open, inside the capture."""
+        return scopes_in(current_name_stack())[self.depth :]
+
+    def heard(self, spot: Spot) -> Call:
+        """A call without its value yet."""
+        call = Call(spot, resolve(spot.scopes, self.roots), None)
+        key = (call.where.path, spot.label.name, spot.label.kind)
+        call.index = self.counts.get(key, 0)
+        self.counts[key] = call.index + 1
+        return call
+
+    def note(self, label: Label, values: list[Any]) -> None:
+        """Keeps a value that is there already, at the capture's own level."""
+        avals = tuple(getattr(value, "aval", value) for value in values)
+        call = self.heard(Spot(label, 0, self.scopes(), avals))
+        if self.is_heard(label) and self.wants(call):
+            call.values = values
+            self.calls.append(call)
+
+    def is_heard(self, label: Label) -> bool:
+        """Whether this session asks for taps of this sort; another may have."""
+        if label.how == "tap":
+            return self.asked.taps
+        if label.how == "output" and self.asked.outputs is None:
+            return False
+        return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
+
+    def planned(self, spots: list[Spot]) -> tuple[list[Any], list[Choice], list[Any]]:
+        """The calls (or None) at some spots, the plan, and what to feed."""
+        calls: list[Any] = []
+        plan: list[Choice] = []
+        feeds: list[Any] = []
+        for spot in spots:
+            if spot.is_gradient:
+                calls.append(None)
+                plan.append(Choice(self.gradients, False))
+                feeds.append(None)
+                continue
+            call = self.heard(spot) if self.is_heard(spot.label) else None
+            feed = self.feeds(call) if call is not None else None
+            wanted = call is not None and self.wants(call)
+            calls.append(call if wanted else None)
+            plan.append(Choice(wanted, feed is not None))
+            feeds.append(feed)
+        return calls, plan, feeds
+
+    def settle(
+        self, spots: list[Spot], calls: list[Any], found: list[Any], outs: Any, ins: Any
+    ) -> None:
+        """Keeps what an operation gave: values, then gradients by their tickets."""
+        for spot, call, values in zip(spots, calls, found):
+            if call is None or values is None:
+                continue
+            count = len(call.avals)
+            call.values = list(values[:count])
+            call.flags = dict(zip(spot.flags, values[count:]))
+            self.calls.append(call)
+        for spot, call in zip(spots, calls):
+            if call is not None and spot.ticket is not None:
+                ticket = outs[spot.ticket]
+                self.tickets[id(ticket)] = ticket, call
+        for spot, values in zip(spots, found):
+            if not spot.is_gradient or values is None:
+                continue
+            call = None
+            if spot.of is not None:
+                call = calls[spot.of]
+            elif spot.source is not None:
+                _, call = self.tickets.get(id(ins[spot.source]), (None, None))
+            if call is not None:
+                held = call.gradients.setdefault(spot.order, {})
+                held.update(zip(spot.leaves or (), values))
+
+
+def united(first: Asked, second: Asked) -> Asked:
+    """What is emitted when two captures listen, one inside the other."""
+    kinds = None
+    if first.kinds is not None and second.kinds is not None:
+        kinds = first.kinds | second.kinds
+    return Asked(kinds, first.outputs or second.outputs, first.taps or second.taps)
+
+
+class Listener(Through):
+    """The trace of a session; see the module's text."""
+
+    def __init__(self, parent: Any, session: Session):
+        super().__init__()
+        self.parent_trace = parent
+        self.session = session
+
+    def invalidate(self) -> None:
+        """Nothing is held that could go stale."""
+
+    def stage_value(self, val: Any) -> Any:
+        """Makes a value one of the trace that does the work."""
+        with set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(val)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        """Hands an operation on, or stops at it."""
+        with set_current_trace(self.parent_trace):
+            if primitive in (tap_p, gradient_p):
+                return self._tap(primitive, list(tracers), params)
+            if primitive is linear_p and not self.session.keep:
+                return list(tracers[:-1])
+            parts = spots_below(primitive, params)
+            if not parts:
+                return primitive.bind(*tracers, **params)
+            return self._enter(primitive, list(tracers), params, parts)
+
+    def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
+        session = self.session
+        spot = spot_of(primitive, params, values, session.scopes())
+        if spot.is_gradient:
+            spot = spot._replace(source=len(values) - 1)
+        else:
+            spot = spot._replace(ticket=len(values))
+        calls, plan, feeds = session.planned([spot])
+        values = values_at(primitive, values, feeds[0])
+        outs = after_spot(primitive, params, values, session.keep)
+        found = recorded(primitive, values) if plan[0].record else None
+        if spot.order and not spot.is_gradient and not session.keep:
+            outs[-1] = jnp.zeros((), jnp.int32)  # one of its own, to be told by
+        session.settle([spot], calls, [found], outs, values)
+        return outs
+
+    def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
+        session = self.session
+        spots: list[Spot] = []
+        slices: list[slice] = []
+        here = session.scopes()
+        for body, found in parts:
+            base = len(spots)
+            for spot in found:
+                moved: dict[str, Any] = {"scopes": (*here, *spot.scopes)}
+                if spot.of is not None:
+                    moved["of"] = base + spot.of
+                elif spot.source is not None:
+                    moved["source"] = body.first + spot.source
+                spots.append(spot._replace(**moved))
+            slices.append(slice(base, len(spots)))
+        calls, plan, feeds = session.planned(spots)
+        step = Step(
+            primitive,
+            params,
+            values,
+            [body for body, _ in parts],
+            [tuple(plan[part]) for part in slices],
+            [feeds[part] for part in slices],
+            session.keep,
+        )
+        outs, found = RULES[primitive.name].run(step)
+        flat = [values for part in found for values in part]
+        session.settle(spots, calls, flat, outs, values)
+        return outs if primitive.multiple_results else outs[0]
+
+    def process_custom_jvp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        jvp: Any,
+        tracers: Any,
+        /,
+        *,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """Runs a function with a rule of its own, keeping the rule where it matters."""
+        options = {"symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, jvp), tracers, options)
+
+    def process_custom_vjp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Any,
+        /,
+        *,
+        out_trees: Any,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """As `process_custom_jvp_call`."""
+        options = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, fwd, bwd), tracers, options)
+
+    def process_call(
+        self, primitive: Any, fun: Any, tracers: Any, params: Any, /
+    ) -> Any:
+        """Runs a function that JAX hands over as a call."""
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=(fun,), **params)
+
+        return self._traced(bound, tracers)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        """Runs a function on shards."""
+        given: list[Any] = []
+
+        def bound(*values: Any) -> Any:
+            given.append(primitive.bind(*values, subfuns=(fun,), **params))
+            return _jaxprs.flat_values(given[0])
+
+        outs = self._traced(bound, tracers)
+        return _jaxprs.with_values(given[0], outs)
+
+    def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
+        if not any(isinstance(value, Tracer) for value in values):
+            # Nothing outside can differentiate this: the function is all that counts.
+            with set_current_trace(self):
+                return funs[0].call_wrapped(*values)
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=funs, **options)
+
+        outs = self._traced(bound, values)
+        _jaxprs.settle_results(*funs[:2])
+        return outs
+
+    def _traced(self, bound: Any, values: Any) -> Any:
+        """Runs an operation whose jaxpr is not there yet: by tracing it."""
+        session = self.session
+        with set_current_trace(self.parent_trace):
+            made = _jaxprs.traced(bound, [jax.typeof(value) for value in values])
+            body = _jaxprs.body_of(made)
+            spots = survey(body.jaxpr).spots
+            if not spots:
+                return _jaxprs.evaluate(body.jaxpr, body.consts, values)
+            here = session.scopes()
+            spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
+            calls, plan, feeds = session.planned(spots)
+            outs, found = run(body, list(values), tuple(plan), feeds, session.keep)
+            session.settle(spots, calls, found, outs, list(values))
+            return outs

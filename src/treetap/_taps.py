@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps: an identity that marks a value, emitted only while somebody listens.
+
+`tap_p` marks a value. It carries JAX's debug effect, so that no partial evaluation
+drops it, and it gives, beside the value, a *ticket*: an integer without meaning that is
+handed from the forward to the backward pass. Its derivative is `linear_p`, a linear
+identity that holds the ticket; the transpose of that is `gradient_p`, an identity on
+the cotangent. So one pass has both, and the ticket tells which belong together.
+
+Nobody listens unless a capture is open: `listening` is a JAX user context, part of the
+key of every trace cache, whose value says only which kinds of taps to emit.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+TICKET = np.zeros((), np.int32)
+
+
+class Asked(NamedTuple):
+    """Which taps are emitted: a value of the user context, so small and canonical.
+
+    Attributes:
+        kinds: Kinds of Variable that `sow` and `perturb` are heard for; None for all.
+        outputs: The kind that method outputs are taken as, or None.
+        taps: Whether the free function `tap` is heard.
+    """
+
+    kinds: frozenset[type] | None
+    outputs: type | None
+    taps: bool
+
+    def hears(self, kind: type) -> bool:
+        """Whether a kind of Variable is asked for."""
+        return self.kinds is None or kind in self.kinds
+
+
+listening: Any = jax.make_user_context(None)
+
+
+class Label(NamedTuple):
+    """What a tap says of its value.
+
+    Attributes:
+        name: Its name.
+        kind: The kind of Variable it is stored as; None for a plain tap.
+        how: `"sow"`, `"perturb"`, `"tap"` or `"output"`.
+        tree: The structure of the value.
+        reduce: For `sow`, how to add a value to those before, and what to begin with.
+    """
+
+    name: str
+    kind: type | None
+    how: str
+    tree: Any
+    reduce: Any = None
+
+
+tap_p = Primitive("tap")
+tap_p.multiple_results = True
+linear_p = Primitive("tap_linear")
+linear_p.multiple_results = True
+gradient_p = Primitive("tap_gradient")
+gradient_p.multiple_results = True
+
+
+@functools.cache
+def _debug_effect() -> Any:
+    """JAX's own effect of debugging, by the public way to it."""
+    traced = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))()
+    return next(iter(traced.effects))
+
+
+def _tap_type(*avals: Any, label: "Label", order: int) -> Any:
+    return [*avals, jax.typeof(TICKET)], {_debug_effect()}
+
+
+tap_p.def_impl(lambda *values, label, order: [*values, jnp.asarray(TICKET)])
+tap_p.def_effectful_abstract_eval(_tap_type)
+linear_p.def_impl(lambda *values, **params: list(values[:-1]))
+linear_p.def_abstract_eval(lambda *avals, **params: list(avals[:-1]))
+gradient_p.def_impl(lambda *values, **params: list(values[:-1]))
+gradient_p.def_abstract_eval(lambda *avals, **params: list(avals[:-1]))
+
+
+def _lower_tap(*values: Any, **params: Any) -> Any:
+    return [*values, jnp.asarray(TICKET)]
+
+
+def _lower_rest(*values: Any, **params: Any) -> Any:
+    return list(values[:-1])
+
+
+mlir.register_lowering(tap_p, mlir.lower_fun(_lower_tap, multiple_results=True))
+for primitive in (linear_p, gradient_p):
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(_lower_rest, multiple_results=True)
+    )
+
+
+def _to_front(value: Any, dim: Any) -> tuple[Any, Any]:
+    if dim is None:
+        return value, None
+    return jnp.moveaxis(value, dim, 0), 0
+
+
+def _batch_tap(values: Any, dims: Any, **params: Any) -> Any:
+    """A mapped value has the axis in front, so that it is where a record wants it."""
+    moved = [_to_front(value, dim) for value, dim in zip(values, dims)]
+    out = tap_p.bind(*(value for value, _ in moved), **params)
+    return out, [*(dim for _, dim in moved), None]
+
+
+def _batch_rest(primitive: Any) -> Any:
+    def rule(values: Any, dims: Any, **params: Any) -> Any:
+        moved = [_to_front(v, d) for v, d in zip(values[:-1], dims[:-1])]
+        ticket = values[-1]
+        out = primitive.bind(*(value for value, _ in moved), ticket, **params)
+        return out, [dim for _, dim in moved]
+
+    return rule
+
+
+batching.primitive_batchers[tap_p] = _batch_tap
+batching.primitive_batchers[linear_p] = _batch_rest(linear_p)
+batching.primitive_batchers[gradient_p] = _batch_rest(gradient_p)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _tap_jvp(primals: Any, tangents: Any, *, label: Label, order: int) -> Any:
+    found = tuple(n for n, tangent in enumerate(tangents) if not _is_zero(tangent))
+    deeper = order + bool(found)
+    *out, ticket = tap_p.bind(*primals, label=label, order=deeper)
+    moved = list(tangents)
+    if found:
+        values = [tangents[n] for n in found]
+        params = {"label": label, "order": deeper, "leaves": found}
+        for n, value in zip(found, linear_p.bind(*values, ticket, **params)):
+            moved[n] = value
+    return [*out, ticket], [*moved, np.zeros((), jax.dtypes.float0)]
+
+
+def _linear_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return linear_p.bind(*primals, **params), list(tangents[:-1])
+
+
+def _linear_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    leaves = params["leaves"]
+    found = [n for n, cotangent in enumerate(cotangents) if not _is_zero(cotangent)]
+    out = list(cotangents)
+    if found:
+        given = [cotangents[n] for n in found]
+        params = {**params, "leaves": tuple(leaves[n] for n in found)}
+        for n, value in zip(found, gradient_p.bind(*given, values[-1], **params)):
+            out[n] = value
+    return [*out, None]
+
+
+def _gradient_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return gradient_p.bind(*primals, **params), list(tangents[:-1])
+
+
+def _gradient_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    return [*cotangents, None]
+
+
+ad.primitive_jvps[tap_p] = _tap_jvp
+ad.primitive_jvps[linear_p] = _linear_jvp
+ad.primitive_jvps[gradient_p] = _gradient_jvp
+ad.primitive_transposes[linear_p] = _linear_transpose
+ad.primitive_transposes[gradient_p] = _gradient_transpose

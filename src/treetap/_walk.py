@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk: a jaxpr run again so that marked values come out, or go in.
+
+`survey` lists the taps of a jaxpr, those of the jaxprs inside it included, as `Spot`s,
+in order of execution. A plan says for each spot whether its value is to come out and
+whether a value is to be added to it. `run` then runs the jaxpr by the plan; operations
+that hold jaxprs are made anew, with more inputs and more outputs, by one rule each (see
+`_walk_rules`).
+
+What comes out of a loop or a mapping has its axis in front; what comes out of a branch
+is followed by whether the branch was taken, out of a `while` by how often it ran.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+from jax.extend.core import Literal
+
+from treetap import _jaxprs
+from treetap._errors import CaptureError
+from treetap._jaxprs import Body
+from treetap._taps import TICKET, Label, gradient_p, linear_p, tap_p
+
+
+class Spot(NamedTuple):
+    """A tap in a jaxpr.
+
+    Attributes:
+        label: What it says of the value.
+        order: How often it was differentiated.
+        scopes: The names of the scopes around it, outermost first.
+        avals: Types of its values: the leaves, then one for each flag.
+        wraps: The operations around it that shape its value, outermost first.
+        flags: What follows the leaves: `"taken"` or `"count"`.
+        leaves: For a gradient, which leaves of the value it belongs to.
+        of: For a gradient, the spot of its value, if that is in the same jaxpr.
+        source: For a gradient, the input that brings the ticket of its value.
+        ticket: The output that takes its ticket out.
+    """
+
+    label: Label
+    order: int
+    scopes: tuple[str, ...]
+    avals: tuple[Any, ...]
+    wraps: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    leaves: tuple[int, ...] | None = None
+    of: int | None = None
+    source: int | None = None
+    ticket: int | None = None
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether this is a cotangent."""
+        return self.leaves is not None
+
+    def wrapped(self, name: str, size: int | None = None, flag: str = "") -> "Spot":
+        """The spot as seen from outside an operation that adds an axis or a flag."""
+        avals = self.avals
+        if size is not None:
+            avals = tuple(
+                jax.ShapeDtypeStruct((size, *aval.shape), aval.dtype) for aval in avals
+            )
+        if flag:
+            kind = bool if flag == "taken" else "int32"
+            avals = (*avals, jax.ShapeDtypeStruct((), kind))
+        flags = (*self.flags, flag) if flag else self.flags
+        return self._replace(avals=avals, wraps=(name, *self.wraps), flags=flags)
+
+
+class Choice(NamedTuple):
+    """What is to be done at a spot."""
+
+    record: bool
+    feed: bool
+
+
+Plan = tuple[Choice, ...]
+Feeds = Sequence[Sequence[Any] | None]
+
+
+class Survey:
+    """The spots of a jaxpr, and which equations they are in.
+
+    Attributes:
+        spots: All of them, in order of execution.
+        parts: By equation, its bodies with the range of their spots; none for a tap.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.spots: list[Spot] = []
+        self.parts: dict[int, list[tuple[Body, slice]]] = {}
+        # Variables that hold a ticket, by spot, and those an input is handed on in.
+        self._tickets: dict[Any, int] = {}
+        self._inputs = {var: n for n, var in enumerate(jaxpr.invars)}
+        for n, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive in (tap_p, gradient_p):
+                self.parts[n] = []
+                self._add_tap(eqn)
+            elif found := spots_below(eqn.primitive, eqn.params):
+                self.parts[n] = [self._add_body(eqn, *part) for part in found]
+            elif len(eqn.invars) == len(eqn.outvars) == 1 and _is_var(eqn.invars[0]):
+                self._follow(eqn.invars[0], eqn.outvars[0])
+        outputs = {var: n for n, var in enumerate(jaxpr.outvars) if _is_var(var)}
+        for var, index in self._tickets.items():
+            if var in outputs:
+                self.spots[index] = self.spots[index]._replace(ticket=outputs[var])
+
+    def _add_tap(self, eqn: Any) -> None:
+        scopes = scopes_in(eqn.source_info.name_stack)
+        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, scopes)
+        if spot.is_gradient:
+            spot = self._traced_back(spot, eqn.invars[-1])
+        else:
+            self._tickets[eqn.outvars[-1]] = len(self.spots)
+        self.spots.append(spot)
+
+    def _add_body(self, eqn: Any, body: Body, found: list[Spot]) -> tuple[Body, slice]:
+        """Adds the spots of a body, seen from outside its operation."""
+        base = len(self.spots)
+        scopes = scopes_in(eqn.source_info.name_stack)
+        for inner in found:
+            spot = inner._replace(scopes=(*scopes, *inner.scopes), ticket=None)
+            if inner.of is not None:
+                spot = spot._replace(of=base + inner.of)
+            elif inner.source is not None:
+                spot = self._traced_back(spot, eqn.invars[body.first + inner.source])
+            elif inner.ticket is not None:
+                self._tickets[eqn.outvars[inner.ticket]] = len(self.spots)
+            self.spots.append(spot)
+        return body, slice(base, len(self.spots))
+
+    def _traced_back(self, spot: Spot, var: Any) -> Spot:
+        """A gradient with where its ticket comes from: a spot here, or an input."""
+        if not _is_var(var):
+            return spot._replace(of=None, source=None)
+        return spot._replace(of=self._tickets.get(var), source=self._inputs.get(var))
+
+    def _follow(self, old: Any, new: Any) -> None:
+        """Notes that a ticket goes on in another shape."""
+        for known in (self._tickets, self._inputs):
+            if old in known:
+                known[new] = known[old]
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+MARK = "@"
+
+
+def scopes_in(name_stack: Any) -> tuple[str, ...]:
+    """The scopes in a name stack that Modules opened."""
+    names = (getattr(part, "name", "") for part in name_stack.stack)
+    return tuple(name[1:] for name in names if name.startswith(MARK))
+
+
+def spot_of(primitive: Any, params: Any, values: Any, scopes: Any) -> Spot:
+    """The spot of a single tap."""
+    avals = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
+    label, order = params["label"], params["order"]
+    if primitive is tap_p:
+        return Spot(label, order, scopes, avals)
+    return Spot(label, order, scopes, avals[:-1], leaves=params["leaves"])
+
+
+_surveys: "WeakKeyDictionary[Any, Survey]" = WeakKeyDictionary()
+
+
+def survey(jaxpr: Any) -> Survey:
+    """The spots of an open jaxpr."""
+    found = _surveys.get(jaxpr)
+    if found is None:
+        found = _surveys[jaxpr] = Survey(jaxpr)
+    return found
+
+
+def spots_below(primitive: Any, params: Any) -> list[tuple[Body, list[Spot]]]:
+    """The bodies of an operation, and their spots as seen from outside it; if any."""
+    bodies = _jaxprs.bodies_of(primitive, params)
+    for jaxpr in _jaxprs.hidden_jaxprs(primitive, params):
+        if survey(jaxpr).spots:
+            raise refuse_hidden(primitive, survey(jaxpr).spots[0])
+    if not bodies:
+        return []
+    found = [survey(body.jaxpr).spots for body in bodies]
+    if not any(found):
+        return []
+    wrap = RULES[primitive.name].wrap
+    return [
+        (body, [wrap(spot, params) for spot in spots])
+        for body, spots in zip(bodies, found)
+    ]
+
+
+def refuse_hidden(primitive: Any, spot: Spot) -> CaptureError:
+    """The error for a tap where the walk cannot go."""
+    where = (
+        "the condition of a while loop"
+        if primitive.name == "while"
+        else (f"the operation {primitive.name!r}")
+    )
+    return CaptureError(
+        f"The tap {spot.label.name!r} is inside {where}, which a capture cannot enter. "
+        "Move the tap outside it, or return the value and tap it there."
+    )
+
+
+class Rule(NamedTuple):
+    """How the walk goes through an operation.
+
+    Attributes:
+        wrap: A spot inside, as seen from outside; with the operation's parameters.
+        run: Runs the operation by a plan: see `Step`.
+    """
+
+    wrap: Callable[[Spot, dict[str, Any]], Spot]
+    run: Callable[["Step"], tuple[list[Any], list[Any]]]
+
+
+RULES: dict[str, Rule] = {}
+
+
+class Step(NamedTuple):
+    """One operation to be run by a plan.
+
+    Attributes:
+        primitive: The operation.
+        params: Its parameters.
+        values: Its operands.
+        bodies: Its jaxprs.
+        plans: A plan for each of them.
+        feeds: For each, what is to be added at its spots.
+        keep: Whether the taps stay in, for a capture further out.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    values: list[Any]
+    bodies: list[Body]
+    plans: list[Plan]
+    feeds: list[Feeds]
+    keep: bool
+
+
+def flat_feeds(feeds: Feeds) -> list[Any]:
+    """What is fed, in one list."""
+    return [value for feed in feeds if feed is not None for value in feed]
+
+
+def shaped_feeds(plan: Plan, spots: Sequence[Spot], flat: Sequence[Any]) -> Feeds:
+    """The inverse of `flat_feeds`."""
+    supply = iter(flat)
+    return [
+        [next(supply) for _ in spot.label.tree.num_leaves * [0]]
+        if choice.feed
+        else None
+        for choice, spot in zip(plan, spots)
+    ]
+
+
+def flat_found(found: Sequence[Any]) -> list[Any]:
+    """What was recorded, in one list."""
+    return [value for values in found if values is not None for value in values]
+
+
+def shaped_found(plan: Plan, spots: Sequence[Spot], flat: Sequence[Any]) -> list[Any]:
+    """The inverse of `flat_found`."""
+    supply = iter(flat)
+    return [
+        [next(supply) for _ in spot.avals] if choice.record else None
+        for choice, spot in zip(plan, spots)
+    ]
+
+
+def run(
+    body: Body, values: Sequence[Any], plan: Plan, feeds: Feeds, keep: bool
+) -> tuple[list[Any], list[Any]]:
+    """Runs a body by a plan: its results, and what each spot gave (or None)."""
+    jaxpr = body.jaxpr
+    work = survey(jaxpr)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts))
+    env.update(zip(jaxpr.invars, values))
+    found: list[Any] = [None] * len(work.spots)
+    place = 0
+    for n, eqn in enumerate(jaxpr.eqns):
+        ins = [_jaxprs.read(env, atom) for atom in eqn.invars]
+        parts = work.parts.get(n)
+        with _jaxprs.in_context_of(eqn):
+            if eqn.primitive is linear_p and not keep:
+                outs = ins[:-1]
+            elif parts is None:
+                outs = _jaxprs.bind(eqn.primitive, ins, eqn.params)
+            elif not parts:
+                feed, choice = feeds[place], plan[place]
+                tapped = values_at(eqn.primitive, ins, feed)
+                outs = after_spot(eqn.primitive, eqn.params, tapped, keep)
+                found[place] = (
+                    recorded(eqn.primitive, tapped) if choice.record else None
+                )
+                place += 1
+            else:
+                step = Step(
+                    eqn.primitive,
+                    eqn.params,
+                    ins,
+                    [body for body, _ in parts],
+                    [plan[part] for _, part in parts],
+                    [feeds[part] for _, part in parts],
+                    keep,
+                )
+                outs, inner = RULES[eqn.primitive.name].run(step)
+                for (_, part), values_found in zip(parts, inner):
+                    found[part] = values_found
+                place = parts[-1][1].stop
+        env.update(zip(eqn.outvars, outs))
+    return [_jaxprs.read(env, atom) for atom in jaxpr.outvars], found
+
+
+def values_at(primitive: Any, values: list[Any], feed: Sequence[Any] | None) -> Any:
+    """The operands of a tap, with what is fed added to them."""
+    if feed is None:
+        return values
+    return [value + more for value, more in zip(values, feed)]
+
+
+def after_spot(primitive: Any, params: Any, values: list[Any], keep: bool) -> list[Any]:
+    """The results of a tap; it stays in for a capture further out."""
+    if keep:
+        return list(primitive.bind(*values, **params))
+    return values[:-1] if primitive is gradient_p else [*values, TICKET]
+
+
+def recorded(primitive: Any, values: list[Any]) -> list[Any]:
+    """What is recorded of the operands of a tap."""
+    return list(values[:-1] if primitive is gradient_p else values)
+
+
+_rewritten: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
+
+
+def rewritten(body: Body, plan: Plan, feeds: Feeds, keep: bool) -> Any:
+    """A body as a closed jaxpr that takes what is fed and gives what is recorded."""
+    made = _rewritten.setdefault(body.jaxpr, {})
+    key = (plan, keep, jax.sharding.get_abstract_mesh())
+    if key not in made:
+        spots = survey(body.jaxpr).spots
+        count = len(body.jaxpr.invars)
+
+        def fn(*values: Any) -> list[Any]:
+            fed = shaped_feeds(plan, spots, values[count:])
+            outs, found = run(body, values[:count], plan, fed, keep)
+            return [*outs, *flat_found(found)]
+
+        avals = [var.aval for var in body.jaxpr.invars]
+        avals += [jax.typeof(value) for value in flat_feeds(feeds)]
+        made[key] = _jaxprs.traced(fn, avals)
+    return made[key]

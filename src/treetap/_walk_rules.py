@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rule for each operation that holds jaxprs: how a plan goes through it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treetap import _jaxprs
+from treetap._walk import (
+    RULES,
+    Rule,
+    Spot,
+    Step,
+    flat_feeds,
+    flat_found,
+    rewritten,
+    run,
+    shaped_feeds,
+    shaped_found,
+    survey,
+)
+
+
+def _same(spot: Spot, params: dict[str, Any]) -> Spot:
+    return spot
+
+
+def _only(step: Step) -> Any:
+    """The single body of an operation: itself, its plan, its feeds and its spots."""
+    body = step.bodies[0]
+    return body, step.plans[0], step.feeds[0], survey(body.jaxpr).spots
+
+
+def _parted(step: Step, count: int, outs: Sequence[Any]) -> Any:
+    """Results of an operation, and what was recorded in its only body."""
+    _, plan, _, spots = _only(step)
+    return list(outs[:count]), [shaped_found(plan, spots, outs[count:])]
+
+
+def _jit(step: Step) -> Any:
+    body, plan, feeds, _ = _only(step)
+    made = rewritten(body, plan, feeds, step.keep)
+    fed, count = flat_feeds(feeds), len(body.jaxpr.outvars)
+    more = len(made.jaxpr.outvars) - count
+    params = _jaxprs.rejit(step.params, made, len(fed), more)
+    outs = _jaxprs.bind(step.primitive, [*step.values, *fed], params)
+    return _parted(step, count, outs)
+
+
+def _inlined(step: Step) -> Any:
+    body, plan, feeds, _ = _only(step)
+    outs, found = run(body, step.values, plan, feeds, step.keep)
+    return outs, [found]
+
+
+def _remat(step: Step) -> Any:
+    body, plan, feeds, _ = _only(step)
+    made = rewritten(body, plan, feeds, step.keep)
+    jaxpr, consts = _jaxprs.as_inputs(made)
+    values = [*consts, *step.values, *flat_feeds(feeds)]
+    params = {**step.params, "jaxpr": jaxpr}
+    outs = _jaxprs.bind(step.primitive, values, params)
+    return _parted(step, len(body.jaxpr.outvars), outs)
+
+
+def _scan_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
+    return spot.wrapped("scan", params["length"])
+
+
+def _scan(step: Step) -> Any:
+    body, plan, feeds, spots = _only(step)
+    num_consts, num_carry = _jaxprs.scan_counts(step.params)
+    consts = step.values[:num_consts]
+    carry = step.values[num_consts : num_consts + num_carry]
+    mapped = step.values[num_consts + num_carry :]
+
+    def one(carry: Any, slices: Any) -> Any:
+        values, fed = slices
+        shaped = shaped_feeds(plan, spots, fed)
+        operands = [*consts, *carry, *values]
+        outs, found = run(body, operands, plan, shaped, step.keep)
+        return outs[:num_carry], (outs[num_carry:], flat_found(found))
+
+    options = _jaxprs.scan_options(step.params)
+    given = (mapped, flat_feeds(feeds))
+    carry, (outs, found) = jax.lax.scan(one, list(carry), given, **options)
+    return [*carry, *outs], [shaped_found(plan, spots, found)]
+
+
+def _while_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
+    return spot.wrapped("while", flag="count")
+
+
+def _while(step: Step) -> Any:
+    """The last value of each spot, and the number of iterations."""
+    body, plan, feeds, spots = _only(step)
+    made = rewritten(body, plan, feeds, step.keep)
+    cond, cond_consts = _jaxprs.opened(step.params["cond_jaxpr"])
+    num_cond = step.params["cond_nconsts"]
+    num_body = step.params["body_nconsts"]
+    consts = step.values[num_cond : num_cond + num_body]
+    carry = step.values[num_cond + num_body :]
+    fed, count = flat_feeds(feeds), len(carry)
+    lasts = [_jaxprs.zeros_like_aval(aval) for aval in made.out_avals[len(carry) :]]
+    rows = tuple(cond.outvars[0].aval.shape)  # of a loop under vmap
+    counter = jnp.zeros(rows, jnp.int32)
+    avals = [jax.typeof(x) for x in (*carry, *lasts, counter)]
+
+    def again(*values: Any) -> Any:
+        given = values[num_cond : num_cond + count]
+        return _jaxprs.evaluate(cond, cond_consts, [*values[:num_cond], *given])
+
+    def next_values(*values: Any) -> Any:
+        held, rest = values[: num_body + len(fed)], values[num_body + len(fed) :]
+        operands = [*held[:num_body], *rest[:count], *held[num_body:]]
+        outs = _jaxprs.evaluate(*_jaxprs.opened(made), operands)
+        return [*outs, rest[-1] + 1]
+
+    cond_avals = [var.aval for var in cond.invars[:num_cond]]
+    body_avals = [jax.typeof(x) for x in (*consts, *fed)]
+    params = {
+        **step.params,
+        "cond_jaxpr": _jaxprs.traced(again, [*cond_avals, *avals]),
+        "body_jaxpr": _jaxprs.traced(next_values, [*body_avals, *avals]),
+        "body_nconsts": num_body + len(fed),
+    }
+    values = [*step.values[:num_cond], *consts, *fed, *carry, *lasts, counter]
+    outs = _jaxprs.bind(step.primitive, values, params)
+    supply = iter(outs[count:-1])
+    found = [
+        [*(next(supply) for _ in spot.avals), outs[-1]] if choice.record else None
+        for choice, spot in zip(plan, spots)
+    ]
+    return list(outs[:count]), [found]
+
+
+def _cond_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
+    return spot.wrapped("cond", flag="" if spot.is_gradient else "taken")
+
+
+def _cond(step: Step) -> Any:
+    """Every branch gives the values of all, zeros for those it does not have."""
+    index, operands = step.values[0], step.values[1:]
+    fed = [flat_feeds(feeds) for feeds in step.feeds]
+    parts = list(zip(step.bodies, step.plans, step.feeds))
+    made = [rewritten(*part, step.keep) for part in parts]
+    count = len(step.bodies[0].jaxpr.outvars)
+    avals = [one.out_avals[count:] for one in made]
+
+    def branch(n: int) -> Any:
+        def call(operands: Any, fed: Any) -> Any:
+            outs = _jaxprs.evaluate(*_jaxprs.opened(made[n]), [*operands, *fed[n]])
+            values = [
+                list(outs[count:])
+                if n == other
+                else [_jaxprs.zeros_like_aval(aval) for aval in avals[other]]
+                for other in range(len(made))
+            ]
+            return list(outs[:count]), values
+
+        return call
+
+    branches = [branch(n) for n in range(len(made))]
+    outs, values = jax.lax.switch(index, branches, list(operands), fed)
+    found = []
+    for n, (body, plan, _) in enumerate(parts):
+        spots = survey(body.jaxpr).spots
+        shaped = shaped_found(plan, spots, values[n])
+        taken = index == n
+        found.append(
+            [
+                held if held is None or spot.is_gradient else [*held, taken]
+                for held, spot in zip(shaped, spots)
+            ]
+        )
+    return outs, found
+
+
+def _custom_jvp(step: Step) -> Any:
+    body, plan, feeds, spots = _only(step)
+    rule = _jaxprs.rule_of_jvp(step.primitive, step.params)
+    fed, count = flat_feeds(feeds), len(step.values)
+
+    def call(*values: Any) -> Any:
+        shaped = shaped_feeds(plan, spots, values[count:])
+        outs, found = run(body, values[:count], plan, shaped, step.keep)
+        return outs, flat_found(found)
+
+    @jax.custom_jvp
+    def with_rule(*values: Any) -> Any:
+        return call(*values)
+
+    @with_rule.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        _, found = call(*primals)
+        both = rule(*primals[:count], *tangents[:count])
+        half = len(both) // 2
+        still = jax.tree.map(_jaxprs.zero_tangent, found)
+        return (list(both[:half]), found), (list(both[half:]), still)
+
+    outs, found = with_rule(*step.values, *fed)
+    return outs, [shaped_found(plan, spots, found)]
+
+
+def _custom_vjp(step: Step) -> Any:
+    """The rule is kept; under differentiation the values are those of `fwd`."""
+    body, plan, feeds, spots = _only(step)
+    count = len(step.values)
+    rule = _jaxprs.rule_of_vjp(step.params, count)
+    forward = survey(rule.forward.jaxpr).spots
+    same = len(forward) == len(spots) and all(
+        one.label == two.label and len(one.avals) == len(two.avals)
+        for one, two in zip(forward, spots)
+    )
+    fed = flat_feeds(feeds)
+
+    def call(values: Any) -> Any:
+        shaped = shaped_feeds(plan, spots, values[count:])
+        outs, found = run(body, values[:count], plan, shaped, step.keep)
+        return outs, flat_found(found)
+
+    with_rule = jax.custom_vjp(lambda *values: call(values))
+
+    def fwd(*values: Any) -> Any:
+        given = values[:count]
+        if same:
+            shaped = shaped_feeds(plan, spots, values[count:])
+            outs, found = run(rule.forward, given, plan, shaped, step.keep)
+            found = flat_found(found)
+        else:
+            _, found = call(values)
+            outs = _jaxprs.evaluate(*rule.forward[:2], given)
+        kept = iter(outs[: len(outs) - rule.num_out])
+        residual = [next(kept) if n is None else given[n] for n in rule.forwarded]
+        return (list(outs[len(outs) - rule.num_out :]), found), (residual, values)
+
+    def bwd(kept: Any, cotangents: Any) -> Any:
+        residual, values = kept
+        given = rule.backward(*residual, *cotangents[0])
+        return (
+            *map(_jaxprs.cotangent_for, given, values[:count]),
+            *map(_jaxprs.zero_cotangent, values[count:]),
+        )
+
+    with_rule.defvjp(fwd, bwd)
+    outs, found = with_rule(*step.values, *fed)
+    return outs, [shaped_found(plan, spots, found)]
+
+
+def _shard_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
+    axes = _jaxprs.shard_axes(params)
+    size = 1
+    for axis in axes:
+        size *= params["mesh"].shape[axis]
+    return spot.wrapped("shard_map", size)
+
+
+def _shard_map(step: Step) -> Any:
+    body, plan, feeds, spots = _only(step)
+    axes = _jaxprs.shard_axes(step.params)
+    stacked = jax.P(axes)
+
+    def local(values: Any, fed: Any) -> Any:
+        shaped = shaped_feeds(plan, spots, [value[0] for value in fed])
+        outs, found = run(body, list(values), plan, shaped, step.keep)
+        flat = [value[None] for value in flat_found(found)]
+        if step.params["check_vma"]:
+            flat = [_jaxprs.as_varying(value, axes) for value in flat]
+        return tuple(outs), flat
+
+    mapped = jax.shard_map(
+        local,
+        in_specs=(tuple(step.params["in_specs"]), stacked),
+        out_specs=(tuple(step.params["out_specs"]), stacked),
+        **_jaxprs.shard_map_options(step.params),
+    )
+    outs, found = mapped(tuple(step.values), flat_feeds(feeds))
+    return list(outs), [shaped_found(plan, spots, found)]
+
+
+RULES.update(
+    {
+        "jit": Rule(_same, _jit),
+        "closed_call": Rule(_same, _inlined),
+        "core_call": Rule(_same, _inlined),
+        "eval_jaxpr": Rule(_same, _inlined),
+        "remat2": Rule(_same, _remat),
+        "checkpoint": Rule(_same, _remat),
+        "scan": Rule(_scan_wrap, _scan),
+        "while": Rule(_while_wrap, _while),
+        "cond": Rule(_cond_wrap, _cond),
+        "custom_jvp_call": Rule(_same, _custom_jvp),
+        "custom_vjp_call": Rule(_same, _custom_vjp),
+        "shard_map": Rule(_shard_wrap, _shard_map),
+    }
+)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients with graph updates: States of Params, and DiffState."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+from modes import SIMPLE_MODES
+from treetap import compat, nnx
+
+
+class Model(tt.Module):
+    def __init__(self):
+        self.x = tt.Param(jnp.array(1.0))
+        self.y = tt.Param(jnp.array(2.0))
+        self.n = tt.BatchStat(jnp.array(3.0))
+        self.calls = tt.Variable(jnp.array(0))
+
+
+def loss(m, k=1.0):
+    m.calls[...] += 1
+    return m.x * m.y * m.n * k
+
+
+def numbers(state):
+    assert type(state) is tt.State
+    return {path: float(v) for path, v in tt.to_flat_state(state)}
+
+
+@pytest.mark.parametrize(
+    ("filter", "expected"),
+    [
+        (nnx.Param, {("x",): 6.0, ("y",): 3.0}),
+        (nnx.BatchStat, {("n",): 2.0}),
+        (nnx.PathContains("y"), {("y",): 3.0}),
+        ((nnx.BatchStat, nnx.PathContains("x")), {("n",): 2.0, ("x",): 6.0}),
+        (nnx.Nothing(), {}),
+    ],
+)
+def test_a_filter_says_what_is_differentiated(filter, expected):
+    model = Model()
+    argnums = nnx.DiffState(0, filter)
+    assert numbers(compat.grad(loss, argnums=argnums)(model)) == expected
+    value, grads = compat.value_and_grad(loss, argnums=argnums)(model)
+    assert (float(value), numbers(grads)) == (6.0, expected)
+    assert int(model.calls) == 2
+
+
+def test_everything_with_a_derivative_may_be_asked_for():
+    expected = {("x",): 6.0, ("y",): 3.0, ("n",): 2.0}
+    for filter in (..., True, nnx.Everything(), nnx.Variable):
+        grads = compat.grad(loss, argnums=nnx.DiffState(0, filter))(Model())
+        assert numbers(grads) == expected
+
+
+def test_filters_and_numbers_stand_side_by_side():
+    argnums = (1, nnx.DiffState(0, nnx.BatchStat))
+    grad_k, grads = compat.grad(loss, argnums=argnums)(Model(), 10.0)
+    assert float(grad_k) == 6.0
+    assert numbers(grads) == {("n",): 20.0}
+
+
+def test_a_negative_number_counts_from_the_end():
+    f = lambda k, m: loss(m, k)
+    grads = compat.grad(f, argnums=nnx.DiffState(-1, nnx.BatchStat))(1.0, Model())
+    assert numbers(grads) == {("n",): 2.0}
+
+
+def test_objects_in_containers_give_states_in_containers():
+    given = {"m": [Model()], "k": jnp.array(2.0)}
+    grads = compat.grad(lambda given: loss(given["m"][0], given["k"]))(given)
+    assert numbers(grads["m"][0]) == {("x",): 12.0, ("y",): 6.0}
+
+
+def test_a_state_is_differentiated_whole():
+    state = tt.state(Model(), (nnx.Param, nnx.BatchStat))
+    grads = compat.grad(lambda s: s["x"] * s["y"] * s["n"])(state)
+    assert numbers(grads) == {("x",): 6.0, ("y",): 3.0, ("n",): 2.0}
+
+
+@pytest.mark.parametrize("argnums", [(0, 0), (nnx.DiffState(0, ...), 0), (0, -2)])
+def test_a_repeated_number_is_refused(argnums):
+    with pytest.raises(ValueError, match="repeated"):
+        compat.grad(loss, argnums=argnums)(Model(), 1.0)
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("transform", [tt.grad, tt.value_and_grad])
+def test_filters_of_arguments_need_graph_updates(transform, mode):
+    for argnums in (nnx.DiffState(0, nnx.Param), (1, nnx.DiffState(0, nnx.Param))):
+        text = "`argnums` cannot contain `DiffState` objects"
+        with pytest.raises(ValueError, match=text) as caught:
+            transform(loss, argnums=argnums, **mode)
+        assert str(caught.value).startswith(transform.__name__)
+
+
+@SIMPLE_MODES
+def test_custom_vjp_takes_filters_with_graph_updates_only(mode):
+    text = "`nondiff_argnums` cannot contain `DiffState` objects"
+    with pytest.raises(ValueError, match=f"custom_vjp: {text}"):
+        tt.custom_vjp(loss, nondiff_argnums=(nnx.DiffState(0, nnx.Param),), **mode)
+
+
+def test_a_diff_state_is_a_value():
+    one, two = nnx.DiffState(0, nnx.Param), nnx.DiffState(0, nnx.Param)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert (one.argnum, one.filter) == (0, nnx.Param)
+    with pytest.raises(AttributeError):
+        one.argnum = 1
+
+
+def test_the_pullback_gives_states_of_params():
+    model = Model()
+    out, pull = compat.vjp(loss, model, jnp.array(10.0))
+    grads, grad_k = pull(jnp.array(1.0))
+    assert (float(out), float(grad_k)) == (60.0, 6.0)
+    assert numbers(grads) == {("x",): 60.0, ("y",): 30.0}
+    assert int(model.calls) == 1
+
+
+def test_the_gradient_of_a_structure_that_changes_inside_is_that_of_the_start():
+    def grow(m):
+        m.x, m.y = m.y, m.x
+        m.z = tt.Param(m.x * 10)
+        return m.z * m.y
+
+    model = Model()
+    x, y = model.x, model.y
+    grads = compat.grad(grow)(model)
+    assert numbers(grads) == {("x",): 20.0, ("y",): 10.0}
+    assert model.x is y
+    assert model.y is x
+    assert float(model.z) == 20.0
+
+
+def test_a_gradient_state_updates_its_model():
+    @compat.jit
+    def step(m):
+        grads = compat.grad(loss)(m)
+        tt.update(m, jax.tree.map(lambda p, g: p - g, tt.state(m, tt.Param), grads))
+
+    model = Model()
+    x = model.x
+    step(model)
+    assert model.x is x
+    assert (float(model.x), float(model.y)) == (-5.0, -1.0)
