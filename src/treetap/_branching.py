@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from treetap._changes import with_policy
 from treetap._lift import (
@@ -22,6 +23,7 @@ from treetap._lift import (
     run,
     transform,
 )
+from treetap._taps import guarded, listening
 
 
 def _written_by(
@@ -89,7 +91,11 @@ def cond(
     def choose(branches: Any, values: Any) -> Any:
         return jax.lax.cond(pred, *branches, values)
 
-    return _branched("cond", choose, (true_fun, false_fun), operands, options)
+    branches: Any = (true_fun, false_fun)
+    if listening.value is not None:
+        taken = jnp.asarray(pred, bool)
+        branches = guarded(true_fun, taken), guarded(false_fun, ~taken)
+    return _branched("cond", choose, branches, operands, options)
 
 
 def switch(
@@ -110,6 +116,9 @@ def switch(
     def choose(pure: Any, values: Any) -> Any:
         return jax.lax.switch(index, pure, values)
 
+    if listening.value is not None:
+        chosen = jnp.clip(jnp.asarray(index), 0, len(branches) - 1)
+        branches = [guarded(branch, chosen == n) for n, branch in enumerate(branches)]
     return _branched("switch", choose, branches, operands, options)
 
 

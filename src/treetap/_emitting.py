@@ -17,7 +17,7 @@ from treetap._errors import CaptureError, StructureError
 from treetap._kinds import kind_of_name
 from treetap._scopes import inside, is_inside
 from treetap._sessions import Listener
-from treetap._taps import Label, listening, tap_p
+from treetap._taps import Label, bind_tap, listening
 from treetap._traces import set_on_purpose
 from treetap._variables import Variable
 
@@ -42,7 +42,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _bound(label: Label, leaves: list[Any]) -> list[Any]:
-    return tap_p.bind(*map(jnp.asarray, leaves), label=label, order=0)[:-1]
+    arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    return bind_tap(label, arrays)
 
 
 def _note(label: Label, leaves: list[Any]) -> bool:

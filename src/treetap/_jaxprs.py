@@ -85,8 +85,22 @@ def bodies_of(primitive: Primitive, params: dict[str, Any]) -> list[Body]:
     return [] if find is None else find(params)
 
 
+_plain: dict[Primitive, bool] = {}
+
+
+def is_plain(primitive: Primitive, params: dict[str, Any]) -> bool:
+    """Whether an operation holds no jaxprs; one that does, always does."""
+    known = _plain.get(primitive)
+    if known is None:
+        found = primitive.name in BODIES or any(True for _ in jaxprs_in_params(params))
+        known = _plain[primitive] = not found
+    return known
+
+
 def hidden_jaxprs(primitive: Primitive, params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs of an operation that may not be entered."""
+    if primitive.name == "jit":  # the most frequent one has nothing to hide
+        return
     known = [body.jaxpr for body in bodies_of(primitive, params)]
     for jaxpr in jaxprs_in_params(params):
         found = opened(jaxpr)[0]

@@ -43,11 +43,13 @@ class _Heard:
 class _Observation:
     """One run: what is selected, and what else there was."""
 
-    def __init__(self, select: Any, grads: bool, roots: Any):
+    def __init__(self, select: Any, grads: bool, roots: Any, iterations: int = 0):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
         self.texts: list[str] = []
-        self.session = Session(EVERYTHING, roots, wants=self.wants, gradients=grads)
+        self.session = Session(
+            EVERYTHING, roots, wants=self.wants, gradients=grads, iterations=iterations
+        )
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
@@ -137,6 +139,7 @@ def observe(
     *,
     values: bool = True,
     grads: bool = False,
+    max_iterations: int = 0,
 ) -> Callable[..., Any]:
     """A function that also returns a Record of the values on the way.
 
@@ -147,6 +150,8 @@ def observe(
             function, or a list of them; all by default.
         values: Whether to keep the values.
         grads: Whether to keep their gradients; `fn` must differentiate.
+        max_iterations: Keep this many iterations of a `while` loop, along a new axis,
+            instead of the last one; `site.count` says how many there were.
 
     Returns:
         A function with the result `(result, Record)`.
@@ -161,7 +166,8 @@ def observe(
     """
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        work = _Observation(select, grads, roots_of(fn, args, kwargs))
+        roots = roots_of(fn, args, kwargs)
+        work = _Observation(select, grads, roots, max_iterations)
         out = work.session.run(fn, *args, **kwargs)
         return out, work.record(values)
 

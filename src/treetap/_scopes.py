@@ -16,18 +16,20 @@ A text is one of
 followed by the class of the Module, with `!` if no Module of that class is inside it.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import jax
 
 from treetap._attributes import Node
 from treetap._pytrees import opened
 from treetap._trees import Path
+from treetap._variables import Variable
 from treetap._walk import MARK
 
 
@@ -42,6 +44,7 @@ class Root(NamedTuple):
 _frames: ContextVar[tuple[Any, ...]] = ContextVar("frames", default=())
 _roots: ContextVar[tuple[Root, ...]] = ContextVar("roots", default=())
 _classes: dict[str, "WeakSet[type]"] = {}
+_texts: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
 
 
 def classes_named(text: str) -> Iterable[type]:
@@ -50,28 +53,36 @@ def classes_named(text: str) -> Iterable[type]:
 
 
 def _class_text(cls: type) -> str:
-    text = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
-    _classes.setdefault(text, WeakSet()).add(cls)
+    text = _texts.get(cls)
+    if text is None:
+        text = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
+        _texts[cls] = text
+        _classes.setdefault(text, WeakSet()).add(cls)
     return text
 
 
 def kind_text(module: Any) -> str:
     """The class of a Module, with `!` if none of that class is inside it."""
     cls = type(module)
-    waiting = list((opened(module) or ((), ()))[1])
+    waiting = [module]
     while waiting:
-        value = waiting.pop()
-        if type(value) is cls:
-            return _class_text(cls)
-        inside = opened(value)
-        if inside is not None:
-            waiting.extend(inside[1])
+        below = opened(waiting.pop())
+        for child in below[1] if below is not None else ():
+            if type(child) is cls:
+                return _class_text(cls)
+            if not isinstance(child, Variable):
+                waiting.append(child)
     return _class_text(cls) + "!"
 
 
+_PLAIN = re.compile(r"[\w/]*", re.ASCII)
+
+
 def _joined(keys: Iterable[Any]) -> str:
-    parts = (part for key in keys for part in str(key).split("/"))
-    return "/".join(quote(part, safe="") for part in parts)
+    text = "/".join(map(str, keys))
+    if _PLAIN.fullmatch(text):
+        return text
+    return "/".join(quote(part, safe="") for part in text.split("/"))
 
 
 def _split(text: str) -> Path:
@@ -96,16 +107,22 @@ def scope_text(module: Any) -> str:
         place = place[0]
 
 
-@contextmanager
-def inside(module: Any) -> Iterator[None]:
+class inside:
     """Runs a method of a Module in its scope."""
-    text = f"{MARK}{scope_text(module)}|{kind_text(module)}"
-    token = _frames.set((*_frames.get(), module._pytree__place))
-    try:
-        with jax.named_scope(text):
-            yield
-    finally:
-        _frames.reset(token)
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self, module: Any):
+        text = f"{MARK}{scope_text(module)}|{kind_text(module)}"
+        self._scope = jax.named_scope(text)
+        self._token = _frames.set((*_frames.get(), module._pytree__place))
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _frames.reset(self._token)
+        self._scope.__exit__(*exception)
 
 
 def is_inside(module: Any) -> bool:

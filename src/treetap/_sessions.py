@@ -61,9 +61,21 @@ class Call:
         self.order = spot.order
         count = len(spot.avals) - len(spot.flags)
         self.avals = spot.avals[:count]
-        self.values: list[Any] | None = None if values is None else values[:count]
-        self.flags = {} if values is None else dict(zip(spot.flags, values[count:]))
+        self.values: list[Any] | None = None
+        self.flags: dict[str, Any] = {}
+        if values is not None:
+            self.fill(spot, values)
         self.gradients: dict[int, dict[int, Any]] = {}
+
+    def fill(self, spot: Spot, values: Any) -> None:
+        """Gives the call what its spot gave: leaves, then flags."""
+        count = len(self.avals)
+        self.values = list(values[:count])
+        for flag, value in zip(spot.flags, values[count:]):
+            if flag == "taken" and flag in self.flags:
+                self.flags[flag] = jnp.logical_and(self.flags[flag], value)
+            else:
+                self.flags[flag] = value
 
 
 class Session:
@@ -76,6 +88,7 @@ class Session:
             the call is not wanted at all.
         feeds: What is to be added to the value of a call.
         gradients: Whether gradients are to be recorded.
+        iterations: How many iterations of a `while` loop to keep; 0 for the last one.
     """
 
     def __init__(
@@ -86,14 +99,17 @@ class Session:
         wants: Callable[[Call], bool] = lambda call: True,
         feeds: Callable[[Call], list[Any] | None] = lambda call: None,
         gradients: bool = False,
+        iterations: int = 0,
     ):
         self.asked = asked
         self.roots = roots
         self.wants = wants
         self.feeds = feeds
         self.gradients = gradients
+        self.iterations = iterations
         self.calls: list[Call] = []
         self.counts: dict[Any, int] = {}
+        self.places: dict[tuple[str, ...], Where] = {}
         self.tickets: dict[int, tuple[Any, Call]] = {}
         self.keep = False
         self.depth = 0
@@ -115,7 +131,10 @@ class Session:
 
     def heard(self, spot: Spot) -> Call:
         """A call without its value yet."""
-        call = Call(spot, resolve(spot.scopes, self.roots), None)
+        where = self.places.get(spot.scopes)
+        if where is None:
+            where = self.places[spot.scopes] = resolve(spot.scopes, self.roots)
+        call = Call(spot, where, None)
         key = (call.where.path, spot.label.name, spot.label.kind)
         call.index = self.counts.get(key, 0)
         self.counts[key] = call.index + 1
@@ -152,7 +171,7 @@ class Session:
             feed = self.feeds(call) if call is not None else None
             wanted = call is not None and self.wants(call)
             calls.append(call if wanted else None)
-            plan.append(Choice(wanted, feed is not None))
+            plan.append(Choice(wanted, feed is not None, self.iterations))
             feeds.append(feed)
         return calls, plan, feeds
 
@@ -163,9 +182,7 @@ class Session:
         for spot, call, values in zip(spots, calls, found):
             if call is None or values is None:
                 continue
-            count = len(call.avals)
-            call.values = list(values[:count])
-            call.flags = dict(zip(spot.flags, values[count:]))
+            call.fill(spot, values)
             self.calls.append(call)
         for spot, call in zip(spots, calls):
             if call is not None and spot.ticket is not None:
@@ -210,14 +227,15 @@ class Listener(Through):
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         """Hands an operation on, or stops at it."""
-        with set_current_trace(self.parent_trace):
-            if primitive in (tap_p, gradient_p):
+        parent = self.parent_trace
+        with set_current_trace(parent):
+            if primitive is tap_p or primitive is gradient_p:
                 return self._tap(primitive, list(tracers), params)
             if primitive is linear_p and not self.session.keep:
                 return list(tracers[:-1])
             parts = spots_below(primitive, params)
             if not parts:
-                return primitive.bind(*tracers, **params)
+                return parent.process_primitive(primitive, tracers, params)
             return self._enter(primitive, list(tracers), params, parts)
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:

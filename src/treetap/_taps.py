@@ -12,6 +12,8 @@ key of every trace cache, whose value says only which kinds of taps to emit.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +44,33 @@ class Asked(NamedTuple):
 
 
 listening: Any = jax.make_user_context(None)
+
+# The conditions of the branches that are being traced: see `guarded`.
+_guards: ContextVar[tuple[Any, ...]] = ContextVar("guards", default=())
+
+
+def guarded(branch: Callable[..., Any], taken: Any) -> Callable[..., Any]:
+    """A branch whose taps say whether it was taken, also where both branches run.
+
+    Under `vmap` a branch with a mapped condition runs for all rows; the condition, that
+    the taps carry along, is then the mask of the rows that took it.
+    """
+
+    @functools.wraps(branch)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _guards.set((*_guards.get(), taken))
+        try:
+            return branch(*args, **kwargs)
+        finally:
+            _guards.reset(token)
+
+    return call
+
+
+def bind_tap(label: "Label", values: Sequence[Any]) -> list[Any]:
+    """Marks values, and the conditions they are under; gives the marked values."""
+    guards = [jnp.asarray(guard) for guard in _guards.get()]
+    return tap_p.bind(*values, *guards, label=label, order=0)[: len(values)]
 
 
 class Label(NamedTuple):

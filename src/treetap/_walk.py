@@ -71,10 +71,17 @@ class Spot(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is to be done at a spot."""
+    """What is to be done at a spot.
+
+    Attributes:
+        record: Whether its value comes out.
+        feed: Whether something is added to it.
+        iterations: In a `while` loop, how many iterations are kept; 0 for the last one.
+    """
 
     record: bool
     feed: bool
+    iterations: int = 0
 
 
 Plan = tuple[Choice, ...]
@@ -163,7 +170,8 @@ def spot_of(primitive: Any, params: Any, values: Any, scopes: Any) -> Spot:
     avals = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
     label, order = params["label"], params["order"]
     if primitive is tap_p:
-        return Spot(label, order, scopes, avals)
+        guards = len(avals) - label.tree.num_leaves
+        return Spot(label, order, scopes, avals, flags=("taken",) * guards)
     return Spot(label, order, scopes, avals[:-1], leaves=params["leaves"])
 
 
@@ -180,6 +188,8 @@ def survey(jaxpr: Any) -> Survey:
 
 def spots_below(primitive: Any, params: Any) -> list[tuple[Body, list[Spot]]]:
     """The bodies of an operation, and their spots as seen from outside it; if any."""
+    if _jaxprs.is_plain(primitive, params):
+        return []
     bodies = _jaxprs.bodies_of(primitive, params)
     for jaxpr in _jaxprs.hidden_jaxprs(primitive, params):
         if survey(jaxpr).spots:
@@ -324,7 +334,8 @@ def values_at(primitive: Any, values: list[Any], feed: Sequence[Any] | None) -> 
     """The operands of a tap, with what is fed added to them."""
     if feed is None:
         return values
-    return [value + more for value, more in zip(values, feed)]
+    fed = [value + more for value, more in zip(values, feed)]
+    return fed + values[len(fed) :]
 
 
 def after_spot(primitive: Any, params: Any, values: list[Any], keep: bool) -> list[Any]:

@@ -94,19 +94,26 @@ def _while_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
 
 
 def _while(step: Step) -> Any:
-    """The last value of each spot, and the number of iterations."""
+    """The last value of each spot, or the first so many, and how often it ran."""
     body, plan, feeds, spots = _only(step)
     made = rewritten(body, plan, feeds, step.keep)
-    cond, cond_consts = _jaxprs.opened(step.params["cond_jaxpr"])
-    num_cond = step.params["cond_nconsts"]
-    num_body = step.params["body_nconsts"]
+    num_cond, num_body = step.params["cond_nconsts"], step.params["body_nconsts"]
     consts = step.values[num_cond : num_cond + num_body]
     carry = step.values[num_cond + num_body :]
     fed, count = flat_feeds(feeds), len(carry)
-    lasts = [_jaxprs.zeros_like_aval(aval) for aval in made.out_avals[len(carry) :]]
+    cond, cond_consts = _jaxprs.opened(step.params["cond_jaxpr"])
     rows = tuple(cond.outvars[0].aval.shape)  # of a loop under vmap
+    sizes = [
+        choice.iterations
+        for choice, spot in zip(plan, spots)
+        for _ in (spot.avals if choice.record else ())
+    ]
+    kept = [
+        _buffer(aval, size, len(rows))
+        for aval, size in zip(made.out_avals[count:], sizes)
+    ]
     counter = jnp.zeros(rows, jnp.int32)
-    avals = [jax.typeof(x) for x in (*carry, *lasts, counter)]
+    avals = [jax.typeof(x) for x in (*carry, *kept, counter)]
 
     def again(*values: Any) -> Any:
         given = values[num_cond : num_cond + count]
@@ -116,7 +123,11 @@ def _while(step: Step) -> Any:
         held, rest = values[: num_body + len(fed)], values[num_body + len(fed) :]
         operands = [*held[:num_body], *rest[:count], *held[num_body:]]
         outs = _jaxprs.evaluate(*_jaxprs.opened(made), operands)
-        return [*outs, rest[-1] + 1]
+        new = [
+            _stored(old, value, rest[-1], size)
+            for old, value, size in zip(rest[count:-1], outs[count:], sizes)
+        ]
+        return [*outs[:count], *new, rest[-1] + 1]
 
     cond_avals = [var.aval for var in cond.invars[:num_cond]]
     body_avals = [jax.typeof(x) for x in (*consts, *fed)]
@@ -126,7 +137,7 @@ def _while(step: Step) -> Any:
         "body_jaxpr": _jaxprs.traced(next_values, [*body_avals, *avals]),
         "body_nconsts": num_body + len(fed),
     }
-    values = [*step.values[:num_cond], *consts, *fed, *carry, *lasts, counter]
+    values = [*step.values[:num_cond], *consts, *fed, *carry, *kept, counter]
     outs = _jaxprs.bind(step.primitive, values, params)
     supply = iter(outs[count:-1])
     found = [
@@ -134,6 +145,24 @@ def _while(step: Step) -> Any:
         for choice, spot in zip(plan, spots)
     ]
     return list(outs[:count]), [found]
+
+
+def _buffer(aval: Any, size: int, rows: int) -> Any:
+    """Zeros for the last value of a loop, or for its first so many."""
+    zeros = _jaxprs.zeros_like_aval(aval)
+    if not size:
+        return zeros
+    return jnp.stack([zeros] * size, axis=rows)  # after the rows of a mapped loop
+
+
+def _stored(old: Any, value: Any, counter: Any, size: int) -> Any:
+    """What is kept of a loop after one more iteration."""
+    if not size:
+        return value
+    place = jnp.max(counter)  # rows that have not ended have come equally far
+    axis = counter.ndim
+    new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
+    return jnp.where(place < size, new, old)
 
 
 def _cond_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
