@@ -70,7 +70,7 @@ def _mapped(
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, taken)
-            return run(called, inputs.definition, values, name, lanes, results=results)
+            return run(called, inputs, values, name, lanes, results=results)
 
         # The second part stands for what is static, and has no leaves.
         updates_axes = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix

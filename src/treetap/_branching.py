@@ -33,7 +33,7 @@ def _written_by(
     found: list[Updates] = []
 
     def probe(values: Any) -> None:
-        found.append(run(branch, inputs.definition, values, name, force=force)[1])
+        found.append(run(branch, inputs, values, name, force=force)[1])
 
     jax.eval_shape(probe, inputs.values())
     return found[0].written
@@ -64,7 +64,7 @@ def _branched(
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:
             chosen = {"keep": kept.__contains__, "force": force}
-            return run(branch, inputs.definition, values, name, **chosen)
+            return run(branch, inputs, values, name, **chosen)
 
         return pure
 
@@ -143,7 +143,7 @@ def checkify(
         inputs = inputs_of(args, kwargs, mode, "checkify")
 
         def pure(values: Any) -> Any:
-            return run(f, inputs.definition, values, "checkify")
+            return run(f, inputs, values, "checkify")
 
         from jax.experimental import checkify as jax_checkify  # takes a while to import
 

@@ -403,7 +403,7 @@ def _inspected(f: Any, mode: Mode, name: str, args: Any, kwargs: Any) -> Any:
     inputs = inputs_of(args, kwargs, mode, name)
 
     def pure(values: list[Any]) -> Any:
-        return run(f, inputs.definition, values, name)[0]
+        return run(f, inputs, values, name)[0]
 
     return pure, inputs.values()
 

@@ -166,7 +166,7 @@ class _Rule:
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
-        inside = Inside(self.inputs.definition, self._all(values), "custom_vjp")
+        inside = Inside(self.inputs, self._all(values), "custom_vjp")
         token = _running.set((*_running.get(), self.owner))
         try:
             with inside.watched(policy_of(self.owner.fun)):
@@ -223,8 +223,8 @@ class _Rule:
                 )
 
     def _run(self, values: Any) -> Any:
-        definition, fun = self.inputs.definition, self.owner.fun
-        return run(fun, definition, self._all(values), "custom_vjp", keep=self._keep)
+        inputs, fun = self.inputs, self.owner.fun
+        return run(fun, inputs, self._all(values), "custom_vjp", keep=self._keep)
 
     def call(self) -> Any:
         """Runs through `jax.custom_vjp` and writes changed Variables back."""

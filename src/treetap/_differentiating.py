@@ -69,7 +69,7 @@ class _Split:
 
         def call(active: Any) -> Any:
             values = self.joined(active, self.passive)
-            out, updates = run(f, inputs.definition, values, inputs.name)
+            out, updates = run(f, inputs, values, inputs.name)
             value, aux = pair_of(out, has_aux, inputs.name)
             return value, (aux, updates)
 
@@ -200,7 +200,7 @@ def _derived(
 
         def pure(active: Any, passive: Any) -> Any:
             values = parts.joined(active, passive)
-            out, updates = run(f, inputs.definition, values, name)
+            out, updates = run(f, inputs, values, name)
             value, aux = pair_of(out, has_aux, name)
             return value, (aux, updates)
 
@@ -420,7 +420,7 @@ def remat(
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, taken)
-            return run(called, inputs.definition, values, "remat")
+            return run(called, inputs, values, "remat")
 
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         return inputs.finish(*checkpointed(inputs.values()))

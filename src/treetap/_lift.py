@@ -29,11 +29,13 @@ from treetap._grafts import Graft, Grafts, Lanes, plant, refuse_captured
 from treetap._graphs import Apart
 from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
+from treetap._pytrees import opened
 from treetap._regrowing import regrow
 from treetap._results import WHOLE, Results, unpack
 from treetap._settings import Mode, resolve_mode
 from treetap._sharing import first_two_places, places
 from treetap._specs import GraphDef
+from treetap._taps import listening
 from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import show_path
 from treetap._values import is_ref
@@ -268,15 +270,17 @@ class Inside:
     """The traced side of a lifted call: the arguments rebuilt, and what became of them.
 
     Args:
-        definition: The arguments' description.
+        source: The arguments, or their description where the traced function is kept
+            for other arguments of the same structure.
         values: Their values at this level, in order.
         name: The transform, for messages.
     """
 
     __slots__ = ("before", "grafts", "leaves", "mode", "name", "tree")
 
-    def __init__(self, definition: GraphDef, values: Sequence[Any], name: str):
+    def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], name: str):
         self.name = name
+        definition = source if isinstance(source, GraphDef) else source.definition
         self.mode = Mode(definition.graph)
         members: dict[int, Any] = {}
         self.tree, self.leaves = regrow(definition, values, members)
@@ -285,6 +289,8 @@ class Inside:
             for leaf in self.leaves
         ]
         self.grafts = Grafts(members, name) if self.mode is Mode.UPDATES else None
+        if isinstance(source, Inputs) and listening.value is not None:
+            _put_in_place(source.tree, self.tree)
 
     def watched(self, policy: Policy | None) -> Structure:
         """A block in which changes of structure that would be lost are noticed."""
@@ -371,6 +377,15 @@ class Inside:
         return packed, Updates(tuple(values), Written(lists, tuple(grafts)))
 
 
+def _put_in_place(original: Any, copy: Any) -> None:
+    """Lets rebuilt objects be where the caller's are, for those who listen."""
+    if isinstance(original, Node):
+        copy._pytree__place[:2] = original._pytree__place[:2]
+    elif (below := opened(original)) is not None:
+        for one, two in zip(below[1], (opened(copy) or ((), ()))[1]):
+            _put_in_place(one, two)
+
+
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
     """The error for a Variable of the arguments that is also in the result."""
     found = [show_path(path) for path, _ in first_two_places(root, value)]
@@ -385,7 +400,7 @@ def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
 
 def run(
     fn: Callable[..., Any],
-    definition: GraphDef,
+    source: Inputs | GraphDef,
     values: Sequence[Any],
     name: str,
     lanes: Lanes | None = None,
@@ -395,7 +410,7 @@ def run(
 
     Args:
         fn: The function.
-        definition: The description of its arguments.
+        source: Its arguments, or their description: see `Inside`.
         values: Their values at this level.
         name: The transform.
         lanes: As for `Inside.finish`, which takes the further arguments.
@@ -404,7 +419,7 @@ def run(
     Returns:
         The result, packed for JAX, and the updates.
     """
-    inside = Inside(definition, values, name)
+    inside = Inside(source, values, name)
     with inside.watched(policy_of(fn)):
         out = fn(*inside.tree["args"], **inside.tree["kwargs"])
     return inside.finish(out, lanes, **choices)

@@ -76,7 +76,7 @@ class _Loop:
 
     def enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
-        inside = Inside(self.inputs.definition, self.all(values), self.name)
+        inside = Inside(self.inputs, self.all(values), self.name)
         return inside, inside.tree["carry"]
 
     def all(self, values: Any) -> list[Any]:
