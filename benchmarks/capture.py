@@ -7,6 +7,7 @@ flax.nnx stands beside it when it is installed.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -117,7 +118,7 @@ def called(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 def traced(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """A fresh trace at every call."""
-    return lambda: jax.jit(lambda *given: fn(*given)).trace(*args)
+    return lambda: jax.jit(functools.partial(fn)).trace(*args)
 
 
 def contenders(how: Callable[..., Any]) -> dict[str, Any]:

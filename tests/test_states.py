@@ -352,11 +352,14 @@ def test_states_are_split_and_filtered(wrap):
         tt.filter_state(state, ..., tt.Param)
 
 
-def test_states_are_merged_and_later_ones_win():
+def test_states_are_merged():
     one = tt.State({"a": {"x": 1}, "b": 1})
     assert tt.merge_state(one) is one
-    merged = tt.merge_state(one, {"a": {"y": 2}}, {"b": 3})
-    assert merged == {"a": {"x": 1, "y": 2}, "b": 3}
+    merged = tt.merge_state(one, {"a": {"y": 2}}, {"c": 3})
+    assert merged == {"a": {"x": 1, "y": 2}, "b": 1, "c": 3}
+    with pytest.raises(tt.StructureError, match="two States have a value at a/x"):
+        tt.merge_state(one, {"a": {"x": 2}})
+    assert (one | tt.State({"b": 3})).b == 3
     assert type(tt.merge_state(one, {"c": 1}, cls=dict)) is dict
 
 

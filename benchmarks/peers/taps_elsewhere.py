@@ -35,7 +35,8 @@ def check(name, loss, params, hidden):
     site = record["hidden"]
     assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, seen))
     assert jnp.allclose(site.value, hidden(params))
-    assert site.grad.shape == site.value.shape and jnp.any(site.grad != 0)
+    assert site.grad.shape == site.value.shape
+    assert jnp.any(site.grad != 0)
     print(f"{name}: hidden {site.value.shape}, its gradient too")
 
 

@@ -7,10 +7,11 @@ transform, JAX's own included.
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from treetap import _jaxprs
 from treetap._attributes import Node
@@ -55,31 +56,54 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     One Module is the root itself; several are called by their arguments.
     """
     callee, given = callee_of(fn)
-    found = [
-        *_named(fn, args, kwargs),
-        *((f"fixed{n}", x) for n, x in enumerate(given)),
-    ]
+    found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
+    found += _named(fn, args, kwargs)
     roots = [(name, list(find_roots(value))) for name, value in found]
     roots = [(name, inner) for name, inner in roots if inner]
-    if callee is not None:
-        own = Root((), kind_text(callee), callee._pytree__place)
-        more = [r._replace(path=(n, *r.path)) for n, inner in roots for r in inner]
-        return own, *(root for root in more if root.place is not own.place)
-    if len(roots) == 1:
+    if callee is None and len(roots) == 1:
         return tuple(roots[0][1])
-    return tuple(r._replace(path=(n, *r.path)) for n, inner in roots for r in inner)
+    own = () if callee is None else (Root((), kind_text(callee), callee),)
+    more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
+    return (*own, *(root for root in more if root.node is not callee))
 
 
-def _named(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _named(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
     """The arguments of a call by name, or by position where they have none."""
     try:
-        names = list(inspect.signature(fn).parameters)
+        parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        names = []
+        parameters = []
     for place, value in enumerate(args):
-        is_named = place < len(names) and names[place] not in ("args", "kwargs")
-        yield names[place] if is_named else place, value
-    yield from kwargs.items()
+        name: Path = (place,)
+        if parameters:
+            last = parameters[min(place, len(parameters) - 1)]
+            starred = [p for p in parameters[: place + 1] if p.kind is p.VAR_POSITIONAL]
+            if starred:
+                name = (starred[0].name, place - parameters.index(starred[0]))
+            elif last.kind in (last.POSITIONAL_ONLY, last.POSITIONAL_OR_KEYWORD):
+                name = (last.name,)
+        yield name, value
+    for key, value in kwargs.items():
+        yield (key,), value
+
+
+class restored:
+    """A block after which, if a capture refused, the Variables are as they were."""
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any):
+        callee, given = callee_of(fn)
+        found = variables_below((callee, given, args, kwargs))
+        self._before = [(v, v._box, v._metadata) for v in found]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        if kind is not None and issubclass(kind, CaptureError):
+            for variable, box, metadata in self._before:
+                set_box(variable, box)
+                if variable._metadata is not metadata:
+                    variable._replace_metadata(metadata)
 
 
 def keep_name(wrapper: Any, fn: Any) -> Any:
@@ -136,22 +160,12 @@ def capture(
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs, roots_of(fn, args, kwargs))
-        before = _boxes((fn, args, kwargs)) if init is not None else []
-        try:
+        with restored(fn, args, kwargs):
             out = work.session.run(fn, *args, **kwargs)
             states = work.states()
-        except CaptureError:
-            for variable, box in before:
-                set_box(variable, box)
-            raise
         return (out, *states) if kinds else out
 
     return keep_name(captured, fn)
-
-
-def _boxes(tree: Any) -> list[tuple[Variable[Any], Any]]:
-    """The Variables of a call and what they hold, to be put back after an error."""
-    return [(variable, variable._box) for variable in variables_below(tree)]
 
 
 Key = tuple[Path, str, type]
@@ -197,12 +211,12 @@ class _Capture:
             self.perturbed.setdefault(key, call)
             return None
         leaves, tree = jax.tree.flatten(given.get_raw_value())
-        shapes = [jax.numpy.shape(leaf) for leaf in leaves]
-        if tree != call.label.tree or shapes != [aval.shape for aval in call.avals]:
+        given_types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+        if tree != call.label.tree or given_types != types:
             raise CaptureError(
                 f"capture: `init` has at {site_text(key[0], key[1])} values of shape "
-                f"{shapes}, the value there has {[aval.shape for aval in call.avals]}. "
-                "Make `init` by a capture of the same call."
+                f"and type {given_types}, the value there has {types}. Make `init` by "
+                "a capture of the same call."
             )
         return leaves
 
@@ -228,6 +242,11 @@ class _Capture:
             reduce_fn, init_fn = call.label.reduce or (append, tuple)
             before = found[key] if key in found else init_fn()
             value = jax.tree.unflatten(call.label.tree, call.values or [])
+            if reduce_fn is append and not isinstance(before, tuple):
+                raise CaptureError(
+                    f"capture: `init` has at {site_text(key[0], key[1])} a "
+                    f"{type(before).__name__}, and `sow` adds to a tuple there."
+                )
             found[key] = reduce_fn(before, value)
         return [_state(found, kind) for kind in self.kinds]
 
@@ -241,6 +260,11 @@ def _given(init: Any) -> Iterator[tuple[Key, Variable[Any]]]:
     """The Variables of `init` by path, name and kind."""
     if init is None:
         return
+    if not isinstance(init, Mapping):
+        raise CaptureError(
+            f"capture: `init` is a {type(init).__name__}; it must be a State of "
+            "Variables, as a capture gives."
+        )
     for path, value in flat_items(init):
         if not isinstance(value, Variable) or not path:
             raise CaptureError(

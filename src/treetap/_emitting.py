@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import find_top_trace
+from jax.extend.core import find_top_trace, set_current_trace
 
 from treetap._errors import CaptureError, StructureError
 from treetap._kinds import kind_of_name
@@ -46,15 +46,43 @@ def _bound(label: Label, leaves: list[Any]) -> list[Any]:
     return bind_tap(label, arrays)
 
 
-def _note(label: Label, leaves: list[Any]) -> bool:
-    """Keeps leaves of any sort, where a capture runs at this very level."""
+def _note(label: Label, leaves: list[Any], partly: bool = False) -> bool:
+    """Keeps leaves of any sort, where a capture runs at this very level.
+
+    A capture further out, behind a transform, hears what JAX can carry to it.
+    """
     trace = find_top_trace(None)
     if not isinstance(trace, Listener):
         return False
+    heard_outside = False
     while isinstance(trace, Listener):
         trace.session.note(label, leaves)
+        heard_outside = trace.session.keep
         trace = trace.parent_trace
+    if heard_outside:
+        with set_current_trace(trace):
+            _emit(label, leaves, partly)
     return True
+
+
+def _emit(label: Label, leaves: list[Any], partly: bool) -> None:
+    """Marks leaves for a capture further out; `partly` leaves out what cannot go."""
+    carried = [_is_array(leaf) or _is_number(leaf) for leaf in leaves]
+    if not all(carried) and not partly:
+        raise refuse_uncarried(label, leaves)
+    kept = [leaf if flag else None for leaf, flag in zip(leaves, carried)]
+    rest, shape = jax.tree.flatten(jax.tree.unflatten(label.tree, kept))
+    if rest:
+        _bound(label._replace(tree=shape), rest)
+
+
+def refuse_uncarried(label: Label, leaves: list[Any]) -> CaptureError:
+    """The error for a value that is not made of arrays, under a transform."""
+    kind = type(jax.tree.unflatten(label.tree, leaves)).__name__
+    return CaptureError(
+        f"{label.how}: the value {label.name!r} is a {kind} that JAX cannot carry out "
+        "of a traced function. Give arrays."
+    )
 
 
 def tap(value: T, name: str) -> T:
@@ -83,41 +111,35 @@ def tap(value: T, name: str) -> T:
     label = Label(name, None, "tap", tree)
     if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
         if not _note(label, leaves):
-            raise CaptureError(
-                f"tap: the value {name!r} is a {type(value).__name__} that JAX cannot "
-                "carry out of a traced function. Tap arrays."
-            )
+            raise refuse_uncarried(label, leaves)
         return value
     out = _bound(label, leaves)
     kept = [new if _is_array(old) else old for old, new in zip(leaves, out)]
     return jax.tree.unflatten(tree, kept)
 
 
-def output(name: str, value: Any, kind: type) -> Any:
+def output(name: str, value: Any) -> Any:
     """Marks the result of a method; what flows on is the marked value."""
     leaves, tree = jax.tree.flatten(value)
     if not all(map(_is_array, leaves)):
-        _record_only(name, leaves, tree, kind)
+        _record_only(name, leaves, tree)
         return value
     objects = jax.tree.leaves(value, is_leaf=_is_object)
     if not leaves or any(map(_is_object, objects)):
-        _record_only(name, leaves, tree, kind)
+        _record_only(name, leaves, tree)
         return value
-    return jax.tree.unflatten(tree, _bound(Label(name, kind, "output", tree), leaves))
+    return jax.tree.unflatten(tree, _bound(Label(name, None, "output", tree), leaves))
 
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, Variable) or hasattr(value, "_pytree__place")
 
 
-def _record_only(name: str, leaves: list[Any], tree: Any, kind: type) -> None:
+def _record_only(name: str, leaves: list[Any], tree: Any) -> None:
     """Records a result that flows on as it is; what JAX cannot carry is left out."""
-    if _note(Label(name, kind, "output", tree), leaves):
+    if _note(Label(name, None, "output", tree), leaves, partly=True):
         return
-    kept = [x if _is_array(x) or _is_number(x) else None for x in leaves]
-    rest, shape = jax.tree.flatten(jax.tree.unflatten(tree, kept))
-    if rest:
-        _bound(Label(name, kind, "output", shape), rest)
+    _emit(Label(name, None, "output", tree), leaves, partly=True)
 
 
 def append(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -151,14 +173,7 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
     with nullcontext() if is_inside(module) else inside(module):
         if _note(label, leaves):
             return True
-        if not all(_is_array(x) or _is_number(x) for x in leaves):
-            raise CaptureError(
-                f"sow: the value {name!r} of {type(module).__name__} is a "
-                f"{type(value).__name__} that JAX cannot carry out of a traced "
-                "function. Sow arrays."
-            )
-        if leaves:
-            _bound(label, leaves)
+        _emit(label, leaves, partly=False)
     return True
 
 
@@ -172,6 +187,11 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
     if not asked.hears(kind):
         return value
     leaves, tree = jax.tree.flatten(value)
+    if not all(_is_array(leaf) or _is_number(leaf) for leaf in leaves):
+        raise CaptureError(
+            f"perturb: the value {name!r} of {type(module).__name__} is a "
+            f"{type(value).__name__}; only arrays can be perturbed."
+        )
     label = Label(name, kind, "perturb", tree)
     with nullcontext() if is_inside(module) else inside(module):
         return jax.tree.unflatten(tree, _bound(label, leaves))
@@ -202,7 +222,7 @@ def _warn(what: str) -> None:
         "the Module. Call the model through `capture`, or say "
         "`set_sow_outside_capture('ignore')`.",
         DeprecationWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -218,10 +238,10 @@ def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> 
         return False
     _warn("sow")
     reduce_fn, init_fn = reduce
-    held = getattr(module, name, None)
-    if held is None:
+    if not hasattr(module, name):
         _store(module, name, kind(reduce_fn(init_fn(), value)))
         return True
+    held = getattr(module, name)
     _check_held(module, held, kind, name, exact=True)
     held.set_value(reduce_fn(held.get_value(), value))
     return True
@@ -231,10 +251,9 @@ def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
     if _outside[0] == "ignore":
         return value
     _warn("perturb")
-    held = getattr(module, name, None)
-    if held is None:
-        held = kind(jax.tree.map(jnp.zeros_like, value))
-        _store(module, name, held)
+    if not hasattr(module, name):
+        _store(module, name, kind(jax.tree.map(jnp.zeros_like, value)))
+    held = getattr(module, name)
     _check_held(module, held, kind, name, exact=False)
     return jax.tree.map(jnp.add, held.get_value(), value)
 

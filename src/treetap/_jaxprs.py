@@ -6,6 +6,7 @@ up with the operation's. `BODIES` says, for every operation that can be entered,
 bodies it has; other files ask here and know no parameter by name.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -222,10 +223,15 @@ def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
+_KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+
+
 def zeros_of(aval: Any) -> Any:
     """Zeros (for a key: some key) of an abstract value."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), aval.shape or 1).reshape(aval.shape)
+        tag = re.sub(r".*<(.*)>.*", r"\1", str(aval.dtype))
+        key = jax.random.key(0, impl=_KEYS.get(tag, tag))
+        return jnp.broadcast_to(key, aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)
 
 
@@ -294,3 +300,12 @@ def flat_values(out: Any) -> list[Any]:
 def with_values(out: Any, values: list[Any]) -> Any:
     """The same, with other values."""
     return out.update(values) if hasattr(out, "vals") else values
+
+
+def holds(jaxpr: Any, primitive: Primitive) -> bool:
+    """Whether an operation is anywhere in a jaxpr."""
+    return any(
+        eqn.primitive is primitive
+        or any(holds(opened(one)[0], primitive) for one in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )

@@ -73,13 +73,15 @@ def run_method(  # noqa: PLR0917 - on the way of every call
             return fn(self, *args, **kwargs)
     with inside(self):
         out = fn(self, *args, **kwargs)
-        return out if asked.outputs is None else output(name, out, asked.outputs)
+        return out if asked.outputs is None else output(name, out)
 
 
 def scope_name(module: Any) -> str:
     """What the parent calls a Module, else the name of its class."""
     key = module._pytree__place[1]
-    return type(module).__name__ if key is None else str(key)
+    if key is None:
+        return type(module).__name__
+    return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def wrap_methods(cls: type, own: frozenset[str]) -> None:

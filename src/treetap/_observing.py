@@ -5,6 +5,7 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 `sow` and `perturb` name.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap import _jaxprs
-from treetap._capturing import callee_of, keep_name, roots_of
+from treetap._capturing import callee_of, keep_name, restored, roots_of
 from treetap._errors import CaptureError
 from treetap._kinds import Intermediate
 from treetap._lift import Inside, inputs_of
@@ -30,14 +31,34 @@ EVERYTHING = Asked(None, Intermediate, True)
 class _Heard:
     """A call in the form that selectors look at."""
 
-    __slots__ = ("index", "kind", "module", "name", "path")
+    __slots__ = ("_call", "how", "index", "kind", "module", "name", "path", "wraps")
 
     def __init__(self, call: Call):
+        self._call = call
+        self.how = call.label.how
+        self.wraps = call.wraps
         self.path = call.where.path
         self.name = call.label.name
         self.index = call.index
         self.kind = call.label.kind
         self.module = call.where.kind
+
+    @property
+    def text(self) -> str:
+        """As of a Site."""
+        return site_text(self.path, self.name, self.index)
+
+    @property
+    def shape(self) -> Any:
+        """As of a Site."""
+        shapes = [jnp.shape(aval) for aval in self._call.avals]
+        return jax.tree.unflatten(self._call.label.tree, shapes)
+
+    @property
+    def dtype(self) -> Any:
+        """As of a Site."""
+        types = [getattr(aval, "dtype", type(aval)) for aval in self._call.avals]
+        return jax.tree.unflatten(self._call.label.tree, types)
 
 
 class _Observation:
@@ -106,6 +127,10 @@ class _Observation:
             ]
             return jax.tree.unflatten(call.label.tree, leaves)
 
+        if not call.gradients and (
+            self.session.is_forward or call.label.name in self.session.unmatched
+        ):
+            raise _refuse_gradient(call)
         orders = range(1, call.order + 1)
         found = tuple(by_leaf(call.gradients.get(order, {})) for order in orders)
         return found[0] if len(found) == 1 else found
@@ -129,7 +154,7 @@ def _refuse_gradient(call: Call) -> CaptureError:
     return CaptureError(
         f"observe: {text} has no gradient: it depends on nothing that is "
         "differentiated, or lies inside a custom rule, or the differentiation is "
-        "outside. " + _WHY.format(which="this one")
+        "outside, or forward. " + _WHY.format(which="this one")
     )
 
 
@@ -168,8 +193,9 @@ def observe(
     def observed(*args: Any, **kwargs: Any) -> Any:
         roots = roots_of(fn, args, kwargs)
         work = _Observation(select, grads, roots, max_iterations)
-        out = work.session.run(fn, *args, **kwargs)
-        return out, work.record(values)
+        with restored(fn, args, kwargs):
+            out = work.session.run(fn, *args, **kwargs)
+            return out, work.record(values)
 
     return keep_name(observed, fn)
 
@@ -193,6 +219,9 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
         site    how  type          size  under
         square  tap  float32[2,2]  16 B
     """
+    while isinstance(fn, functools.partial):
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = fn.func
     owner, _ = callee_of(fn)
     is_own = owner is fn or inspect.ismethod(fn)
     inputs = inputs_of((owner if is_own else None, args), kwargs, Mode.GRAPH, "sites")

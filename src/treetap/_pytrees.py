@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import jax
+import numpy as np
 from jax.tree_util import register_pytree_with_keys
 
 from treetap import _display
@@ -66,9 +68,11 @@ def unseal(node: Node, status: dict[Any, bool]) -> None:
         pass
 
 
-# Where an object is: the place of its parent, its key there, and its own class. A place
-# never refers to an object, so a chain of places keeps nothing alive.
+# Where an object is: the place of its parent, its key there (several, through plain
+# containers), its own class, and whether it was rebuilt from another. A place never
+# refers to an object, so a chain of places keeps nothing alive.
 Place = list[Any]
+_LEAVES = (Variable, jax.Array, np.ndarray, str, int, float, type(None))
 
 
 def adopt(child: Any, key: Any, parent: Place) -> None:
@@ -76,12 +80,11 @@ def adopt(child: Any, key: Any, parent: Place) -> None:
     if isinstance(child, Node):
         place = child._pytree__place
         place[0], place[1] = parent, key
-    elif type(child) in (list, tuple):
-        for index, item in enumerate(child):
-            adopt(item, f"{key}/{index}", parent)
-    elif type(child) is dict:
-        for name, item in child.items():
-            adopt(item, f"{key}/{name}", parent)
+    elif not isinstance(child, _LEAVES) and is_container(child):
+        container = open_container(child)
+        keys = key if isinstance(key, tuple) else (key,)
+        for name, item in zip(container.keys, container.children):
+            adopt(item, (*keys, name), parent)
 
 
 class PytreeMeta(ABCMeta):
@@ -157,6 +160,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes a bare object that belongs to the current trace."""
         self = bare(cls, current_trace())
+        self._pytree__place[3] = False
         replace_status(self, {})
         return self
 
@@ -313,7 +317,7 @@ def bare(cls: type[Any], trace: Any) -> Any:
     """An object without attributes, past `__new__` and `__init__`."""
     self = object.__new__(cls)
     _set_trace(self, trace)
-    _set_place(self, [None, None, cls])
+    _set_place(self, [None, None, cls, True])
     set_spec(self, None)
     return self
 

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scopes: where in a model an operation is, while somebody listens.
 
-A Module's method runs in a named scope whose text says where the Module is, relative to
-the method around it. Scopes are part of JAX's name stack: they stay with operations
-through every transform, and start anew in a function that is traced on its own. So a
-jitted function that is traced once and called for many layers does not say which layer
-it belongs to; the scopes around its calls do. `resolve` puts the two together.
+A Module's method runs in a named scope whose text says where the Module is. Scopes are
+part of JAX's name stack: they stay with operations through every transform, and start
+anew in a function that is traced on its own. So a jitted function that is traced once
+and called for many layers does not say which layer it belongs to; the scopes around its
+calls do. `resolve` puts the two together.
 
+What is known when a capture opens is known by identity. Inside a function that JAX
+traces, Modules are rebuilt, and know only their places: each where it is in its parent.
 A text is one of
 
-    2<blocks/3|app.Block!      below the Module two scopes further out
-    /model/blocks/3|app.Block  from a root of the capture
-    ~app.Model!blocks/3|...    below some app.Model that came in as an argument
+    /blocks/3          known to the capture by this path
+    2<blocks/3         below the Module of the scope two further out
+    ~app.Model!head    below a rebuilt app.Model, as a traced function has them
+    ?app.Model!head    below an app.Model that is not part of what is captured
 
-followed by the class of the Module, with `!` if no Module of that class is inside it.
+(with one for each capture, if they differ, the outermost first), then the class of the
+Module, with `!` if no Module of that class is inside it.
 """
 
 import re
@@ -22,89 +26,130 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
 from treetap._attributes import Node
 from treetap._pytrees import opened
+from treetap._sharing import places
 from treetap._trees import Path
 from treetap._variables import Variable
 from treetap._walk import MARK
 
 
 class Root(NamedTuple):
-    """A Module among the arguments of a capture: its path, class and place."""
+    """An outermost object among the arguments of a capture: path, class, itself."""
 
     path: Path
     kind: str
-    place: Any
+    node: Any
+
+
+class Roots:
+    """What a capture knows of a model when it opens.
+
+    Attributes:
+        roots: The outermost objects.
+        paths: The path of every object inside them, by its place.
+        start: How many scopes were open.
+    """
+
+    def __init__(self, roots: Sequence[Root]):
+        self.roots = tuple(roots)
+        self.start = len(_frames.get())
+        self.paths: dict[int, Path] = {}
+        for root in roots:
+            for path, value, _ in places(root.node):
+                if isinstance(value, Node):
+                    found = (*root.path, *path)
+                    self.paths.setdefault(id(value._pytree__place), found)
 
 
 _frames: ContextVar[tuple[Any, ...]] = ContextVar("frames", default=())
-_roots: ContextVar[tuple[Root, ...]] = ContextVar("roots", default=())
-_classes: dict[str, "WeakSet[type]"] = {}
+_captures: ContextVar[tuple[Roots, ...]] = ContextVar("captures", default=())
 _texts: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
+_classes: "WeakValueDictionary[str, type]" = WeakValueDictionary()
 
 
-def classes_named(text: str) -> Iterable[type]:
-    """The classes of Modules that a scope may speak of."""
-    return _classes.get(text.rstrip("!"), ())
+def class_named(text: str) -> type | None:
+    """The class of Modules that a scope speaks of."""
+    return _classes.get(text.rstrip("!"))
 
 
 def _class_text(cls: type) -> str:
     text = _texts.get(cls)
     if text is None:
         text = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
-        _texts[cls] = text
-        _classes.setdefault(text, WeakSet()).add(cls)
+        twins = 1
+        while text in _classes:  # a class that was defined again
+            twins += 1
+            text = f"{text.partition('*')[0]}*{twins}"
+        _texts[cls], _classes[text] = text, cls
     return text
 
 
 def kind_text(module: Any) -> str:
     """The class of a Module, with `!` if none of that class is inside it."""
     cls = type(module)
-    waiting = [module]
+    waiting, seen = [module], set[int]()
     while waiting:
         below = opened(waiting.pop())
         for child in below[1] if below is not None else ():
             if type(child) is cls:
                 return _class_text(cls)
-            if not isinstance(child, Variable):
+            if not isinstance(child, Variable) and id(child) not in seen:
+                seen.add(id(child))
                 waiting.append(child)
     return _class_text(cls) + "!"
 
 
-_PLAIN = re.compile(r"[\w/]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def _encoded(key: Any) -> str:
+    """A key as text: numbers as digits, and strings never so."""
+    if isinstance(key, int):
+        return str(key)
+    text = str(key)
+    if _PLAIN.fullmatch(text):
+        return text
+    text = quote(text, safe="")
+    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1].isdigit() else text or "%"
 
 
 def _joined(keys: Iterable[Any]) -> str:
-    text = "/".join(map(str, keys))
-    if _PLAIN.fullmatch(text):
-        return text
-    return "/".join(quote(part, safe="") for part in text.split("/"))
+    return "/".join(map(_encoded, keys))
+
+
+def _decoded(part: str) -> Any:
+    if part.isascii() and part.isdigit():
+        return int(part)
+    return "" if part == "%" else unquote(part)
 
 
 def _split(text: str) -> Path:
-    parts = (unquote(part) for part in text.split("/") if part)
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(_decoded(part) for part in text.split("/") if part)
 
 
-def scope_text(module: Any) -> str:
-    """Where a Module is, as seen from the method that is running."""
-    frames, roots = _frames.get(), _roots.get()
+def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
+    """Where a Module is, for one capture."""
     place, keys = module._pytree__place, []
     while True:
+        path = known.paths.get(id(place))
+        if path is not None:
+            return f"/{_joined((*path, *reversed(keys)))}"
         for distance, frame in enumerate(reversed(frames)):
             if frame is place:
                 return f"{distance}<{_joined(reversed(keys))}"
-        for root in roots:
-            if root.place is place:
-                return f"/{_joined((*root.path, *reversed(keys)))}"
         if place[0] is None:
-            return f"~{_class_text(place[2])}!{_joined(reversed(keys))}"
-        keys.append(place[1])
+            break
+        key = place[1]
+        keys += reversed(key) if isinstance(key, tuple) else (key,)
         place = place[0]
+    # What was built is not what was captured; what was rebuilt may be.
+    mark = "~" if place[3] else "?"
+    return f"{mark}{_class_text(place[2])}!{_joined(reversed(keys))}"
 
 
 class inside:
@@ -113,9 +158,13 @@ class inside:
     __slots__ = ("_scope", "_token")
 
     def __init__(self, module: Any):
-        text = f"{MARK}{scope_text(module)}|{kind_text(module)}"
-        self._scope = jax.named_scope(text)
-        self._token = _frames.set((*_frames.get(), module._pytree__place))
+        frames = _frames.get()
+        texts = [
+            _text_for(module, known, frames[known.start :]) for known in _captures.get()
+        ]
+        told = texts[-1] if len(set(texts)) == 1 else ";".join(texts)
+        self._scope = jax.named_scope(f"{MARK}{told}|{kind_text(module)}")
+        self._token = _frames.set((*frames, module._pytree__place))
 
     def __enter__(self) -> None:
         self._scope.__enter__()
@@ -132,14 +181,14 @@ def is_inside(module: Any) -> bool:
 
 
 @contextmanager
-def rooted(roots: tuple[Root, ...]) -> Iterator[None]:
-    """Begins a capture: no method is running, and these are its roots."""
-    tokens = _frames.set(()), _roots.set(roots)
+def rooted(roots: Sequence[Root]) -> Iterator[int]:
+    """Opens a capture; gives its number, from the outermost."""
+    captures = _captures.get()
+    token = _captures.set((*captures, Roots(roots)))
     try:
-        yield
+        yield len(captures)
     finally:
-        _frames.reset(tokens[0])
-        _roots.reset(tokens[1])
+        _captures.reset(token)
 
 
 class Where(NamedTuple):
@@ -149,16 +198,20 @@ class Where(NamedTuple):
     kind: str
 
 
-def resolve(scopes: Sequence[str], roots: Sequence[Root]) -> Where:
-    """The path that scopes lead to."""
+def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> Where:
+    """The path that scopes lead to, for one of the captures around."""
     around: list[Where] = []
     for text in scopes:
-        body, _, kind = text.rpartition("|")
+        told, _, kind = text.rpartition("|")
+        parts = told.split(";")
+        body = parts[min(capture, len(parts) - 1)]
         if body.startswith("/"):
             path = _split(body[1:])
-        elif body.startswith("~"):
+        elif body[0] in "~?":
             top, _, rest = body[1:].partition("!")
-            path = (*_top(top, around, roots), *_split(rest))
+            is_open = body[0] == "~"
+            start = _top(top, around, roots if is_open else (), is_open)
+            path = (*start, *_split(rest))
         else:
             distance, _, rest = body.partition("<")
             index = len(around) - 1 - int(distance)
@@ -167,7 +220,7 @@ def resolve(scopes: Sequence[str], roots: Sequence[Root]) -> Where:
     return around[-1] if around else Where((), "")
 
 
-def _top(top: str, around: list[Where], roots: Sequence[Root]) -> Path:
+def _top(top: str, around: list[Where], roots: Sequence[Root], is_open: bool) -> Path:
     """The path of a Module of some class that came into a function as an argument.
 
     It is that of the Module around, or of a root, if it can be no other one; else it is
@@ -175,7 +228,8 @@ def _top(top: str, around: list[Where], roots: Sequence[Root]) -> Path:
     """
     if around:
         here = around[-1]
-        return here.path if here.kind == top + "!" else (*here.path, _short(top))
+        same = is_open and here.kind == top + "!"
+        return here.path if same else (*here.path, _short(top))
     alike = [root for root in roots if root.kind.rstrip("!") == top]
     if len(alike) == 1 and alike[0].kind.endswith("!"):
         return alike[0].path
@@ -183,13 +237,13 @@ def _top(top: str, around: list[Where], roots: Sequence[Root]) -> Path:
 
 
 def _short(kind: str) -> str:
-    return unquote(kind.rsplit(".", 1)[-1])
+    return unquote(kind.partition("*")[0].rsplit(".", 1)[-1])
 
 
 def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
     """The outermost objects in a tree of arguments."""
     if isinstance(tree, Node):
-        yield Root(path, kind_text(tree), tree._pytree__place)
+        yield Root(path, kind_text(tree), tree)
         return
     below = opened(tree)
     if below is not None:

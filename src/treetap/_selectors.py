@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from treetap._errors import CaptureError
-from treetap._scopes import classes_named
+from treetap._scopes import class_named
 from treetap._trees import Path
 from treetap._variables import Variable
 
@@ -72,18 +72,22 @@ class Select:
         return self._matches(site)
 
     def __repr__(self) -> str:
-        return f"Select({self._text})"
+        text = self._text
+        is_wrapped = text.startswith("(") and text.endswith(")")
+        return f"Select{text}" if is_wrapped else f"Select({text})"
 
     def __and__(self, other: Any) -> "Select":
         other = as_select(other)
-        return _made(lambda s: self(s) and other(s), f"{self._text} & {other._text}")
+        text = f"({self._text} & {other._text})"
+        return _made(lambda site: self(site) and other(site), text)
 
     def __or__(self, other: Any) -> "Select":
         other = as_select(other)
-        return _made(lambda s: self(s) or other(s), f"{self._text} | {other._text}")
+        text = f"({self._text} | {other._text})"
+        return _made(lambda site: self(site) or other(site), text)
 
     def __invert__(self) -> "Select":
-        return _made(lambda site: not self(site), f"~({self._text})")
+        return _made(lambda site: not self(site), f"~{self._text}")
 
 
 def _made(matches: Callable[[Any], bool], text: str) -> Select:
@@ -110,9 +114,12 @@ def _matcher(what: Any) -> Callable[[Any], bool]:
     if isinstance(what, type) and issubclass(what, Variable):
         return lambda site: site.kind is not None and issubclass(site.kind, what)
     if isinstance(what, type):
-        return lambda site: any(
-            issubclass(cls, what) for cls in classes_named(site.module)
-        )
+
+        def matches(site: Any) -> bool:
+            cls = class_named(site.module)
+            return cls is not None and issubclass(cls, what)
+
+        return matches
     if callable(what):
         return lambda site: bool(what(site))
     raise CaptureError(

@@ -7,7 +7,7 @@ the walk runs it by a plan. What is heard is kept as `Call`s, in order of execut
 gradients find the call they belong to by its ticket.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap import _jaxprs, _walk_rules
+from treetap._pytrees import variables_below
 from treetap._scopes import Root, Where, resolve, rooted
 from treetap._taps import Asked, Label, gradient_p, linear_p, listening, tap_p
 from treetap._traces import Through
+from treetap._variables import raw_values
 from treetap._walk import (
     RULES,
     Choice,
@@ -109,9 +111,12 @@ class Session:
         self.iterations = iterations
         self.calls: list[Call] = []
         self.counts: dict[Any, int] = {}
-        self.places: dict[tuple[str, ...], Where] = {}
+        self.places: dict[tuple[Any, ...], Where] = {}
         self.tickets: dict[int, tuple[Any, Call]] = {}
         self.keep = False
+        self.is_forward = False  # whether something is differentiated forward
+        self.unmatched: set[str] = set()  # gradients whose values were not found
+        self.number = 0  # among the captures around
         self.depth = 0
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,20 +127,42 @@ class Session:
         with take_current_trace() as parent:
             listener = Listener(parent, self)
             asked = self.asked if outer is None else united(self.asked, outer)
-            with set_current_trace(listener), listening(asked), rooted(self.roots):
+            with (
+                rooted(self.roots) as self.number,
+                set_current_trace(listener),
+                listening(asked),
+            ):
                 return fn(*args, **kwargs)
 
     def scopes(self) -> tuple[str, ...]:
         """The scopes that are open, inside the capture."""
         return scopes_in(current_name_stack())[self.depth :]
 
-    def heard(self, spot: Spot) -> Call:
+    def roots_among(self, values: Sequence[Any]) -> tuple[Root, ...]:
+        """The roots that may have come into a function with these operands.
+
+        A Module that was handed over brought its arrays along.
+        """
+        given = set(map(id, values))
+
+        def may_be(root: Root) -> bool:
+            arrays = raw_values(variables_below(root.node))
+            return not arrays or any(id(array) in given for array in arrays)
+
+        return tuple(root for root in self.roots if may_be(root))
+
+    def heard(self, spot: Spot, roots: tuple[Root, ...] | None = None) -> Call:
         """A call without its value yet."""
-        where = self.places.get(spot.scopes)
+        roots = self.roots if roots is None else roots
+        key = spot.scopes, *(root.path for root in roots)
+        where = self.places.get(key)
         if where is None:
-            where = self.places[spot.scopes] = resolve(spot.scopes, self.roots)
+            where = self.places[key] = resolve(spot.scopes, roots, self.number)
+        if spot.label.how == "output":
+            label = spot.label._replace(kind=self.asked.outputs)
+            spot = spot._replace(label=label)
         call = Call(spot, where, None)
-        key = (call.where.path, spot.label.name, spot.label.kind)
+        key = (call.where.path, spot.label.name)
         call.index = self.counts.get(key, 0)
         self.counts[key] = call.index + 1
         return call
@@ -152,12 +179,23 @@ class Session:
         """Whether this session asks for taps of this sort; another may have."""
         if label.how == "tap":
             return self.asked.taps
-        if label.how == "output" and self.asked.outputs is None:
-            return False
+        if label.how == "output":
+            return self.asked.outputs is not None
         return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
 
-    def planned(self, spots: list[Spot]) -> tuple[list[Any], list[Choice], list[Any]]:
-        """The calls (or None) at some spots, the plan, and what to feed."""
+    def planned(
+        self, spots: list[Spot], values: Sequence[Any] | None = None
+    ) -> tuple[list[Any], list[Choice], list[Any]]:
+        """The calls (or None) at some spots, the plan, and what to feed.
+
+        Args:
+            spots: Where taps are.
+            values: The operands of the jit they are in, if they are in one. (Other
+                operations do not get arrays as they were handed over.)
+        """
+        roots = None
+        if values is not None and any(map(_is_open, spots)):
+            roots = self.roots_among(values)
         calls: list[Any] = []
         plan: list[Choice] = []
         feeds: list[Any] = []
@@ -167,7 +205,7 @@ class Session:
                 plan.append(Choice(self.gradients, False))
                 feeds.append(None)
                 continue
-            call = self.heard(spot) if self.is_heard(spot.label) else None
+            call = self.heard(spot, roots) if self.is_heard(spot.label) else None
             feed = self.feeds(call) if call is not None else None
             wanted = call is not None and self.wants(call)
             calls.append(call if wanted else None)
@@ -185,7 +223,7 @@ class Session:
             call.fill(spot, values)
             self.calls.append(call)
         for spot, call in zip(spots, calls):
-            if call is not None and spot.ticket is not None:
+            if spot.ticket is not None:
                 ticket = outs[spot.ticket]
                 self.tickets[id(ticket)] = ticket, call
         for spot, values in zip(spots, found):
@@ -194,11 +232,18 @@ class Session:
             call = None
             if spot.of is not None:
                 call = calls[spot.of]
-            elif spot.source is not None:
-                _, call = self.tickets.get(id(ins[spot.source]), (None, None))
+            elif spot.source is not None and id(ins[spot.source]) in self.tickets:
+                _, call = self.tickets[id(ins[spot.source])]
+            else:
+                self.unmatched.add(spot.label.name)
             if call is not None:
                 held = call.gradients.setdefault(spot.order, {})
                 held.update(zip(spot.leaves or (), values))
+
+
+def _is_open(spot: Spot) -> bool:
+    """Whether a spot is in a Module that came into a function as an argument."""
+    return any("~" in scope for scope in spot.scopes)
 
 
 def united(first: Asked, second: Asked) -> Asked:
@@ -231,8 +276,10 @@ class Listener(Through):
         with set_current_trace(parent):
             if primitive is tap_p or primitive is gradient_p:
                 return self._tap(primitive, list(tracers), params)
-            if primitive is linear_p and not self.session.keep:
-                return list(tracers[:-1])
+            if primitive is linear_p:
+                self.session.is_forward = True
+                if not self.session.keep:
+                    return list(tracers[:-1])
             parts = spots_below(primitive, params)
             if not parts:
                 return parent.process_primitive(primitive, tracers, params)
@@ -240,7 +287,8 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
-        spot = spot_of(primitive, params, values, session.scopes())
+        spot = spot_of(primitive, params, values, current_name_stack())
+        spot = spot._replace(scopes=session.scopes(), outer=0)
         if spot.is_gradient:
             spot = spot._replace(source=len(values) - 1)
         else:
@@ -259,6 +307,9 @@ class Listener(Through):
         spots: list[Spot] = []
         slices: list[slice] = []
         here = session.scopes()
+        self.session.is_forward |= any(
+            _jaxprs.holds(b.jaxpr, linear_p) for b, _ in parts
+        )
         for body, found in parts:
             base = len(spots)
             for spot in found:
@@ -269,7 +320,8 @@ class Listener(Through):
                     moved["source"] = body.first + spot.source
                 spots.append(spot._replace(**moved))
             slices.append(slice(base, len(spots)))
-        calls, plan, feeds = session.planned(spots)
+        handed = values if primitive.name == "jit" else None
+        calls, plan, feeds = session.planned(spots, handed)
         step = Step(
             primitive,
             params,

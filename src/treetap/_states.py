@@ -5,7 +5,6 @@ A State wraps a plain nested dict; nested dicts come back as States that write t
 Functions here accept any nested mapping, so a dictionary read from a file does as well.
 """
 
-import functools
 from collections.abc import (
     Callable,
     Iterable,
@@ -92,7 +91,7 @@ class State(MutableMapping[Key, Any], _display.Shown):
         del self[name]
 
     def __or__(self, other: "State") -> "State":
-        return merge_state(self, other) if other else self
+        return State(united(self, other)) if other else self
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
@@ -402,7 +401,9 @@ def filter_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
 def merge_state(
     state: Nested, /, *states: Nested, cls: Callable[[Any], Any] = State
 ) -> Any:
-    """The union of several States; later ones win.
+    """The union of several States; a path that two of them have is an error.
+
+    With `first | second` the second wins.
 
     Examples:
         >>> import treetap as tt
@@ -411,20 +412,30 @@ def merge_state(
     """
     if not states:
         return state
-    return cls(functools.reduce(united, states, united({}, state)))
+    start: Any = united({}, state)
+    for other in states:
+        start = united(start, other, is_strict=True)
+    return cls(start)
 
 
-def united(first: Nested, second: Nested, path: Path = ()) -> dict[Key, Any]:
-    """Two nested mappings in one; where both have a value, the second's."""
+def united(
+    first: Nested, second: Nested, path: Path = (), *, is_strict: bool = False
+) -> dict[Key, Any]:
+    """Two nested mappings in one; where both have a value, the second's, or none."""
     union = dict(first)
     for key, value in second.items():
         known = union.get(key, {})
         if is_branch(value) and is_branch(known):
-            union[key] = united(known, value, (*path, key))
+            union[key] = united(known, value, (*path, key), is_strict=is_strict)
         elif key in union and is_branch(value) != is_branch(known):
             raise StructureError(
                 f"{show_path((*path, key))} is a value in one State and the start of "
                 "other paths in another; a path can be only one of them."
+            )
+        elif is_strict and key in union and known is not value:
+            raise StructureError(
+                f"merge_state: two States have a value at {show_path((*path, key))}. "
+                "Take one of them out, or let the second win: `first | second`."
             )
         else:
             union[key] = value

@@ -5,7 +5,9 @@
 drops it, and it gives, beside the value, a *ticket*: an integer without meaning that is
 handed from the forward to the backward pass. Its derivative is `linear_p`, a linear
 identity that holds the ticket; the transpose of that is `gradient_p`, an identity on
-the cotangent. So one pass has both, and the ticket tells which belong together.
+the cotangent. So one pass has both, and the ticket tells which belong together. Their
+parameters say what the value is called, how often it was differentiated (`order`) and
+how many axes of mappings it has in front (`rows`).
 
 Nobody listens unless a capture is open: `listening` is a JAX user context, part of the
 key of every trace cache, whose value says only which kinds of taps to emit.
@@ -70,7 +72,8 @@ def guarded(branch: Callable[..., Any], taken: Any) -> Callable[..., Any]:
 def bind_tap(label: "Label", values: Sequence[Any]) -> list[Any]:
     """Marks values, and the conditions they are under; gives the marked values."""
     guards = [jnp.asarray(guard) for guard in _guards.get()]
-    return tap_p.bind(*values, *guards, label=label, order=0)[: len(values)]
+    out = tap_p.bind(*values, *guards, label=label, order=0, rows=0)
+    return out[: len(values)]
 
 
 class Label(NamedTuple):
@@ -78,7 +81,8 @@ class Label(NamedTuple):
 
     Attributes:
         name: Its name.
-        kind: The kind of Variable it is stored as; None for a plain tap.
+        kind: The kind of Variable it is stored as; None for a tap, and for what a
+            method returns, which is stored as each capture asks.
         how: `"sow"`, `"perturb"`, `"tap"` or `"output"`.
         tree: The structure of the value.
         reduce: For `sow`, how to add a value to those before, and what to begin with.
@@ -106,11 +110,11 @@ def _debug_effect() -> Any:
     return next(iter(traced.effects))
 
 
-def _tap_type(*avals: Any, label: "Label", order: int) -> Any:
+def _tap_type(*avals: Any, **params: Any) -> Any:
     return [*avals, jax.typeof(TICKET)], {_debug_effect()}
 
 
-tap_p.def_impl(lambda *values, label, order: [*values, jnp.asarray(TICKET)])
+tap_p.def_impl(lambda *values, **params: [*values, jnp.asarray(TICKET)])
 tap_p.def_effectful_abstract_eval(_tap_type)
 linear_p.def_impl(lambda *values, **params: list(values[:-1]))
 linear_p.def_abstract_eval(lambda *avals, **params: list(avals[:-1]))
@@ -140,8 +144,9 @@ def _to_front(value: Any, dim: Any) -> tuple[Any, Any]:
 
 
 def _batch_tap(values: Any, dims: Any, **params: Any) -> Any:
-    """A mapped value has the axis in front, so that it is where a record wants it."""
+    """A mapped value has the axis in front, and `rows` counts such axes."""
     moved = [_to_front(value, dim) for value, dim in zip(values, dims)]
+    params["rows"] += 1
     out = tap_p.bind(*(value for value, _ in moved), **params)
     return out, [*(dim for _, dim in moved), None]
 
@@ -150,6 +155,7 @@ def _batch_rest(primitive: Any) -> Any:
     def rule(values: Any, dims: Any, **params: Any) -> Any:
         moved = [_to_front(v, d) for v, d in zip(values[:-1], dims[:-1])]
         ticket = values[-1]
+        params["rows"] += 1
         out = primitive.bind(*(value for value, _ in moved), ticket, **params)
         return out, [dim for _, dim in moved]
 
@@ -165,15 +171,15 @@ def _is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero
 
 
-def _tap_jvp(primals: Any, tangents: Any, *, label: Label, order: int) -> Any:
+def _tap_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     found = tuple(n for n, tangent in enumerate(tangents) if not _is_zero(tangent))
-    deeper = order + bool(found)
-    *out, ticket = tap_p.bind(*primals, label=label, order=deeper)
+    params["order"] += bool(found)
+    *out, ticket = tap_p.bind(*primals, **params)
     moved = list(tangents)
     if found:
         values = [tangents[n] for n in found]
-        params = {"label": label, "order": deeper, "leaves": found}
-        for n, value in zip(found, linear_p.bind(*values, ticket, **params)):
+        new = linear_p.bind(*values, ticket, **params, leaves=found)
+        for n, value in zip(found, new):
             moved[n] = value
     return [*out, ticket], [*moved, np.zeros((), jax.dtypes.float0)]
 
@@ -194,6 +200,11 @@ def _linear_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return [*out, None]
 
 
+def _tap_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    """Of a function that is linear: the cotangent, as it is."""
+    return list(cotangents[:-1])
+
+
 def _gradient_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return gradient_p.bind(*primals, **params), list(tangents[:-1])
 
@@ -205,5 +216,6 @@ def _gradient_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_jvps[linear_p] = _linear_jvp
 ad.primitive_jvps[gradient_p] = _gradient_jvp
+ad.primitive_transposes[tap_p] = _tap_transpose
 ad.primitive_transposes[linear_p] = _linear_transpose
 ad.primitive_transposes[gradient_p] = _gradient_transpose

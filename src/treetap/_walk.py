@@ -32,6 +32,7 @@ class Spot(NamedTuple):
         order: How often it was differentiated.
         scopes: The names of the scopes around it, outermost first.
         avals: Types of its values: the leaves, then one for each flag.
+        outer: How many of its first axes are of mappings further out than the jaxpr.
         wraps: The operations around it that shape its value, outermost first.
         flags: What follows the leaves: `"taken"` or `"count"`.
         leaves: For a gradient, which leaves of the value it belongs to.
@@ -44,6 +45,7 @@ class Spot(NamedTuple):
     order: int
     scopes: tuple[str, ...]
     avals: tuple[Any, ...]
+    outer: int = 0
     wraps: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     leaves: tuple[int, ...] | None = None
@@ -56,18 +58,30 @@ class Spot(NamedTuple):
         """Whether this is a cotangent."""
         return self.leaves is not None
 
+    def seen_from(self, name_stack: Any) -> "Spot":
+        """The spot as seen from outside an operation with this name stack."""
+        return self._replace(
+            scopes=(*scopes_in(name_stack), *self.scopes),
+            outer=max(0, self.outer - mappings_in(name_stack)),
+            ticket=None,
+        )
+
     def wrapped(self, name: str, size: int | None = None, flag: str = "") -> "Spot":
         """The spot as seen from outside an operation that adds an axis or a flag."""
         avals = self.avals
         if size is not None:
-            avals = tuple(
-                jax.ShapeDtypeStruct((size, *aval.shape), aval.dtype) for aval in avals
-            )
+            avals = tuple(_with_axis(aval, size, self.outer) for aval in avals)
         if flag:
             kind = bool if flag == "taken" else "int32"
             avals = (*avals, jax.ShapeDtypeStruct((), kind))
         flags = (*self.flags, flag) if flag else self.flags
         return self._replace(avals=avals, wraps=(name, *self.wraps), flags=flags)
+
+
+def _with_axis(aval: Any, size: int, outer: int) -> Any:
+    place = min(outer, len(aval.shape))
+    shape = (*aval.shape[:place], size, *aval.shape[place:])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 class Choice(NamedTuple):
@@ -106,18 +120,18 @@ class Survey:
             if eqn.primitive in (tap_p, gradient_p):
                 self.parts[n] = []
                 self._add_tap(eqn)
-            elif found := spots_below(eqn.primitive, eqn.params):
+                continue
+            if found := spots_below(eqn.primitive, eqn.params):
                 self.parts[n] = [self._add_body(eqn, *part) for part in found]
-            elif len(eqn.invars) == len(eqn.outvars) == 1 and _is_var(eqn.invars[0]):
-                self._follow(eqn.invars[0], eqn.outvars[0])
+            self._follow(eqn)
         outputs = {var: n for n, var in enumerate(jaxpr.outvars) if _is_var(var)}
         for var, index in self._tickets.items():
             if var in outputs:
                 self.spots[index] = self.spots[index]._replace(ticket=outputs[var])
 
     def _add_tap(self, eqn: Any) -> None:
-        scopes = scopes_in(eqn.source_info.name_stack)
-        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, scopes)
+        stack = eqn.source_info.name_stack
+        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
         if spot.is_gradient:
             spot = self._traced_back(spot, eqn.invars[-1])
         else:
@@ -127,9 +141,8 @@ class Survey:
     def _add_body(self, eqn: Any, body: Body, found: list[Spot]) -> tuple[Body, slice]:
         """Adds the spots of a body, seen from outside its operation."""
         base = len(self.spots)
-        scopes = scopes_in(eqn.source_info.name_stack)
         for inner in found:
-            spot = inner._replace(scopes=(*scopes, *inner.scopes), ticket=None)
+            spot = inner.seen_from(eqn.source_info.name_stack)
             if inner.of is not None:
                 spot = spot._replace(of=base + inner.of)
             elif inner.source is not None:
@@ -145,11 +158,20 @@ class Survey:
             return spot._replace(of=None, source=None)
         return spot._replace(of=self._tickets.get(var), source=self._inputs.get(var))
 
-    def _follow(self, old: Any, new: Any) -> None:
-        """Notes that a ticket goes on in another shape."""
-        for known in (self._tickets, self._inputs):
-            if old in known:
-                known[new] = known[old]
+    def _follow(self, eqn: Any) -> None:
+        """Notes tickets that go on in another shape, or through an operation."""
+        pairs: list[tuple[Any, Any]] = []
+        if len(eqn.invars) == len(eqn.outvars) == 1:
+            pairs.append((eqn.invars[0], eqn.outvars[0]))
+        for body in _jaxprs.bodies_of(eqn.primitive, eqn.params):
+            handed = survey(body.jaxpr)._inputs
+            for var, new in zip(body.jaxpr.outvars, eqn.outvars):
+                if _is_var(var) and var in handed:
+                    pairs.append((eqn.invars[body.first + handed[var]], new))
+        for old, new in pairs:
+            for known in (self._tickets, self._inputs):
+                if _is_var(old) and old in known:
+                    known[new] = known[old]
 
 
 def _is_var(atom: Any) -> bool:
@@ -165,14 +187,21 @@ def scopes_in(name_stack: Any) -> tuple[str, ...]:
     return tuple(name[1:] for name in names if name.startswith(MARK))
 
 
-def spot_of(primitive: Any, params: Any, values: Any, scopes: Any) -> Spot:
+def mappings_in(name_stack: Any) -> int:
+    """How many mappings (`vmap`) a name stack speaks of."""
+    return sum(getattr(part, "name", "") == "vmap" for part in name_stack.stack)
+
+
+def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     """The spot of a single tap."""
+    scopes = scopes_in(name_stack)
+    outer = max(0, params["rows"] - mappings_in(name_stack))
     avals = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
     label, order = params["label"], params["order"]
     if primitive is tap_p:
         guards = len(avals) - label.tree.num_leaves
-        return Spot(label, order, scopes, avals, flags=("taken",) * guards)
-    return Spot(label, order, scopes, avals[:-1], leaves=params["leaves"])
+        return Spot(label, order, scopes, avals, outer, flags=("taken",) * guards)
+    return Spot(label, order, scopes, avals[:-1], outer, leaves=params["leaves"])
 
 
 _surveys: "WeakKeyDictionary[Any, Survey]" = WeakKeyDictionary()
@@ -356,17 +385,17 @@ _rewritten: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
 def rewritten(body: Body, plan: Plan, feeds: Feeds, keep: bool) -> Any:
     """A body as a closed jaxpr that takes what is fed and gives what is recorded."""
     made = _rewritten.setdefault(body.jaxpr, {})
-    key = (plan, keep, jax.sharding.get_abstract_mesh())
+    fed = tuple(jax.typeof(value) for value in flat_feeds(feeds))
+    key = (plan, keep, fed, jax.sharding.get_abstract_mesh())
     if key not in made:
         spots = survey(body.jaxpr).spots
         count = len(body.jaxpr.invars)
 
         def fn(*values: Any) -> list[Any]:
-            fed = shaped_feeds(plan, spots, values[count:])
-            outs, found = run(body, values[:count], plan, fed, keep)
+            given = shaped_feeds(plan, spots, values[count:])
+            outs, found = run(body, values[:count], plan, given, keep)
             return [*outs, *flat_found(found)]
 
         avals = [var.aval for var in body.jaxpr.invars]
-        avals += [jax.typeof(value) for value in flat_feeds(feeds)]
-        made[key] = _jaxprs.traced(fn, avals)
+        made[key] = _jaxprs.traced(fn, [*avals, *fed])
     return made[key]

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from treetap import _jaxprs
+from treetap._errors import CaptureError
+from treetap._jaxprs import Body
 from treetap._walk import (
     RULES,
     Rule,
@@ -65,6 +67,20 @@ def _remat(step: Step) -> Any:
     return _parted(step, len(body.jaxpr.outvars), outs)
 
 
+def _outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
+    """For each value that is recorded, where the axis of an operation belongs."""
+    pairs = zip(plan, spots)
+    return [spot.outer for choice, spot in pairs if choice.record for _ in spot.avals]
+
+
+def _fed_outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
+    """The same for each value that is fed."""
+    pairs = [
+        (spot.label.tree.num_leaves, spot) for c, spot in zip(plan, spots) if c.feed
+    ]
+    return [spot.outer for count, spot in pairs for _ in range(count)]
+
+
 def _scan_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
     return spot.wrapped("scan", params["length"])
 
@@ -84,8 +100,15 @@ def _scan(step: Step) -> Any:
         return outs[:num_carry], (outs[num_carry:], flat_found(found))
 
     options = _jaxprs.scan_options(step.params)
-    given = (mapped, flat_feeds(feeds))
-    carry, (outs, found) = jax.lax.scan(one, list(carry), given, **options)
+    fed = [
+        jnp.moveaxis(value, outer, 0)
+        for value, outer in zip(flat_feeds(feeds), _fed_outers(plan, spots))
+    ]
+    carry, (outs, found) = jax.lax.scan(one, list(carry), (mapped, fed), **options)
+    found = [
+        jnp.moveaxis(value, 0, min(outer, value.ndim - 1))
+        for value, outer in zip(found, _outers(plan, spots))
+    ]
     return [*carry, *outs], [shaped_found(plan, spots, found)]
 
 
@@ -208,29 +231,64 @@ def _cond(step: Step) -> Any:
 
 
 def _custom_jvp(step: Step) -> Any:
+    """The rule is kept; under differentiation the values are those of the rule."""
     body, plan, feeds, spots = _only(step)
     rule = _jaxprs.rule_of_jvp(step.primitive, step.params)
-    fed, count = flat_feeds(feeds), len(step.values)
+    count = len(step.values)
 
-    def call(*values: Any) -> Any:
-        shaped = shaped_feeds(plan, spots, values[count:])
-        outs, found = run(body, values[:count], plan, shaped, step.keep)
+    def call(body: Body, given: Any, fed: Any) -> Any:
+        shaped = shaped_feeds(plan, spots, fed)
+        outs, found = run(body, given, plan, shaped, step.keep)
         return outs, flat_found(found)
 
     @jax.custom_jvp
     def with_rule(*values: Any) -> Any:
-        return call(*values)
+        return call(body, values[:count], values[count:])
 
     @with_rule.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        _, found = call(*primals)
-        both = rule(*primals[:count], *tangents[:count])
+        given = [*primals[:count], *tangents[:count]]
+        avals = [jax.typeof(value) for value in given]
+        inside = _jaxprs.body_of(_jaxprs.traced(rule, avals))
+        if _says_the_same(step, spots, inside):
+            both, found = call(inside, given, primals[count:])
+        else:
+            _refuse_feeds(step)
+            both = _jaxprs.evaluate(inside.jaxpr, inside.consts, given)
+            _, found = call(body, primals[:count], primals[count:])
         half = len(both) // 2
         still = jax.tree.map(_jaxprs.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
-    outs, found = with_rule(*step.values, *fed)
+    outs, found = with_rule(*step.values, *flat_feeds(feeds))
     return outs, [shaped_found(plan, spots, found)]
+
+
+def _says_the_same(step: Step, spots: Sequence[Spot], rule: Body) -> bool:
+    """Whether a rule has the taps of its function; False if it has none of its own."""
+    found = survey(rule.jaxpr).spots
+    if not found:
+        return False
+    pairs = zip(found, spots)
+    if len(found) == len(spots) and all(x.label == y.label for x, y in pairs):
+        return True
+    names = [spot.label.name for spot in found], [spot.label.name for spot in spots]
+    raise CaptureError(
+        f"The rule of a {step.primitive.name} has the taps {names[0]}, its function "
+        f"has {names[1]}. A capture inside the differentiation needs the same ones, in "
+        "the same order; or put the capture outside."
+    )
+
+
+def _refuse_feeds(step: Step) -> None:
+    """Refuses to add to a value that the rule which runs does not have."""
+    pairs = zip(step.plans[0], survey(step.bodies[0].jaxpr).spots)
+    for choice, spot in pairs:
+        if choice.feed:
+            raise CaptureError(
+                f"`perturb` of {spot.label.name!r} is in a {step.primitive.name} whose "
+                "rule does not have it, and the rule is what runs. Perturb there, too."
+            )
 
 
 def _custom_vjp(step: Step) -> Any:
@@ -238,29 +296,22 @@ def _custom_vjp(step: Step) -> Any:
     body, plan, feeds, spots = _only(step)
     count = len(step.values)
     rule = _jaxprs.rule_of_vjp(step.params, count)
-    forward = survey(rule.forward.jaxpr).spots
-    same = len(forward) == len(spots) and all(
-        one.label == two.label and len(one.avals) == len(two.avals)
-        for one, two in zip(forward, spots)
-    )
-    fed = flat_feeds(feeds)
 
-    def call(values: Any) -> Any:
+    def call(body: Body, values: Any) -> Any:
         shaped = shaped_feeds(plan, spots, values[count:])
         outs, found = run(body, values[:count], plan, shaped, step.keep)
         return outs, flat_found(found)
 
-    with_rule = jax.custom_vjp(lambda *values: call(values))
+    with_rule = jax.custom_vjp(lambda *values: call(body, values))
 
     def fwd(*values: Any) -> Any:
         given = values[:count]
-        if same:
-            shaped = shaped_feeds(plan, spots, values[count:])
-            outs, found = run(rule.forward, given, plan, shaped, step.keep)
-            found = flat_found(found)
+        if _says_the_same(step, spots, rule.forward):
+            outs, found = call(rule.forward, values)
         else:
-            _, found = call(values)
+            _refuse_feeds(step)
             outs = _jaxprs.evaluate(*rule.forward[:2], given)
+            _, found = call(body, values)
         kept = iter(outs[: len(outs) - rule.num_out])
         residual = [next(kept) if n is None else given[n] for n in rule.forwarded]
         return (list(outs[len(outs) - rule.num_out :]), found), (residual, values)
@@ -274,7 +325,7 @@ def _custom_vjp(step: Step) -> Any:
         )
 
     with_rule.defvjp(fwd, bwd)
-    outs, found = with_rule(*step.values, *fed)
+    outs, found = with_rule(*step.values, *flat_feeds(feeds))
     return outs, [shaped_found(plan, spots, found)]
 
 
@@ -289,20 +340,27 @@ def _shard_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
 def _shard_map(step: Step) -> Any:
     body, plan, feeds, spots = _only(step)
     axes = _jaxprs.shard_axes(step.params)
-    stacked = jax.P(axes)
+    outers, fed_outers = _outers(plan, spots), _fed_outers(plan, spots)
+
+    def stacked(outers: list[int]) -> list[Any]:
+        return [jax.P(*[None] * outer, axes) for outer in outers]
 
     def local(values: Any, fed: Any) -> Any:
-        shaped = shaped_feeds(plan, spots, [value[0] for value in fed])
+        own = [jnp.squeeze(value, outer) for value, outer in zip(fed, fed_outers)]
+        shaped = shaped_feeds(plan, spots, own)
         outs, found = run(body, list(values), plan, shaped, step.keep)
-        flat = [value[None] for value in flat_found(found)]
+        flat = [
+            jnp.expand_dims(value, min(outer, value.ndim))
+            for value, outer in zip(flat_found(found), outers)
+        ]
         if step.params["check_vma"]:
             flat = [_jaxprs.as_varying(value, axes) for value in flat]
         return tuple(outs), flat
 
     mapped = jax.shard_map(
         local,
-        in_specs=(tuple(step.params["in_specs"]), stacked),
-        out_specs=(tuple(step.params["out_specs"]), stacked),
+        in_specs=(tuple(step.params["in_specs"]), stacked(fed_outers)),
+        out_specs=(tuple(step.params["out_specs"]), stacked(outers)),
         **_jaxprs.shard_map_options(step.params),
     )
     outs, found = mapped(tuple(step.values), flat_feeds(feeds))
