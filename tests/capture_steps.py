@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treetap as tt
+from meshes import devices_of
 
 TIMES = 3
 SHARDS = 2
@@ -154,7 +155,7 @@ def vmap_mapped(ns, step):
 
 
 def pmap(ns, step):
-    devices = jax.devices()[:SHARDS]
+    devices = devices_of(SHARDS)
     return ns.pmap(step, in_axes=(None, 0), devices=devices)
 
 
@@ -164,7 +165,7 @@ def shard_map(ns, step):
         model = jax.tree.map(lambda leaf: lax.pcast(leaf, "shard", to="varying"), model)
         return jax.tree.map(lambda leaf: leaf[None], step(model, x[0]))
 
-    mesh = Mesh(np.array(jax.devices()[:SHARDS]), ("shard",))
+    mesh = Mesh(np.array(devices_of(SHARDS)), ("shard",))
     specs = {"in_specs": (P(), P("shard")), "out_specs": P("shard")}
     return ns.jit(ns.shard_map(local, mesh=mesh, **specs))  # bare it is very slow
 

@@ -11,6 +11,7 @@ import pytest
 import treetap as tt
 from capture_cases import HEARD, SINGLES, shape_of
 from capture_steps import PLAIN, block_by_hand, block_step
+from meshes import mesh_of
 from modes import ALL_MODES
 
 near = np.testing.assert_allclose
@@ -102,13 +103,12 @@ def test_a_block_passed_alone_through_jit_has_no_wrong_path():
     assert record[0].path == ("Layer",)
 
 
-MESH = jax.make_mesh((2,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
 ROWS = jnp.array([[1.0, 2.0], [3.0, 5.0]])
 
 
 def sharded(fn, **options):
     specs = {"in_specs": (jax.P(), jax.P("shard")), "out_specs": jax.P()}
-    return jax.shard_map(fn, mesh=MESH, **specs | options)
+    return jax.shard_map(fn, mesh=mesh_of((2,), ("shard",)), **specs | options)
 
 
 def test_a_sum_over_shards_is_heard_from_each():
@@ -141,9 +141,7 @@ def test_the_gradient_of_a_replicated_parameter_is_whole():
 
 
 def test_a_mesh_axis_may_stay_automatic():
-    mesh = jax.make_mesh(
-        (2, 2), ("shard", "auto"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = mesh_of((2, 2), ("shard", "auto"))
     specs = {"in_specs": (jax.P(), jax.P("shard")), "out_specs": jax.P("shard")}
     options = {"mesh": mesh, "axis_names": {"shard"}} | specs
 

@@ -10,6 +10,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 
 import treetap as tt
+from meshes import mesh_of
 from treetap import _jaxprs
 from treetap._taps import Asked, listening
 from treetap._walk import Choice, run, survey
@@ -105,7 +106,7 @@ def in_custom_vjp(x):
 
 
 def in_shard_map(x):
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of((2,), ("i",))
     fn = jax.shard_map(tapped, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     return fn(x)
 
@@ -416,7 +417,7 @@ def test_named_scopes_and_source_lines_survive(wrap):
 
 
 def test_out_shardings_survive():
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of((2,), ("i",))
     split = NamedSharding(mesh, jax.P("i"))
     call = jax.jit(tapped, out_shardings=split)
     out, _ = tt.observe(call)(jnp.ones(4))
