@@ -121,3 +121,14 @@ def test_a_child_that_goes_alone_through_our_transforms_keeps_its_path(name):
 def test_a_child_that_goes_alone_through_jit_is_called_by_its_class():
     _, record = tt.observe(Net(tt.jit))(X)
     assert record[0].text == "Layer:__call__"
+
+
+def test_several_values_under_nested_remat_have_gradients_of_their_own():
+    def fn(x):
+        return tt.tap(jnp.sin(tt.tap(2 * x, "inner")), "outer") ** 2
+
+    twice = jax.checkpoint(jax.checkpoint(fn))
+    _, record = tt.observe(jax.grad(twice), grads=True)(0.5)
+    outer = 2 * jnp.sin(1.0)
+    assert jnp.allclose(record["outer"].grad, outer)
+    assert jnp.allclose(record["inner"].grad, outer * jnp.cos(1.0))

@@ -331,7 +331,6 @@ def pure_checkify(pure, v):
 
 def wrap_pmap(step, mode):
     two_devices()
-    two_devices()
     mapped = tt.pmap(step, **mode)
     return lambda m: mapped(m, X)
 
