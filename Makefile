@@ -39,6 +39,8 @@ format: $(READY)
 
 bench: $(PEERS_READY)
 	.venv-peers/bin/python benchmarks/eager.py --json benchmarks/results/eager.json
+	.venv-peers/bin/python benchmarks/capture.py --json benchmarks/results/capture.json
+	.venv-peers/bin/python benchmarks/peers/taps_elsewhere.py
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"

@@ -401,3 +401,12 @@ def test_sites_under_a_scan_have_its_axis():
 
     record = tt.sites(scanned, Layer(), jnp.arange(3.0))
     assert (record[0].shape, record[0].wraps) == ((3,), ("scan",))
+
+
+def test_a_misspelt_method_is_told_the_methods_there_are():
+    class Layer(tt.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    with pytest.raises(tt.CaptureError, match=r"Near it are:\n  __call__"):
+        tt.observe(Layer(), "**:__cal__")(jnp.ones(2))

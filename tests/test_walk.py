@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 import treetap as tt
 from meshes import mesh_of
 from treetap import _jaxprs
-from treetap._taps import Asked, listening
+from treetap._listening import Asked, listening
 from treetap._walk import Choice, run, survey
 
 near = np.testing.assert_allclose

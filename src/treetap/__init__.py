@@ -7,11 +7,11 @@ works in tree mode; `treetap.nnx` offers the same library under NNX's names and
 defaults.
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _AnyType
 
 from treetap import _deprecated as _deprecated
-from treetap import compat as compat
-from treetap import nnx as nnx
 from treetap._applying import call as call
 from treetap._applying import map as map
 from treetap._attributes import data as data
@@ -28,7 +28,6 @@ from treetap._batching import vmap as vmap
 from treetap._branching import checkify as checkify
 from treetap._branching import cond as cond
 from treetap._branching import switch as switch
-from treetap._capturing import capture as capture
 from treetap._changes import set_structure_policy as set_structure_policy
 from treetap._changes import structure_policy as structure_policy
 from treetap._compiling import eval_shape as eval_shape
@@ -45,8 +44,6 @@ from treetap._differentiating import jvp as jvp
 from treetap._differentiating import remat as remat
 from treetap._differentiating import value_and_grad as value_and_grad
 from treetap._differentiating import vjp as vjp
-from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
-from treetap._emitting import tap as tap
 from treetap._errors import AliasError as AliasError
 from treetap._errors import AttributeStatusError as AttributeStatusError
 from treetap._errors import CaptureError as CaptureError
@@ -81,23 +78,18 @@ from treetap._metadata import with_metadata as with_metadata
 from treetap._modules import Module as Module
 from treetap._modules import iter_children as iter_children
 from treetap._modules import iter_modules as iter_modules
-from treetap._observing import observe as observe
-from treetap._observing import sites as sites
 from treetap._placement import logical_axis_rules as logical_axis_rules
 from treetap._prefixes import prefix as prefix
 from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
 from treetap._randomness import Rngs as Rngs
 from treetap._randomness import RngStream as RngStream
-from treetap._records import Record as Record
-from treetap._records import Site as Site
 from treetap._reseeding import fork_rngs as fork_rngs
 from treetap._reseeding import reseed as reseed
 from treetap._reseeding import split_rngs as split_rngs
 from treetap._reseeding import with_rngs as with_rngs
 from treetap._scanning import Carry as Carry
 from treetap._scanning import scan as scan
-from treetap._selectors import Select as Select
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
 from treetap._settings import use_eager_sharding as use_eager_sharding
@@ -136,8 +128,38 @@ from treetap._views import with_attributes as with_attributes
 from treetap._walks import iter_graph as iter_graph
 from treetap._walks import recursive_map as recursive_map
 
+if _TYPE_CHECKING:
+    from treetap import compat as compat
+    from treetap import nnx as nnx
+    from treetap._capturing import capture as capture
+    from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
+    from treetap._emitting import tap as tap
+    from treetap._observing import observe as observe
+    from treetap._observing import sites as sites
+    from treetap._records import Record as Record
+    from treetap._records import Site as Site
+    from treetap._selectors import Select as Select
+
+# Imported when they are asked for: those who only train need not wait for them.
+_LATER = {
+    "tap": "_emitting",
+    "set_sow_outside_capture": "_emitting",
+    "capture": "_capturing",
+    "observe": "_observing",
+    "sites": "_observing",
+    "Record": "_records",
+    "Site": "_records",
+    "Select": "_selectors",
+}
+
 
 def __getattr__(name: str) -> _AnyType:
+    if name in ("compat", "nnx"):
+        return _import_module(f"treetap.{name}")
+    if name in _LATER:
+        value = getattr(_import_module(f"treetap.{_LATER[name]}"), name)
+        globals()[name] = value
+        return value
     if name == "__version__":  # looked up when asked for: it reads files
         from importlib.metadata import version
 

@@ -23,7 +23,7 @@ from treetap._lift import (
     run,
     transform,
 )
-from treetap._taps import guarded, listening
+from treetap._listening import listening
 
 
 def _written_by(
@@ -93,6 +93,8 @@ def cond(
 
     branches: Any = (true_fun, false_fun)
     if listening.value is not None:
+        from treetap._taps import guarded  # only those who listen pay for it
+
         taken = jnp.asarray(pred, bool)
         branches = guarded(true_fun, taken), guarded(false_fun, ~taken)
     return _branched("cond", choose, branches, operands, options)
@@ -117,6 +119,8 @@ def switch(
         return jax.lax.switch(index, pure, values)
 
     if listening.value is not None:
+        from treetap._taps import guarded  # only those who listen pay for it
+
         chosen = jnp.clip(jnp.asarray(index), 0, len(branches) - 1)
         branches = [guarded(branch, chosen == n) for n, branch in enumerate(branches)]
     return _branched("switch", choose, branches, operands, options)

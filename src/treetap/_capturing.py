@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from treetap import _jaxprs
 from treetap._attributes import Node
-from treetap._emitting import append, kind_given
+from treetap._emitting import LEAF, kind_given
 from treetap._errors import CaptureError
+from treetap._listening import Asked, append
 from treetap._metadata import PLAIN
 from treetap._pytrees import variables_below
 from treetap._scopes import Root, find_roots, kind_text
 from treetap._selectors import site_text
 from treetap._sessions import Call, Session
 from treetap._states import State, flat_items
-from treetap._taps import Asked
 from treetap._traces import current_trace
 from treetap._trees import Path, show_path
 from treetap._variables import Variable, make, set_box
@@ -241,7 +241,8 @@ class _Capture:
             key = key_of(call)
             reduce_fn, init_fn = call.label.reduce or (append, tuple)
             before = found[key] if key in found else init_fn()
-            value = jax.tree.unflatten(call.label.tree, call.values or [])
+            leaves, tree = call.values or [], call.label.tree
+            value = leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
             if reduce_fn is append and not isinstance(before, tuple):
                 raise CaptureError(
                     f"capture: `init` has at {site_text(key[0], key[1])} a "

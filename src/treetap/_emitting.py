@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import find_top_trace, set_current_trace
 
+from treetap._attributes import Node
 from treetap._errors import CaptureError, StructureError
 from treetap._kinds import kind_of_name
+from treetap._listening import listening
 from treetap._scopes import inside, is_inside
 from treetap._sessions import Listener
-from treetap._taps import Label, bind_tap, listening
+from treetap._taps import Label, bind_tap
 from treetap._traces import set_on_purpose
 from treetap._variables import Variable
 
 T = TypeVar("T")
+LEAF = jax.tree.structure(0)
 
 
 def check_name(name: Any, what: str) -> None:
@@ -43,6 +46,9 @@ def _is_number(value: Any) -> bool:
 
 def _bound(label: Label, leaves: list[Any]) -> list[Any]:
     arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    trace = find_top_trace(None)
+    if isinstance(trace, Listener) and not trace.session.keep:
+        return trace.session.heard_here(label, arrays)  # no need to go through JAX
     return bind_tap(label, arrays)
 
 
@@ -107,6 +113,8 @@ def tap(value: T, name: str) -> T:
     asked = listening.value
     if asked is None or not asked.taps:
         return value
+    if _is_array(value):
+        return _bound(Label(name, None, "tap", LEAF), [value])[0]
     leaves, tree = jax.tree.flatten(value)
     label = Label(name, None, "tap", tree)
     if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
@@ -120,6 +128,8 @@ def tap(value: T, name: str) -> T:
 
 def output(name: str, value: Any) -> Any:
     """Marks the result of a method; what flows on is the marked value."""
+    if _is_array(value):
+        return _bound(Label(name, None, "output", LEAF), [value])[0]
     leaves, tree = jax.tree.flatten(value)
     if not all(map(_is_array, leaves)):
         _record_only(name, leaves, tree)
@@ -132,7 +142,7 @@ def output(name: str, value: Any) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, Variable) or hasattr(value, "_pytree__place")
+    return isinstance(value, Variable | Node)
 
 
 def _record_only(name: str, leaves: list[Any], tree: Any) -> None:
@@ -140,11 +150,6 @@ def _record_only(name: str, leaves: list[Any], tree: Any) -> None:
     if _note(Label(name, None, "output", tree), leaves, partly=True):
         return
     _emit(Label(name, None, "output", tree), leaves, partly=True)
-
-
-def append(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    """How `sow` collects values unless told otherwise."""
-    return (*values, value)
 
 
 def kind_given(variable_type: Any, what: str) -> Any:
@@ -168,13 +173,20 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
         return _sow_outside(module, kind, name, value, reduce)
     if not asked.hears(kind):
         return False
-    leaves, tree = jax.tree.flatten(value)
+    leaves, tree = ([value], LEAF) if _is_array(value) else jax.tree.flatten(value)
     label = Label(name, kind, "sow", tree, reduce)
-    with nullcontext() if is_inside(module) else inside(module):
-        if _note(label, leaves):
-            return True
-        _emit(label, leaves, partly=False)
+    if is_inside(module):
+        _say(label, leaves)
+    else:
+        with inside(module):
+            _say(label, leaves)
     return True
+
+
+def _say(label: Label, leaves: list[Any]) -> None:
+    """Records leaves that do not flow on."""
+    if not _note(label, leaves):
+        _emit(label, leaves, partly=False)
 
 
 def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:

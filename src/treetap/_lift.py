@@ -27,6 +27,7 @@ from treetap._changes import Policy, Structure, policy_of, with_policy
 from treetap._errors import AliasError, StructureError
 from treetap._grafts import Graft, Grafts, Lanes, plant, refuse_captured
 from treetap._graphs import Apart
+from treetap._listening import listening
 from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
 from treetap._pytrees import opened
@@ -35,7 +36,6 @@ from treetap._results import WHOLE, Results, unpack
 from treetap._settings import Mode, resolve_mode
 from treetap._sharing import first_two_places, places
 from treetap._specs import GraphDef
-from treetap._taps import listening
 from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import show_path
 from treetap._values import is_ref

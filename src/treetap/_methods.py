@@ -17,15 +17,14 @@ from weakref import WeakSet
 import jax
 from jax.extend import source_info_util
 
-from treetap._emitting import output
-from treetap._scopes import inside
-from treetap._taps import listening
+from treetap._listening import listening
 from treetap._traces import is_eager
 
 # The frame of the wrapper is not where the user's operations come from.
 source_info_util.register_exclusion(__file__)
 
 _wrapped: "WeakSet[Callable[..., Any]]" = WeakSet()
+method_names: set[str] = set()  # of all Modules there are
 
 
 def is_method(name: str, value: Any) -> bool:
@@ -71,9 +70,11 @@ def run_method(  # noqa: PLR0917 - on the way of every call
     if asked is None:
         with jax.named_scope(scope_name(self)):
             return fn(self, *args, **kwargs)
-    with inside(self):
+    from treetap import _emitting, _scopes  # only those who listen pay for it
+
+    with _scopes.inside(self):
         out = fn(self, *args, **kwargs)
-        return out if asked.outputs is None else output(name, out)
+        return out if asked.outputs is None else _emitting.output(name, out)
 
 
 def scope_name(module: Any) -> str:
@@ -89,3 +90,4 @@ def wrap_methods(cls: type, own: frozenset[str]) -> None:
     for name, value in list(vars(cls).items()):
         if name not in own and is_method(name, value) and value not in _wrapped:
             type.__setattr__(cls, name, wrap_method(name, value))
+            method_names.add(name)

@@ -9,12 +9,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from treetap import _emitting
 from treetap._attributes import classify
 from treetap._errors import StructureError
 from treetap._filters import Any as AnyOf
 from treetap._filters import Filter
 from treetap._kinds import Perturbation
+from treetap._listening import append
 from treetap._methods import wrap_methods
 from treetap._pytrees import Pytree
 from treetap._settings import resolve_graph
@@ -84,7 +84,7 @@ class Module(Pytree):
         variable_type: Any,
         name: str,
         value: Any,
-        reduce_fn: Callable[[Any, Any], Any] = _emitting.append,
+        reduce_fn: Callable[[Any, Any], Any] = append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
         """Records a value; a `capture` of that kind of Variable collects it.
@@ -99,6 +99,8 @@ class Module(Pytree):
         Returns:
             Whether somebody records it.
         """
+        from treetap import _emitting  # only those who sow pay for it
+
         reduce = (reduce_fn, init_fn)
         return _emitting.sow(self, variable_type, name, value, reduce)
 
@@ -115,6 +117,8 @@ class Module(Pytree):
         Returns:
             The sum; use it in place of the value.
         """
+        from treetap import _emitting  # only those who perturb pay for it
+
         return _emitting.perturb(self, name, value, variable_type)
 
     def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 `sow` and `perturb` name.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -19,13 +20,15 @@ from treetap._capturing import callee_of, keep_name, restored, roots_of
 from treetap._errors import CaptureError
 from treetap._kinds import Intermediate
 from treetap._lift import Inside, inputs_of
+from treetap._listening import Asked
+from treetap._methods import method_names
 from treetap._records import Record, Site
 from treetap._selectors import Select, as_select, refuse_nothing, site_text
 from treetap._sessions import Call, Session
 from treetap._settings import Mode
-from treetap._taps import Asked
 
 EVERYTHING = Asked(None, Intermediate, True)
+NO_OUTPUTS = Asked(None, None, True)
 
 
 class _Heard:
@@ -67,21 +70,32 @@ class _Observation:
     def __init__(self, select: Any, grads: bool, roots: Any, iterations: int = 0):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
-        self.texts: list[str] = []
+        self.passed: list[Call] = []
+        self.near: list[str] = []
+        asked = EVERYTHING
+        if self.chosen is not None and self.chosen.names is not None:
+            asked = EVERYTHING if self.chosen.names & method_names else NO_OUTPUTS
         self.session = Session(
-            EVERYTHING, roots, wants=self.wants, gradients=grads, iterations=iterations
+            asked, roots, wants=self.wants, gradients=grads, iterations=iterations
         )
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
-        text = site_text(call.where.path, call.label.name, call.index)
-        self.texts.append(text)
-        return self.chosen is None or self.chosen(_Heard(call))
+        if self.chosen is None or self.chosen(_Heard(call)):
+            return True
+        self.passed.append(call)
+        return False
+
+    def hear_all(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """Looks at all sites, for the error that names those near a selector."""
+        with contextlib.suppress(Exception):  # not every function can be looked at
+            self.near = [site.text for site in sites(fn, *args, **kwargs)]
 
     def record(self, values: bool) -> Record:
         """What was heard."""
         if self.chosen is not None and not self.session.calls:
-            raise refuse_nothing(self.chosen, self.texts, "observe")
+            texts = self.near or [_Heard(call).text for call in self.passed]
+            raise refuse_nothing(self.chosen, texts, "observe")
         sites = [self.site(call, values) for call in self.session.calls]
         if (
             self.grads
@@ -195,6 +209,8 @@ def observe(
         work = _Observation(select, grads, roots, max_iterations)
         with restored(fn, args, kwargs):
             out = work.session.run(fn, *args, **kwargs)
+            if not work.session.calls and work.session.asked is NO_OUTPUTS:
+                work.hear_all(fn, args, kwargs)
             return out, work.record(values)
 
     return keep_name(observed, fn)

@@ -32,7 +32,6 @@ import jax
 
 from treetap._attributes import Node
 from treetap._pytrees import opened
-from treetap._sharing import places
 from treetap._trees import Path
 from treetap._variables import Variable
 from treetap._walk import MARK
@@ -52,6 +51,7 @@ class Roots:
     Attributes:
         roots: The outermost objects.
         paths: The path of every object inside them, by its place.
+        kinds: The class of each, as `kind_text` gives it.
         start: How many scopes were open.
     """
 
@@ -59,11 +59,30 @@ class Roots:
         self.roots = tuple(roots)
         self.start = len(_frames.get())
         self.paths: dict[int, Path] = {}
+        self.kinds: dict[int, str] = {}
         for root in roots:
-            for path, value, _ in places(root.node):
-                if isinstance(value, Node):
-                    found = (*root.path, *path)
-                    self.paths.setdefault(id(value._pytree__place), found)
+            self._visit(root.node, root.path)
+
+    def _visit(self, value: Any, path: Path) -> set[type]:
+        """Notes the objects in a value; gives their classes."""
+        below = opened(value)
+        found: set[type] = set()
+        is_node = isinstance(value, Node)
+        if below is None:
+            return found
+        place = id(value._pytree__place) if is_node else 0
+        if is_node:
+            if place in self.paths:
+                return {type(value)}
+            self.paths[place] = path
+        for key, child in zip(*below):
+            if not isinstance(child, Variable | jax.Array):
+                found |= self._visit(child, (*path, key))
+        if is_node:
+            cls = type(value)
+            self.kinds[place] = _class_text(cls) + ("" if cls in found else "!")
+            found.add(cls)
+        return found
 
 
 _frames: ContextVar[tuple[Any, ...]] = ContextVar("frames", default=())
@@ -139,7 +158,7 @@ def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
         path = known.paths.get(id(place))
         if path is not None:
             return f"/{_joined((*path, *reversed(keys)))}"
-        for distance, frame in enumerate(reversed(frames)):
+        for distance, (frame, _) in enumerate(reversed(frames)):
             if frame is place:
                 return f"{distance}<{_joined(reversed(keys))}"
         if place[0] is None:
@@ -163,8 +182,11 @@ class inside:
             _text_for(module, known, frames[known.start :]) for known in _captures.get()
         ]
         told = texts[-1] if len(set(texts)) == 1 else ";".join(texts)
-        self._scope = jax.named_scope(f"{MARK}{told}|{kind_text(module)}")
-        self._token = _frames.set((*frames, module._pytree__place))
+        place = module._pytree__place
+        kind = _captures.get()[-1].kinds.get(id(place)) or kind_text(module)
+        text = f"{told}|{kind}"
+        self._scope = jax.named_scope(MARK + text)
+        self._token = _frames.set((*frames, (place, text)))
 
     def __enter__(self) -> None:
         self._scope.__enter__()
@@ -177,7 +199,13 @@ class inside:
 def is_inside(module: Any) -> bool:
     """Whether the innermost scope is that of a Module."""
     frames = _frames.get()
-    return bool(frames) and frames[-1] is module._pytree__place
+    return bool(frames) and frames[-1][0] is module._pytree__place
+
+
+def open_scopes() -> tuple[str, ...]:
+    """The texts of the scopes that are open in the innermost capture."""
+    start = _captures.get()[-1].start
+    return tuple(text for _, text in _frames.get()[start:])
 
 
 @contextmanager

@@ -57,9 +57,10 @@ class Select:
         >>> first = tt.Select("blocks/*/attn") & ~tt.Select("blocks/0/**")
     """
 
-    __slots__ = ("_matches", "_text")
+    __slots__ = ("_matches", "_text", "names")
 
     def __init__(self, what: Any = "**", *, call: int | None = None):
+        self.names = _names_in(what)  # all that it can take; None if it can be any
         self._text = repr(what) if call is None else f"{what!r}, call={call}"
         matches = _matcher(what)
         if call is None:
@@ -79,21 +80,40 @@ class Select:
     def __and__(self, other: Any) -> "Select":
         other = as_select(other)
         text = f"({self._text} & {other._text})"
-        return _made(lambda site: self(site) and other(site), text)
+        names = self.names if other.names is None else other.names
+        if self.names is not None and other.names is not None:
+            names = self.names & other.names
+        return _made(lambda site: self(site) and other(site), text, names)
 
     def __or__(self, other: Any) -> "Select":
         other = as_select(other)
         text = f"({self._text} | {other._text})"
-        return _made(lambda site: self(site) or other(site), text)
+        names = None
+        if self.names is not None and other.names is not None:
+            names = self.names | other.names
+        return _made(lambda site: self(site) or other(site), text, names)
 
     def __invert__(self) -> "Select":
         return _made(lambda site: not self(site), f"~{self._text}")
 
 
-def _made(matches: Callable[[Any], bool], text: str) -> Select:
+Names = frozenset[str] | None
+
+
+def _made(matches: Callable[[Any], bool], text: str, names: Names = None) -> Select:
     made = object.__new__(Select)
-    made._matches, made._text = matches, text
+    made._matches, made._text, made.names = matches, text, names
     return made
+
+
+def _names_in(what: Any) -> Names:
+    """The names a selector can take, if it says so."""
+    if isinstance(what, Select):
+        return what.names
+    if not isinstance(what, str) or ":" not in what:
+        return None
+    name = what.partition("#")[0].partition(":")[2]
+    return None if not name or set(name) & set("*?[") else frozenset({name})
 
 
 def as_select(what: Any) -> Select:

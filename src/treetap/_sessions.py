@@ -17,9 +17,10 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap import _jaxprs, _walk_rules
+from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
-from treetap._scopes import Root, Where, resolve, rooted
-from treetap._taps import Asked, Label, gradient_p, linear_p, listening, tap_p
+from treetap._scopes import Root, Where, open_scopes, resolve, rooted
+from treetap._taps import Label, current_guards, gradient_p, linear_p, tap_p
 from treetap._traces import Through
 from treetap._variables import raw_values
 from treetap._walk import (
@@ -28,6 +29,7 @@ from treetap._walk import (
     Spot,
     Step,
     after_spot,
+    is_spotless,
     recorded,
     run,
     scopes_in,
@@ -55,7 +57,12 @@ class Call:
         gradients: Cotangents by order of differentiation: a dict from leaf to value.
     """
 
-    def __init__(self, spot: Spot, where: Where, values: Any):
+    __slots__ = (
+        *("avals", "flags", "gradients", "index", "label", "order"),
+        *("values", "where", "wraps"),
+    )
+
+    def __init__(self, spot: Spot, where: Where):
         self.label = spot.label
         self.where = where
         self.index = 0
@@ -65,8 +72,6 @@ class Call:
         self.avals = spot.avals[:count]
         self.values: list[Any] | None = None
         self.flags: dict[str, Any] = {}
-        if values is not None:
-            self.fill(spot, values)
         self.gradients: dict[int, dict[int, Any]] = {}
 
     def fill(self, spot: Spot, values: Any) -> None:
@@ -153,15 +158,17 @@ class Session:
 
     def heard(self, spot: Spot, roots: tuple[Root, ...] | None = None) -> Call:
         """A call without its value yet."""
-        roots = self.roots if roots is None else roots
-        key = spot.scopes, *(root.path for root in roots)
+        key: Any = spot.scopes
+        if roots is not None:
+            key = spot.scopes, *(root.path for root in roots)
         where = self.places.get(key)
         if where is None:
-            where = self.places[key] = resolve(spot.scopes, roots, self.number)
+            known = self.roots if roots is None else roots
+            where = self.places[key] = resolve(spot.scopes, known, self.number)
         if spot.label.how == "output":
             label = spot.label._replace(kind=self.asked.outputs)
             spot = spot._replace(label=label)
-        call = Call(spot, where, None)
+        call = Call(spot, where)
         key = (call.where.path, spot.label.name)
         call.index = self.counts.get(key, 0)
         self.counts[key] = call.index + 1
@@ -169,11 +176,24 @@ class Session:
 
     def note(self, label: Label, values: list[Any]) -> None:
         """Keeps a value that is there already, at the capture's own level."""
-        avals = tuple(getattr(value, "aval", value) for value in values)
-        call = self.heard(Spot(label, 0, self.scopes(), avals))
+        call = self.heard(Spot(label, 0, open_scopes(), tuple(values)))
         if self.is_heard(label) and self.wants(call):
             call.values = values
             self.calls.append(call)
+
+    def heard_here(self, label: Label, arrays: list[Any]) -> list[Any]:
+        """Does at once what a tap at the capture's own level leads to."""
+        if not self.is_heard(label):
+            return arrays
+        values = [*arrays, *current_guards()]
+        flags = ("taken",) * (len(values) - len(arrays))
+        spot = Spot(label, 0, open_scopes(), tuple(values), flags=flags)
+        call = self.heard(spot)
+        values = values_at(tap_p, values, self.feeds(call))
+        if self.wants(call):
+            call.fill(spot, values)
+            self.calls.append(call)
+        return values[: len(arrays)]
 
     def is_heard(self, label: Label) -> bool:
         """Whether this session asks for taps of this sort; another may have."""
@@ -281,7 +301,9 @@ class Listener(Through):
                 self.session.is_forward = True
                 if not self.session.keep:
                     return list(tracers[:-1])
-            parts = spots_below(primitive, params)
+            parts = (
+                () if is_spotless(primitive, params) else spots_below(primitive, params)
+            )
             if not parts:
                 return parent.process_primitive(primitive, tracers, params)
             return self._enter(primitive, list(tracers), params, parts)

@@ -9,8 +9,7 @@ the cotangent. So one pass has both, and the ticket tells which belong together.
 parameters say what the value is called, how often it was differentiated (`order`) and
 how many axes of mappings it has in front (`rows`).
 
-Nobody listens unless a capture is open: `listening` is a JAX user context, part of the
-key of every trace cache, whose value says only which kinds of taps to emit.
+Nobody listens unless a capture is open: see `_listening`.
 """
 
 import functools
@@ -26,26 +25,6 @@ from jax.interpreters import ad, batching, mlir
 
 TICKET = np.zeros((), np.int32)
 
-
-class Asked(NamedTuple):
-    """Which taps are emitted: a value of the user context, so small and canonical.
-
-    Attributes:
-        kinds: Kinds of Variable that `sow` and `perturb` are heard for; None for all.
-        outputs: The kind that method outputs are taken as, or None.
-        taps: Whether the free function `tap` is heard.
-    """
-
-    kinds: frozenset[type] | None
-    outputs: type | None
-    taps: bool
-
-    def hears(self, kind: type) -> bool:
-        """Whether a kind of Variable is asked for."""
-        return self.kinds is None or kind in self.kinds
-
-
-listening: Any = jax.make_user_context(None)
 
 # The conditions of the branches that are being traced: see `guarded`.
 _guards: ContextVar[tuple[Any, ...]] = ContextVar("guards", default=())
@@ -69,9 +48,14 @@ def guarded(branch: Callable[..., Any], taken: Any) -> Callable[..., Any]:
     return call
 
 
+def current_guards() -> list[Any]:
+    """The conditions of the branches around."""
+    return [jnp.asarray(guard) for guard in _guards.get()]
+
+
 def bind_tap(label: "Label", values: Sequence[Any]) -> list[Any]:
     """Marks values, and the conditions they are under; gives the marked values."""
-    guards = [jnp.asarray(guard) for guard in _guards.get()]
+    guards = current_guards()
     out = tap_p.bind(*values, *guards, label=label, order=0, rows=0)
     return out[: len(values)]
 

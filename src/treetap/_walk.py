@@ -215,6 +215,20 @@ def survey(jaxpr: Any) -> Survey:
     return found
 
 
+_spotless: "WeakKeyDictionary[Any, bool]" = WeakKeyDictionary()
+
+
+def is_spotless(primitive: Any, params: Any) -> bool:
+    """Whether an operation is known to hold no taps: a quick look."""
+    jaxpr = params.get("jaxpr")
+    if jaxpr is None or primitive.name != "jit":
+        return _jaxprs.is_plain(primitive, params)
+    known = _spotless.get(jaxpr)
+    if known is None:
+        known = _spotless[jaxpr] = not spots_below(primitive, params)
+    return known
+
+
 def spots_below(primitive: Any, params: Any) -> list[tuple[Body, list[Spot]]]:
     """The bodies of an operation, and their spots as seen from outside it; if any."""
     if _jaxprs.is_plain(primitive, params):

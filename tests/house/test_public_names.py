@@ -27,6 +27,8 @@ def by_kind(name: str) -> tuple[bool, bool, str]:
 
 
 def test_all_is_sorted_and_complete():
+    for name in treetap.__all__:  # some are imported when they are asked for
+        getattr(treetap, name)
     assert treetap.__all__ == sorted(own_names(treetap), key=by_kind)
 
 
@@ -98,3 +100,13 @@ def test_importing_is_light():
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_program_that_only_trains_does_not_wait_for_the_rest():
+    code = (
+        "import sys, treetap;"
+        "late = {'treetap.nnx', 'treetap._walk', 'treetap._records', 'treetap._taps'};"
+        "assert not late & sys.modules.keys();"
+        "assert treetap.observe and treetap.nnx and treetap.compat"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,6 +40,7 @@ ORDER = [
     "_updates",
     "_traversals",
     "_walks",
+    "_listening",
     "_taps",
     "_jaxprs",
     "_walk",
