@@ -410,3 +410,22 @@ def test_a_misspelt_method_is_told_the_methods_there_are():
 
     with pytest.raises(tt.CaptureError, match=r"Near it are:\n  __call__"):
         tt.observe(Layer(), "**:__cal__")(jnp.ones(2))
+
+
+def test_a_value_heard_by_two_captures_has_a_path_for_each():
+    class Inner(tt.Module):
+        def __call__(self, x):
+            self.sow(tt.Intermediate, "seen", x)
+            return x
+
+    class Outer(tt.Module):
+        def __init__(self):
+            self.part = Inner()
+
+        def __call__(self, x):
+            _, self_record = tt.observe(self.part, "**:seen")(x)
+            assert [site.text for site in self_record] == ["seen"]
+            return x
+
+    _, record = tt.observe(Outer(), "**:seen")(jnp.ones(2))
+    assert [site.text for site in record] == ["part:seen"]

@@ -202,9 +202,9 @@ def is_inside(module: Any) -> bool:
     return bool(frames) and frames[-1][0] is module._pytree__place
 
 
-def open_scopes() -> tuple[str, ...]:
-    """The texts of the scopes that are open in the innermost capture."""
-    start = _captures.get()[-1].start
+def open_scopes(capture: int) -> tuple[str, ...]:
+    """The texts of the scopes that are open in one of the captures around."""
+    start = _captures.get()[capture].start
     return tuple(text for _, text in _frames.get()[start:])
 
 

@@ -91,8 +91,7 @@ class Session:
     Args:
         asked: Which taps are to be emitted.
         roots: The Modules among the arguments.
-        wants: Whether the value of a call is to be recorded; None once it is known that
-            the call is not wanted at all.
+        wants: Whether the value of a call is to be recorded.
         feeds: What is to be added to the value of a call.
         gradients: Whether gradients are to be recorded.
         iterations: How many iterations of a `while` loop to keep; 0 for the last one.
@@ -176,8 +175,10 @@ class Session:
 
     def note(self, label: Label, values: list[Any]) -> None:
         """Keeps a value that is there already, at the capture's own level."""
-        call = self.heard(Spot(label, 0, open_scopes(), tuple(values)))
-        if self.is_heard(label) and self.wants(call):
+        if not self.is_heard(label):
+            return
+        call = self.heard(Spot(label, 0, open_scopes(self.number), tuple(values)))
+        if self.wants(call):
             call.values = values
             self.calls.append(call)
 
@@ -187,7 +188,8 @@ class Session:
             return arrays
         values = [*arrays, *current_guards()]
         flags = ("taken",) * (len(values) - len(arrays))
-        spot = Spot(label, 0, open_scopes(), tuple(values), flags=flags)
+        scopes = open_scopes(self.number)
+        spot = Spot(label, 0, scopes, tuple(values), flags=flags)
         call = self.heard(spot)
         values = values_at(tap_p, values, self.feeds(call))
         if self.wants(call):
@@ -301,12 +303,12 @@ class Listener(Through):
                 self.session.is_forward = True
                 if not self.session.keep:
                     return list(tracers[:-1])
-            parts = (
-                () if is_spotless(primitive, params) else spots_below(primitive, params)
-            )
-            if not parts:
+            if is_spotless(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
-            return self._enter(primitive, list(tracers), params, parts)
+            parts = spots_below(primitive, params)
+            if parts:
+                return self._enter(primitive, list(tracers), params, parts)
+            return parent.process_primitive(primitive, tracers, params)
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
