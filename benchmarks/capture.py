@@ -172,11 +172,12 @@ def main() -> None:
     options = parser.parse_args()
     target = {"treetap observe, values": 1.15, "treetap capture, State": 1.15}
     slower = dict.fromkeys(target, 1.6)
-    rows = timing.compare("captured forward: call", contenders(called), target)
+    many = {"rounds": 60}  # a call is short, and the machine noisy
+    rows = timing.compare("captured forward: call", contenders(called), target, **many)
     rows += timing.compare("captured forward: trace", contenders(traced), slower)
     name = "treetap observe, grads"
     made = gradient_contenders(called)
-    rows += timing.compare("values and gradients: call", made, {name: 1.1})
+    rows += timing.compare("values and gradients: call", made, {name: 1.1}, **many)
     made = gradient_contenders(traced)
     rows += timing.compare("values and gradients: trace", made, {name: 1.6})
     print(timing.table(rows))

@@ -56,12 +56,15 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     One Module is the root itself; several are called by their arguments.
     """
     callee, given = callee_of(fn)
+    alone = [list(find_roots(value)) for value in (*given, *args, *kwargs.values())]
+    alone = [inner for inner in alone if inner]
+    if callee is None and len(alone) <= 1:
+        return tuple(root for inner in alone for root in inner)
+    if not alone:
+        return (Root((), kind_text(callee), callee),)
     found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
     found += _named(fn, args, kwargs)
     roots = [(name, list(find_roots(value))) for name, value in found]
-    roots = [(name, inner) for name, inner in roots if inner]
-    if callee is None and len(roots) == 1:
-        return tuple(roots[0][1])
     own = () if callee is None else (Root((), kind_text(callee), callee),)
     more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
     return (*own, *(root for root in more if root.node is not callee))

@@ -70,11 +70,18 @@ def run_method(  # noqa: PLR0917 - on the way of every call
     if asked is None:
         with jax.named_scope(scope_name(self)):
             return fn(self, *args, **kwargs)
-    from treetap import _emitting, _scopes  # only those who listen pay for it
-
-    with _scopes.inside(self):
+    inside, output = _for_listeners()
+    with inside(self):
         out = fn(self, *args, **kwargs)
-        return out if asked.outputs is None else _emitting.output(name, out)
+        return out if asked.outputs is None else output(name, out)
+
+
+@functools.cache
+def _for_listeners() -> tuple[Any, Any]:
+    """What is imported only if somebody listens."""
+    from treetap import _emitting, _scopes
+
+    return _scopes.inside, _emitting.output
 
 
 def scope_name(module: Any) -> str:

@@ -5,6 +5,7 @@ A Module's public methods run under the name its parent holds it by (see `_metho
 and attributes such as `deterministic` can be set for a Module and everything inside it.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,10 +100,8 @@ class Module(Pytree):
         Returns:
             Whether somebody records it.
         """
-        from treetap import _emitting  # only those who sow pay for it
-
-        reduce = (reduce_fn, init_fn)
-        return _emitting.sow(self, variable_type, name, value, reduce)
+        sow, _ = _for_sowers()
+        return sow(self, variable_type, name, value, (reduce_fn, init_fn))
 
     def perturb(self, name: str, value: Any, variable_type: Any = Perturbation) -> Any:
         """Adds to a value what a `capture` was given for it, zeros at first.
@@ -117,9 +116,8 @@ class Module(Pytree):
         Returns:
             The sum; use it in place of the value.
         """
-        from treetap import _emitting  # only those who perturb pay for it
-
-        return _emitting.perturb(self, name, value, variable_type)
+        _, perturb = _for_sowers()
+        return perturb(self, name, value, variable_type)
 
     def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
         both = {"deterministic": value, "use_running_average": value}
@@ -129,6 +127,14 @@ class Module(Pytree):
                 "Use `set_attributes` to choose the value."
             )
         self.set_attributes(raise_if_not_found=False, **both, **attributes)
+
+
+@functools.cache
+def _for_sowers() -> tuple[Any, Any]:
+    """What is imported only if a Module sows or perturbs."""
+    from treetap import _emitting
+
+    return _emitting.sow, _emitting.perturb
 
 
 _OWN_METHODS = frozenset(

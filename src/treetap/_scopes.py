@@ -177,13 +177,12 @@ class inside:
     __slots__ = ("_scope", "_token")
 
     def __init__(self, module: Any):
-        frames = _frames.get()
-        texts = [
-            _text_for(module, known, frames[known.start :]) for known in _captures.get()
-        ]
-        told = texts[-1] if len(set(texts)) == 1 else ";".join(texts)
+        frames, captures = _frames.get(), _captures.get()
+        texts = [_text_for(module, c, frames[c.start :]) for c in captures]
+        same = len(texts) == 1 or len(set(texts)) == 1
+        told = texts[0] if same else ";".join(texts)
         place = module._pytree__place
-        kind = _captures.get()[-1].kinds.get(id(place)) or kind_text(module)
+        kind = captures[-1].kinds.get(id(place)) or kind_text(module)
         text = f"{told}|{kind}"
         self._scope = jax.named_scope(MARK + text)
         self._token = _frames.set((*frames, (place, text)))
