@@ -69,3 +69,21 @@ def test_a_varying_value_in_a_replicated_variable_is_refused_by_jax():
 
     with pytest.raises(ValueError, match=r"replicat|vma|varying"):
         assign(tt.Variable(jnp.array(0.0)), jnp.arange(4.0))
+
+
+def test_pmap_keeps_the_buffers_it_may_take():
+    values = tt.Variable(jnp.arange(4.0))
+    before = values[...]
+    tt.pmap(add, donate_argnums=0)(values, jnp.ones(4))
+    assert values[...].tolist() == [1, 2, 3, 4]
+    assert before.tolist() == [0, 1, 2, 3]
+
+
+def test_pmap_takes_static_arguments():
+    def scaled(values, x, factor):
+        values[...] += x * factor
+
+    values = tt.Variable(jnp.zeros(4))
+    mapped = tt.pmap(scaled, static_broadcasted_argnums=2, in_axes=(0, 0, None))
+    mapped(values, jnp.ones(4), 3)
+    assert values[...].tolist() == [3, 3, 3, 3]

@@ -191,17 +191,14 @@ def pmap(
         devices: As for `jax.pmap`.
         backend: As for `jax.pmap`.
         axis_size: As for `jax.pmap`.
-        donate_argnums: Not supported; donate with `treetap.jit`.
+        donate_argnums: Accepted, but buffers are kept; donate with `treetap.jit`.
         transform_metadata: As for `treetap.vmap`.
         **options: As for `treetap.jit`.
     """
     mode = mode_of(options)
     f = with_names(f, in_axes, out_axes, transform_metadata, mode)
     statics = Positions(f, static_broadcasted_argnums, None)
-    if donate_argnums not in ((), None):
-        raise NotImplementedError(
-            "pmap: `donate_argnums` is not supported. Donate with `treetap.jit`."
-        )
+    del donate_argnums  # a permission, not a demand: buffers are kept
     placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
 
     def mapping(pure: Any, axes: list[Any], axes_out: Any) -> Any:
