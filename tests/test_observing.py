@@ -10,16 +10,7 @@ import pytest
 
 import treetap as tt
 from modes import ALL_MODES
-
-ONE = jnp.array(1.0)
-
-
-class Layer(tt.Module):
-    def __init__(self, by=2.0):
-        self.by = tt.Param(jnp.array(by))
-
-    def __call__(self, x):
-        return x * self.by
+from small_models import ONE, Layer, forward
 
 
 class Net(tt.Module):
@@ -31,10 +22,6 @@ class Net(tt.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-def forward(model, x):
-    return model(x)
 
 
 def texts(record):
@@ -429,3 +416,9 @@ def test_a_value_heard_by_two_captures_has_a_path_for_each():
 
     _, record = tt.observe(Outer(), "**:seen")(jnp.ones(2))
     assert [site.text for site in record] == ["part:seen"]
+
+
+@pytest.mark.parametrize("wrap", [tt.observe, tt.capture])
+def test_what_cannot_be_called_is_refused_when_it_is_wrapped(wrap):
+    with pytest.raises(TypeError, match="expected a Module, a method or a function"):
+        wrap(3)

@@ -6,14 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-
-
-class Layer(tt.Module):
-    def __init__(self, by=2.0):
-        self.by = tt.Param(jnp.array(by))
-
-    def __call__(self, x):
-        return x * self.by
+from small_models import Layer
 
 
 class Net(tt.Module):

@@ -6,20 +6,10 @@ import sys
 
 import cloudpickle
 import jax
-import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-
-ONE = jnp.array(1.0)
-
-
-class Layer(tt.Module):
-    def __init__(self, by=2.0):
-        self.by = tt.Param(jnp.array(by))
-
-    def __call__(self, x):
-        return x * self.by
+from small_models import ONE, Layer, forward, paths, texts_of
 
 
 class Stack(tt.Module):
@@ -30,20 +20,6 @@ class Stack(tt.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def forward(model, x):
-    return model(x)
-
-
-def paths(fn, *args):
-    """Paths of the calls of layers, in order of execution."""
-    _, record = tt.observe(fn, "**:__call__")(*args)
-    return [site.path for site in record if site.path]
-
-
-def texts(fn, *args):
-    return [site.text for site in tt.observe(fn)(*args)[1]]
 
 
 class Calls(tt.Module):
@@ -103,14 +79,14 @@ def test_a_module_handed_to_another_keeps_its_path():
             return self.user(self.helper, x)
 
     for wrap in (lambda f: f, jax.jit):
-        found = texts(wrap(forward), Owner(), ONE)
+        found = texts_of(wrap(forward), Owner(), ONE)
         assert found == ["helper:__call__", "user:__call__", "__call__"]
 
 
 def test_a_child_called_without_its_parent_has_its_path():
     for wrap in (lambda f: f, jax.jit):
         call = wrap(lambda model, x: model.layers[1](x))
-        assert texts(call, Stack(), ONE) == ["layers/1:__call__"]
+        assert texts_of(call, Stack(), ONE) == ["layers/1:__call__"]
 
 
 def test_a_child_alone_through_jit_is_called_by_its_class():
@@ -119,7 +95,7 @@ def test_a_child_alone_through_jit_is_called_by_its_class():
     def call(model, x):
         return alone(model.b, alone(model.a, x))
 
-    assert texts(call, Calls(), ONE) == ["Layer:__call__", "Layer:__call__#1"]
+    assert texts_of(call, Calls(), ONE) == ["Layer:__call__", "Layer:__call__#1"]
 
 
 def test_modules_made_during_the_call_are_called_by_their_class():
@@ -127,8 +103,8 @@ def test_modules_made_during_the_call_are_called_by_their_class():
         def __call__(self, x):
             return Layer()(x)
 
-    assert texts(Maker(), ONE) == ["Layer:__call__", "__call__"]
-    assert texts(lambda x: Maker()(x), ONE) == [
+    assert texts_of(Maker(), ONE) == ["Layer:__call__", "__call__"]
+    assert texts_of(lambda x: Maker()(x), ONE) == [
         "Maker/Layer:__call__",
         "Maker:__call__",
     ]
@@ -157,7 +133,7 @@ def test_two_arguments_of_one_class_are_told_apart():
         return student(x) + teacher(x)
 
     student, teacher = Layer(2.0), Layer(3.0)
-    assert texts(both, student, teacher, ONE) == [
+    assert texts_of(both, student, teacher, ONE) == [
         "student:__call__",
         "teacher:__call__",
     ]
@@ -190,7 +166,7 @@ def test_a_module_inside_one_of_its_own_class_has_its_path():
             return x + 1 if self.inner is None else self.inner(x)
 
     expected = ["inner/inner:__call__", "inner:__call__", "__call__"]
-    assert texts(Nest(2), ONE) == expected
+    assert texts_of(Nest(2), ONE) == expected
     inner = jax.jit(lambda model, x: model.inner(x))
     assert paths(inner, Nest(2), ONE)[-1][-2:] == ("Nest", "inner")
 
@@ -255,7 +231,7 @@ def test_only_public_methods_are_recorded():
         model = Assorted.make()
         return model._private(model(x))
 
-    assert texts(call, ONE) == ["Assorted:__call__"]
+    assert texts_of(call, ONE) == ["Assorted:__call__"]
 
 
 SCRIPT = """

@@ -7,35 +7,10 @@ import pickle
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-
-ONE = jnp.array(1.0)
-
-
-class Layer(tt.Module):
-    def __init__(self, by=2.0):
-        self.by = tt.Param(jnp.array(by))
-
-    def __call__(self, x):
-        return x * self.by
-
-
-def forward(model, x):
-    return model(x)
-
-
-def paths(fn, *args):
-    """Paths of the calls of layers, in order of execution."""
-    _, record = tt.observe(fn, "**:__call__")(*args)
-    return [site.path for site in record if site.path]
-
-
-def texts(fn, *args):
-    return [site.text for site in tt.observe(fn)(*args)[1]]
-
+from small_models import ONE, Layer, forward, paths, texts_of
 
 WRAPS = {
     "eager": lambda f: f,
@@ -233,12 +208,12 @@ class Tied(tt.Module):
 
 
 def test_a_shared_module_is_called_by_its_first_path():
-    assert texts(Tied(), ONE) == ["first:__call__", "first:__call__#1", "__call__"]
+    assert texts_of(Tied(), ONE) == ["first:__call__", "first:__call__#1", "__call__"]
 
 
 @pytest.mark.parametrize("wrap", ["graph", "updates"])
 def test_a_shared_module_is_called_by_its_first_path_under_jit(wrap):
-    found = texts(WRAPS[wrap](forward), Tied(), ONE)
+    found = texts_of(WRAPS[wrap](forward), Tied(), ONE)
     assert found == ["first:__call__", "first:__call__#1", "__call__"]
 
 

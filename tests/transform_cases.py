@@ -336,6 +336,7 @@ def wrap_pmap(step, mode):
 
 
 def pure_pmap(pure, v):
+    two_devices()
     return jax.pmap(pure)(v, X)
 
 

@@ -109,6 +109,15 @@ class restored:
                     variable._replace_metadata(metadata)
 
 
+def refuse_uncallable(fn: Any, name: str) -> None:
+    """Refuses what cannot be called, when it is wrapped."""
+    if not callable(fn):
+        raise TypeError(
+            f"{name}: expected a Module, a method or a function, got {fn!r}, which "
+            "cannot be called."
+        )
+
+
 def keep_name(wrapper: Any, fn: Any) -> Any:
     """A wrapper with the name and text of what it wraps."""
     if isinstance(fn, Node):
@@ -154,6 +163,7 @@ def capture(
         return lambda real: capture(
             real, *kinds, init=init, method_outputs=method_outputs
         )
+    refuse_uncallable(fn, "capture")
     kinds = [kind_given(kind, "capture") for kind in var_types]
     outputs = None
     if method_outputs is not None:

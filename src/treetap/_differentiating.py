@@ -198,14 +198,9 @@ def _derived(
         chosen = Chosen(inputs, numbers, "argnums")
         parts = _Split(inputs, chosen.flags)
 
-        def pure(active: Any, passive: Any) -> Any:
-            values = parts.joined(active, passive)
-            out, updates = run(f, inputs, values, name)
-            value, aux = pair_of(out, has_aux, name)
-            return value, (aux, updates)
-
+        pure = parts.pure(f, has_aux)
         derive = jax.value_and_grad(pure, has_aux=True, **options)
-        (value, (aux, updates)), found = derive(parts.active, parts.passive)
+        (value, (aux, updates)), found = derive(parts.active)
         trees = parts.tree_of(found)
         aux = inputs.finish(aux, updates)
         grads = tuple(trees[number] for number in chosen.numbers)

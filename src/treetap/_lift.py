@@ -182,8 +182,8 @@ class Inputs:
             raise as_transform_error(error, name) from None
         self.leaves = walk.leaves
         self.numbers = walk.numbers
-        is_legacy = mode is Mode.UPDATES
-        self.owners: dict[int, Any] = dict(enumerate(walk.members)) if is_legacy else {}
+        members = walk.members if mode is Mode.UPDATES else ()
+        self.owners: dict[int, Any] = dict(enumerate(members))
 
     def values(self) -> list[Any]:
         """The raw values for JAX."""

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from treetap import _jaxprs
-from treetap._capturing import callee_of, keep_name, restored, roots_of
+from treetap._capturing import (
+    callee_of,
+    keep_name,
+    refuse_uncallable,
+    restored,
+    roots_of,
+)
 from treetap._errors import CaptureError
 from treetap._kinds import Intermediate
 from treetap._lift import Inside, inputs_of
@@ -203,6 +209,7 @@ def observe(
         >>> float(record["h"].value), float(record["h"].grad)
         (6.0, 12.0)
     """
+    refuse_uncallable(fn, "observe")
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         roots = roots_of(fn, args, kwargs)

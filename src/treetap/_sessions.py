@@ -198,7 +198,7 @@ class Session:
         return values[: len(arrays)]
 
     def is_heard(self, label: Label) -> bool:
-        """Whether this session asks for taps of this sort; another may have."""
+        """Whether taps of this sort are asked for; they may be for another capture."""
         if label.how == "tap":
             return self.asked.taps
         if label.how == "output":
