@@ -200,3 +200,33 @@ def test_a_capture_around_two_transforms_gives_gradients(outer, inner, ns, place
     else:  # JAX itself cannot
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not"):
             grad(ns, outer.wrap(ns, inner.wrap(ns, block_step)))(*outer.inputs(inner))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "ns", "place"), pairs(["between", "inside"])
+)
+def test_a_capture_inside_has_the_gradients_that_are_taken_inside(
+    outer, inner, ns, place
+):
+    if refusal(outer, inner):
+        check_refused(outer, inner, ns)
+        return
+    model, x = outer.inputs(inner)
+    step = place_capture(outer, inner, ns, place, lambda step, _: with_gradient(step))
+    if place == "between" and inner.differentiates and not inner.no_grads:
+        out, gradient = step(model, x)
+        seen = by_hand(outer, inner, model, x)
+        near(out, seen.out, rtol=1e-4)
+        if not outer.differentiates:  # else these are of the outer one, too
+            near(gradient, seen.grads[0], rtol=1e-4, atol=1e-6)
+    else:
+        with pytest.raises(tt.CaptureError, match="tapped has no gradient"):
+            step(model, x)
+
+
+def with_gradient(step):
+    def call(model, x):
+        (out, _), record = tt.observe(step, "tapped", grads=True)(model, x)
+        return out, record[0].grad
+
+    return call
