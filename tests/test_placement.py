@@ -129,3 +129,29 @@ def test_with_metadata_carries_the_annotation():
     with jax.set_mesh(mesh_of()):
         variable = tt.Param(init(jax.random.key(0), (8,)))
     assert variable.sharding.spec == PartitionSpec("model")
+
+
+def test_one_name_alone_is_one_axis():
+    with jax.set_mesh(mesh_of()):
+        variable = tt.Param(jnp.ones((4, 8)), out_sharding="data")
+    assert variable.sharding.spec == PartitionSpec("data")
+
+
+def test_a_name_the_mesh_does_not_have_is_refused_with_the_names_it_has():
+    with (
+        jax.set_mesh(mesh_of()),
+        pytest.raises(tt.MetadataError, match=r"\['nowhere'\].*\['data', 'model'\]"),
+    ):
+        tt.Param(jnp.ones((4, 8)), out_sharding=("nowhere",))
+
+
+def test_eval_shape_refuses_such_a_name_too():
+    def make():
+        return tt.Param(jnp.ones(4), out_sharding=("nowhere",))
+
+    with (
+        jax.set_mesh(mesh_of()),
+        tt.use_eager_sharding(False),
+        pytest.raises(tt.MetadataError, match="nowhere"),
+    ):
+        tt.eval_shape(make)

@@ -264,3 +264,25 @@ def test_a_class_pickled_by_value_is_observed_elsewhere(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "observed", done.stderr
+
+
+class Deep(tt.Module):
+    """Layers that are stacked, and run by a scan in the parent's own method."""
+
+    def __init__(self):
+        made = [Layer(), Layer()]
+        self.layers = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *made)
+
+    def __call__(self, x):
+        step = tt.scan(
+            lambda layer, x: layer(x), in_axes=(0, tt.Carry), out_axes=tt.Carry
+        )
+        return step(self.layers, x)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, tt.jit, jax.jit])
+def test_layers_scanned_over_have_the_path_they_have_in_the_model(wrap):
+    _, record = tt.observe(wrap(forward))(Deep(), ONE)
+    assert {site.path for site in record} == {("layers",), ()}
+    (layers,) = record.select("layers:__call__")
+    assert layers.value.shape[0] == 2

@@ -13,12 +13,12 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 import jax
 
 from treetap._changes import Policy
-from treetap._errors import MetadataError, StructureError
+from treetap._errors import StructureError
 from treetap._grafts import Lanes, refuse_captured
 from treetap._graphs import Apart
 from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
-from treetap._placement import resolve_sharding
+from treetap._placement import has_mesh, resolve_sharding
 from treetap._prefixes import Spread, check_prefix, spread
 from treetap._pytrees import variables_below
 from treetap._regrowing import regrow
@@ -455,10 +455,9 @@ def _with_shardings(out: Any) -> Any:
         raw = variable._box[0]
         if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
             continue
-        try:
-            sharding = resolve_sharding(variable._metadata)
-        except MetadataError:
-            continue  # there is no mesh
+        if not has_mesh(variable._metadata):
+            continue
+        sharding = resolve_sharding(variable._metadata)
         if sharding is not None:
             placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
             variable.set_raw_value(placed)

@@ -57,6 +57,7 @@ def merged_rules(own: Rules | None) -> dict[str, Any]:
 def partition_spec(annotation: Any, rules: Rules | None) -> PartitionSpec:
     """Turns an annotation of axis names into a PartitionSpec over mesh axes."""
     names = merged_rules(rules)
+    annotation = (annotation,) if isinstance(annotation, str) else annotation
 
     def mesh_axis(entry: Any) -> Any:
         if isinstance(entry, tuple | list):
@@ -64,6 +65,13 @@ def partition_spec(annotation: Any, rules: Rules | None) -> PartitionSpec:
         return names.get(entry, entry) if isinstance(entry, str) else entry
 
     return PartitionSpec(*map(mesh_axis, annotation))
+
+
+def has_mesh(metadata: Mapping[str, Any]) -> bool:
+    """Whether there is a mesh that metadata could place a value on."""
+    annotation = metadata.get("out_sharding")
+    inner = getattr(annotation, "sharding", annotation)
+    return _mesh_of(inner, metadata) is not None
 
 
 def _mesh_of(annotation: Any, metadata: Mapping[str, Any]) -> Any:
@@ -95,7 +103,17 @@ def resolve_sharding(metadata: Mapping[str, Any]) -> Any:
         )
     if isinstance(inner, NamedSharding):
         return annotation
-    return NamedSharding(mesh, partition_spec(inner, metadata.get("sharding_rules")))
+    spec = partition_spec(inner, metadata.get("sharding_rules"))
+    used = [
+        n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))
+    ]
+    if unknown := [n for n in used if isinstance(n, str) and n not in mesh.axis_names]:
+        raise MetadataError(
+            f"out_sharding={annotation!r} names the mesh axes {unknown}, but the mesh "
+            f"has {list(mesh.axis_names)}. Use one of those, or map the name to one "
+            "with `logical_axis_rules`."
+        )
+    return NamedSharding(mesh, spec)
 
 
 def place(value: Any, metadata: Mapping[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from treetap._lift import (
     mode_of,
     transform,
 )
+from treetap._listening import listening
 from treetap._looping import same_carry
 from treetap._metadata import MISSING
 from treetap._prefixes import StateAxes, check_prefix, values_in
@@ -152,7 +153,8 @@ class _Step:
     Args:
         f: The function.
         axes: Where things are carried and mapped.
-        definition: The arguments' description.
+        source: The arguments' description; the arguments themselves while somebody
+            listens, who wants to know where in the model they are.
         lanes: For each leaf Carry, an axis, or None. What has None is carried too.
         fixed: Refs by number: JAX wants them from outside.
     """
@@ -161,14 +163,14 @@ class _Step:
         self,
         f: Any,
         axes: _Axes,
-        definition: GraphDef,
+        source: Inputs | GraphDef,
         lanes: Lanes,
         fixed: dict[int, Any],
     ):
         self.f = f
         self.fixed = fixed
         self.axes = axes
-        self.definition = definition
+        self.source = source
         self.lanes = lanes
         self.of_leaf = [lanes.prefixes[lane] for lane in lanes.of_leaf]
         lanes.carried = {n for n, x in enumerate(lanes.prefixes) if x is Carry}
@@ -181,7 +183,7 @@ class _Step:
             self.fixed[number] if number in self.fixed else next(sources[flag])
             for number, flag in enumerate(self.mapped)
         ]
-        inside = Inside(self.definition, values, "scan")
+        inside = Inside(self.source, values, "scan")
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
@@ -346,6 +348,8 @@ def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _
     of_leaf, lanes = inputs.spread(prefix, "in_axes")
     key = (inputs.definition, tuple(of_leaf))
     fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+    if listening.value is not None:
+        return _Scan(inputs, _Step(f, axes, inputs, lanes, fixed))
     step = None if fixed else steps.get(key)
     if step is None:
         while len(steps) >= MAX_STEPS:
