@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout: zeros at random places while training, nothing while evaluating.
+
+The stream a layer was given is forked when it is made, so that layers do not share one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from treetap._attributes import data
+from treetap._errors import StructureError
+from treetap._layers.parameters import Array, text_of, where
+from treetap._modules import Module
+from treetap._randomness import Rngs, RngStream
+
+
+def forked(layer: Any, rngs: Any, name: str) -> Any:
+    """A stream of the layer's own, from streams or a stream; None from None."""
+    if rngs is None:
+        return data(None)
+    if isinstance(rngs, Rngs):
+        return rngs[name].fork()
+    if isinstance(rngs, RngStream):
+        return rngs.fork()
+    raise TypeError(
+        f"{type(layer).__name__}: `rngs` must be an Rngs, an RngStream or None, got "
+        f"{type(rngs).__name__}."
+    )
+
+
+def next_key(layer: Any, rngs: Any, name: str) -> Any:
+    """The key to use, from streams, a stream, or a key itself."""
+    if isinstance(rngs, Rngs):
+        return rngs[name]()
+    if isinstance(rngs, RngStream):
+        return rngs()
+    if isinstance(rngs, jax.Array):
+        return rngs
+    raise TypeError(
+        f"{where(layer)}: `rngs` must be an Rngs, an RngStream or a key, got "
+        f"{type(rngs).__name__}."
+    )
+
+
+class Dropout(Module):
+    """Sets elements to zero at random, and scales the others up to make up for it.
+
+    Args:
+        rate: The share of elements to drop, from 0 to 1.
+        broadcast_dims: Axes along which elements are dropped together.
+        deterministic: Whether to leave the inputs alone; `view`, `train` and `eval` set
+            it.
+        rng_collection: The name of the stream.
+        rngs: Random streams, or a stream; without it, each call brings its own.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.Dropout(0.5, rngs=tt.Rngs(0))
+        >>> sorted({float(x) for x in layer(jnp.ones(100))})
+        [0.0, 2.0]
+        >>> bool((tt.view(layer, deterministic=True)(jnp.ones(100)) == 1).all())
+        True
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        broadcast_dims: Sequence[int] = (),
+        deterministic: bool | None = False,
+        rng_collection: str = "dropout",
+        rngs: Rngs | RngStream | None = None,
+    ):
+        if not 0 <= rate <= 1:
+            raise StructureError(
+                f"Dropout: `rate` is a share from 0 to 1, not {rate!r}."
+            )
+        self.rate = rate
+        self.broadcast_dims = tuple(broadcast_dims)
+        self.deterministic = deterministic
+        self.rng_collection = rng_collection
+        self.rngs = forked(self, rngs, rng_collection)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: Rngs | RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The `inputs`, some of them dropped.
+
+        Args:
+            inputs: An array.
+            deterministic: Instead of the layer's own.
+            rngs: Random streams, a stream, or a key, instead of the layer's own.
+        """
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic is None:
+            raise StructureError(
+                f"{where(self)}: `deterministic` is given neither to the layer nor to "
+                "the call."
+            )
+        if deterministic or self.rate == 0:
+            return inputs
+        if self.rate == 1:
+            return jnp.zeros_like(inputs)
+        key = self._key(rngs)
+        inputs = jnp.asarray(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.inexact):
+            raise StructureError(
+                f"{where(self)}: elements that are kept are scaled, so inputs must be "
+                f"floating or complex, not {text_of(inputs)}."
+            )
+        keep = 1.0 - self.rate
+        shape = list(inputs.shape)
+        for axis in self.broadcast_dims:
+            shape[axis] = 1
+        kept = jnp.broadcast_to(_kept(key, keep, inputs, shape), inputs.shape)
+        return lax.select(kept, inputs / keep, jnp.zeros_like(inputs))
+
+    def _key(self, rngs: Any) -> Any:
+        if rngs is None:
+            rngs = self.rngs
+        if rngs is None:
+            raise StructureError(
+                f"{where(self)}: `deterministic` is False, but no `rngs` argument was "
+                "provided to Dropout. Give `rngs` to the layer or to the call."
+            )
+        return next_key(self, rngs, self.rng_collection)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode of a view.
+
+        Args:
+            deterministic: Whether to leave the inputs alone.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+def _kept(key: Any, keep: float, inputs: jax.Array, shape: list[int]) -> jax.Array:
+    """Which elements to keep, sharded as the inputs are."""
+    sharding = getattr(jax.typeof(inputs), "sharding", None)
+    explicit = sharding is not None and any(
+        name is not None for name in getattr(sharding, "spec", ())
+    )
+    if not explicit or shape != list(inputs.shape):
+        return jax.random.bernoulli(key, keep, tuple(shape))
+    return jax.random.bernoulli(key, keep, tuple(shape), out_sharding=sharding)
