@@ -9,7 +9,8 @@
     ├── StructureError         names, kinds or shapes that do not fit
     ├── FilterError            a filter that leaves values over, or stands wrongly
     ├── MetadataError          metadata that cannot be set or removed
-    └── CaptureError           a value asked for that cannot be had, a wrong tap
+    ├── CaptureError           a value asked for that cannot be had, a wrong tap
+    └── WeightsError           a file of weights is broken, or does not fit
 
 All but the first are ValueErrors as well, so `except ValueError` keeps working.
 Plain `TypeError`, `KeyError`, `IndexError` and
@@ -51,3 +52,7 @@ class MetadataError(TreetapError, ValueError):
 
 class CaptureError(TreetapError, ValueError):
     """A value that was asked for cannot be had, or a tap is used wrongly."""
+
+
+class WeightsError(TreetapError, ValueError):
+    """A file of weights is broken, unsafe to read, or does not fit the model."""
