@@ -3,11 +3,14 @@
 
 `listening` is a JAX user context, part of the key of every trace cache, whose value
 says only which kinds of taps to emit. What follows from it is imported when needed.
+`around_methods` is another: who runs the methods of Modules, while somebody listens.
 """
 
 from typing import Any, NamedTuple
 
 import jax
+
+from treetap._variables import Variable
 
 
 class Asked(NamedTuple):
@@ -15,6 +18,7 @@ class Asked(NamedTuple):
 
     Attributes:
         kinds: Kinds of Variable that `sow` and `perturb` are heard for; None for all.
+            Taps of another sort have a class of their own, heard only if it is named.
         outputs: The kind that method outputs are taken as, or None.
         taps: Whether the free function `tap` is heard.
     """
@@ -24,11 +28,17 @@ class Asked(NamedTuple):
     taps: bool
 
     def hears(self, kind: type) -> bool:
-        """Whether a kind of Variable is asked for."""
-        return self.kinds is None or kind in self.kinds
+        """Whether a kind of Variable, or another sort of tap, is asked for."""
+        if self.kinds is None:
+            return issubclass(kind, Variable)
+        return kind in self.kinds
 
 
 listening: Any = jax.make_user_context(None)
+
+# None, or a function of (name, function, Module, args, kwargs) that runs a method of a
+# Module in its scope: one that a file defines, so that it is the same for equal traces.
+around_methods: Any = jax.make_user_context(None)
 
 
 def append(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:

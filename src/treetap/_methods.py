@@ -17,7 +17,7 @@ from weakref import WeakSet
 import jax
 from jax.extend import source_info_util
 
-from treetap._listening import listening
+from treetap._listening import around_methods, listening
 from treetap._traces import is_eager
 
 # The frame of the wrapper is not where the user's operations come from.
@@ -35,6 +35,11 @@ def is_method(name: str, value: Any) -> bool:
         return False
     # Functions and jitted functions bind to the instance; other callables do not.
     return callable(value) and hasattr(type(value), "__get__")
+
+
+def is_wrapped(fn: Any) -> bool:
+    """Whether a function is a method that runs in the scope of its Module."""
+    return isinstance(fn, types.FunctionType) and fn in _wrapped
 
 
 def wrap_method(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +77,11 @@ def run_method(  # noqa: PLR0917 - on the way of every call
             return fn(self, *args, **kwargs)
     inside, output = _for_listeners()
     with inside(self):
-        out = fn(self, *args, **kwargs)
+        around = around_methods.value
+        if around is None:
+            out = fn(self, *args, **kwargs)
+        else:
+            out = around(name, fn, self, args, kwargs)
         return out if asked.outputs is None else output(name, out)
 
 

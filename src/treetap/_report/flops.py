@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs: how many operations a call of a method takes, as XLA counts them.
+
+The method is lowered alone, for the types it was called with, and XLA's analysis of the
+lowered program is asked; nothing is compiled or run. XLA counts what is inside a loop
+once: the iterations of a `scan` are added here. What is inside a `while` stays at one,
+since nobody knows how often it runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from treetap import _jaxprs
+from treetap._jaxprs import Body
+from treetap._report.calls import Note, parted, run_quietly
+from treetap._report.texts import is_array
+from treetap._variables import raw_values
+
+Program = Callable[[list[Any]], Any]
+
+
+class Flops:
+    """Counts the FLOPs of calls; equal calls are counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int | None] = {}
+
+    def forward(self, note: Note) -> int | None:
+        """FLOPs of a call; None if XLA does not tell."""
+        return self._of(note, _forward)
+
+    def backward(self, note: Note) -> int | None:
+        """FLOPs of a call and of its derivatives by Variables and arguments."""
+        return self._of(note, _with_derivatives)
+
+    def _of(self, note: Note, make: Callable[[Note], Any]) -> int | None:
+        leaves, tree = jax.tree.flatten(note.given.leaves)
+        types = tuple((x.shape, x.dtype) if is_array(x) else x for x in leaves)
+        key = make, note.kind, note.method, note.given.definition, tree, types
+        try:
+            if key not in self._known:
+                self._known[key] = _counted(*make(note))
+            return self._known[key]
+        except TypeError:  # something static cannot be hashed
+            return _counted(*make(note))
+
+
+def _forward(note: Note) -> tuple[Program, list[Any]]:
+    """A call as a function of arrays: its results, and what Variables come to hold."""
+    arrays, restore = parted(note.given.leaves)
+
+    def program(arrays: list[Any]) -> Any:
+        run = run_quietly(note.given.definition, restore(arrays), note.method)
+        given = set(map(id, arrays))
+        held = _arrays_in(raw_values(run.leaves))
+        return _arrays_in(run.out), [x for x in held if id(x) not in given]
+
+    return program, arrays
+
+
+def _with_derivatives(note: Note) -> tuple[Program, list[Any]]:
+    """A call and its derivatives as a function of arrays."""
+    forward, arrays = _forward(note)
+
+    def program(arrays: list[Any]) -> Any:
+        chosen = [n for n, array in enumerate(arrays) if _is_inexact(array)]
+
+        def of_chosen(values: list[Any]) -> list[Any]:
+            given = list(arrays)
+            for n, value in zip(chosen, values):
+                given[n] = value
+            return [x for x in forward(given)[0] if _is_inexact(x)]
+
+        out, pullback = jax.vjp(of_chosen, [arrays[n] for n in chosen])
+        return out, pullback([jnp.ones_like(x) for x in out])
+
+    return program, arrays
+
+
+def _arrays_in(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def _is_inexact(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _counted(program: Program, arrays: list[Any]) -> int | None:
+    """FLOPs of a program, of sharded arrays or else of plain ones; None if it fails.
+
+    Alone, a method may lack what is around it, such as a mapped axis or a mesh; and not
+    every device has an analysis.
+    """
+    given = [arrays]
+    if any(array.sharding is not None for array in arrays):
+        given.append([array.update(sharding=None) for array in arrays])
+    for tried in given:
+        with contextlib.suppress(Exception):
+            body = _jaxprs.body_of(jax.make_jaxpr(program)(tried))
+            return round(_flops_of(body)[1])
+    return None
+
+
+def _flops_of(body: Body) -> tuple[float, float]:
+    """FLOPs as XLA counts them, each loop body once, and with all iterations."""
+    once = all_of_them = _by_xla(body)
+    for params, inside in _scans_in(body.jaxpr):
+        inner, inner_all = _flops_of(inside)
+        options = _jaxprs.scan_options(params)
+        length, unroll = options["length"], int(options["unroll"])
+        # XLA sees the copies that the loop is unrolled to, and those left over.
+        seen = unroll + length % unroll if unroll < length else length
+        all_of_them += length * inner_all - seen * inner
+    return once, all_of_them
+
+
+def _by_xla(body: Body) -> float:
+    def fn(*values: Any) -> Any:
+        return _jaxprs.evaluate(body.jaxpr, body.consts, values)
+
+    lowered = jax.jit(fn).lower(*(var.aval for var in body.jaxpr.invars))
+    found: Any = lowered.cost_analysis()
+    if found is None:
+        raise ValueError("XLA does not tell.")
+    # XLA takes one off for what it does not know, such as constraints of shardings.
+    return max(0.0, found.get("flops", 0.0))
+
+
+def _scans_in(jaxpr: Any) -> Iterator[tuple[dict[str, Any], Body]]:
+    """The scans of a jaxpr that are not inside another scan."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            (body,) = _jaxprs.bodies_of(eqn.primitive, eqn.params)
+            yield eqn.params, body
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _scans_in(_jaxprs.opened(inner)[0])

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: the distinct calls in a model, each with what its Module holds.
+
+Calls of one method of one Module with arguments of the same types make one row; a
+Module that stands at several places has one path, the first. Sizes are counted by kind
+of Variable, each Variable once, the states of random streams together, arrays that no
+Variable holds as kind `Array`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from treetap import _display
+from treetap._attributes import Node
+from treetap._containers import Dict, List
+from treetap._errors import StructureError
+from treetap._kinds import Param, RngState
+from treetap._pytrees import opened
+from treetap._report.calls import Call, recorded
+from treetap._report.flops import Flops
+from treetap._report.texts import is_array
+from treetap._sharing import places
+from treetap._trees import Path
+from treetap._variables import Variable
+
+
+class Size(NamedTuple):
+    """A number of elements, and the bytes they take."""
+
+    elements: int = 0
+    nbytes: int = 0
+
+    def plus(self, other: "Size") -> "Size":
+        """Both together."""
+        return Size(self.elements + other.elements, self.nbytes + other.nbytes)
+
+    def __str__(self) -> str:
+        return f"{self.elements:,} ({_display.readable_bytes(self.nbytes)})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method of one Module, called with arguments of some types.
+
+    Attributes:
+        path: Where the model holds the Module.
+        type: Its class.
+        method: The name of the method.
+        inputs: The arguments, as text.
+        outputs: The result, as text; empty if the method raised.
+        calls: How often it is called, in loops and mappings too; None if that depends
+            on values.
+        sizes: What the Module and everything inside it holds, by kind of Variable.
+        parameters: Elements of the Params among that.
+        nbytes: Bytes of those Params.
+        own_parameters: Elements of the Params that no object inside it holds.
+        flops: FLOPs of one call; None if they were not asked for, or are not known.
+        vjp_flops: The same with derivatives.
+    """
+
+    path: Path
+    type: type
+    method: str
+    inputs: str
+    outputs: str
+    calls: int | None
+    sizes: tuple[tuple[str, Size], ...]
+    parameters: int
+    nbytes: int
+    own_parameters: int
+    flops: int | None = None
+    vjp_flops: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Path and method: `blocks/3/attn`, `blocks/3:encode`."""
+        return self.text_below(0)
+
+    def text_below(self, level: int) -> str:
+        """The same, without the first keys of the path."""
+        method = "" if self.method == "__call__" else f":{self.method}"
+        return "/".join(map(str, self.path[level:])) + method
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names, numbers and texts only."""
+        return {
+            "path": "/".join(map(str, self.path)),
+            "type": self.type.__name__,
+            "method": self.method,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "calls": self.calls,
+            "parameters": self.parameters,
+            "own_parameters": self.own_parameters,
+            "bytes": self.nbytes,
+            "sizes": sizes_dict(self.sizes),
+            "flops": self.flops,
+            "vjp_flops": self.vjp_flops,
+        }
+
+
+def sizes_dict(sizes: Iterable[tuple[str, Size]]) -> dict[str, dict[str, int]]:
+    """Sizes by kind, as plain numbers."""
+    return {k: {"elements": x.elements, "bytes": x.nbytes} for k, x in sizes}
+
+
+class Entry(NamedTuple):
+    """A row together with the Module it speaks of (or an abstract copy of it)."""
+
+    row: Row
+    node: Any
+
+
+def kind_name(value: Any) -> str:
+    """What the values of a Variable, or an array that none holds, are counted as."""
+    if isinstance(value, RngState):
+        return "RngState"
+    return type(value).__name__ if isinstance(value, Variable) else "Array"
+
+
+def leaves_below(root: Any) -> Iterator[Any]:
+    """Variables, and arrays outside of them, each once."""
+    seen: set[int] = set()
+    for _, value, _ in places(root):
+        if (isinstance(value, Variable) or is_array(value)) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+
+
+def size_of(value: Any) -> Size:
+    """The size of a Variable or an array."""
+    raw = value.get_raw_value() if isinstance(value, Variable) else value
+    return Size(*_display.size_of(raw))
+
+
+def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
+    """Sizes by kind of Variable of all that is below a value, kinds sorted."""
+    found: dict[str, Size] = {}
+    for value in leaves_below(root):
+        raw = value.get_raw_value() if isinstance(value, Variable) else value
+        if not _display.has_arrays(raw):
+            continue
+        kind = kind_name(value)
+        found[kind] = found.get(kind, Size()).plus(size_of(value))
+    return tuple(sorted(found.items()))
+
+
+def parameters_of(leaves: Iterable[Any]) -> Size:
+    """The size of the Params among Variables and arrays."""
+    total = Size()
+    for value in leaves:
+        if isinstance(value, Param):
+            total = total.plus(size_of(value))
+    return total
+
+
+def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
+    """Variables and arrays that an object holds itself, in containers too."""
+
+    def visit(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Variable) or is_array(value):
+            yield "/".join(map(str, path)), value
+        elif not path or isinstance(value, List | Dict) or not isinstance(value, Node):
+            for key, child in zip(*(opened(value) or ((), ()))):
+                yield from visit((*path, key), child)
+
+    return visit((), node)
+
+
+def entries_of(
+    node: Any,
+    method: str,
+    args: Any,
+    kwargs: Any,
+    *,
+    name: str,
+    depth: int | None,
+    flops: bool = False,
+    vjp_flops: bool = False,
+) -> list[Entry]:
+    """The rows of a call, in the order in which the calls start.
+
+    Args:
+        node: The model; it is not changed.
+        method: The method to call.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        name: The public function at work, for messages.
+        depth: How long the paths of rows may be.
+        flops: Whether FLOPs are counted.
+        vjp_flops: Whether those with derivatives are.
+    """
+    _check(node, method, depth, name)
+    at = {path: value for path, value, _ in places(node) if isinstance(value, Node)}
+    counter = Flops()
+    found: list[Entry] = []
+    for call in _distinct(recorded(node, method, args, kwargs, name)):
+        if depth is not None and len(call.path) > depth:
+            continue
+        note = call.note
+        module = at.get(call.path)
+        if module is None:  # not part of the model: an argument, or made on the way
+            module = note.given.thawed()["args"][0]
+        parameters = parameters_of(leaves_below(module))
+        row = Row(
+            path=call.path,
+            type=note.kind,
+            method=note.method,
+            inputs=note.inputs,
+            outputs=note.outputs or "",
+            calls=call.times,
+            sizes=sizes_of(module),
+            parameters=parameters.elements,
+            nbytes=parameters.nbytes,
+            own_parameters=parameters_of(x for _, x in own_leaves(module)).elements,
+            flops=counter.forward(note) if flops else None,
+            vjp_flops=counter.backward(note) if vjp_flops else None,
+        )
+        found.append(Entry(row, module))
+    return found
+
+
+def _distinct(calls: Iterable[Call]) -> list[Call]:
+    """One call for each Module, method and types of arguments; times are added."""
+    found: dict[Any, Call] = {}
+    for call in calls:
+        key = call.path, call.note.method, call.note.inputs
+        if key in found:
+            counts = found[key].times, call.times
+            times = None if None in counts else sum(n for n in counts if n is not None)
+            found[key] = found[key]._replace(times=times)
+        else:
+            found[key] = call
+    return list(found.values())
+
+
+def _check(node: Any, method: str, depth: int | None, name: str) -> None:
+    """Refuses what has no such method, with what there is."""
+    if not isinstance(node, Node):
+        raise TypeError(
+            f"{name}: expected a Module or another Pytree object, got a "
+            f"{type(node).__name__}. Pass the object whose method is to be called."
+        )
+    if not callable(getattr(type(node), method, None)):
+        raise AttributeError(
+            f"{name}: {type(node).__name__} has no method {method!r}. Name one of its "
+            "methods with `method=`."
+        )
+    if depth is not None and depth < 0:
+        raise StructureError(
+            f"{name}: `depth` is {depth}; it is the length of the longest path to "
+            "show: 0 for the object itself, 1 for what it holds, and so on."
+        )

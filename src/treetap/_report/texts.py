@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts: values by their types, as tables show them.
+
+An array is its type and shape, `float32[2,3]`; an object of ours is its class; a
+structure that holds any of these is written item by item, over several lines.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from treetap._attributes import Node
+from treetap._trees import find_leaves, is_container, is_named_tuple, open_container
+from treetap._values import is_ref
+from treetap._variables import Variable
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, concrete, traced or abstract."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def array_text(value: Any) -> str:
+    """An array as people write its type: `float32[2,3]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def arguments_text(args: Any, kwargs: Any) -> str:
+    """Arguments of a call, a line for each unless there is only one.
+
+    A keyword that is None says that an argument is left out, and is.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    if not kwargs and len(args) < 2:
+        return text_of(args[0]) if args else ""
+    lines = [_item("-", value) for value in args]
+    lines += [_item(f"{name}:", value) for name, value in kwargs.items()]
+    return "\n".join(lines)
+
+
+def text_of(value: Any) -> str:
+    """A value by its types: arrays by shape, structures item by item."""
+    if is_array(value) or is_ref(value):
+        return array_text(value)
+    if isinstance(value, Variable):
+        return f"{type(value).__name__} {text_of(value.get_raw_value())}"
+    if isinstance(value, Node | type):
+        return type(value).__name__ if isinstance(value, Node) else value.__name__
+    if not is_container(value) or not find_leaves(value, _is_typed):
+        return _short(value)
+    return _container_text(value)
+
+
+def _is_typed(value: Any) -> bool:
+    return is_array(value) or isinstance(value, Variable | Node | jax.Ref)
+
+
+def _container_text(value: Any) -> str:
+    opened = open_container(value)
+    if opened.kind in (list, tuple):
+        return "\n".join(_item("-", child) for child in opened.children)
+    pairs = zip(opened.keys, opened.children)
+    if opened.kind is dict:  # in the order of insertion
+        pairs = value.items()
+    lines = [_item(f"{key}:", child) for key, child in pairs]
+    if opened.kind is dict or is_named_tuple(opened.kind):
+        return "\n".join(lines)
+    return "\n".join([opened.kind.__name__, *(f"  {line}" for line in lines)])
+
+
+def _item(label: str, value: Any) -> str:
+    """One item of a structure: beside its label, or below it if it has many lines."""
+    text = text_of(value)
+    if "\n" not in text:
+        return f"{label} {text}".rstrip()
+    body = text.replace("\n", "\n  ")
+    return f"{label} {body}" if label == "-" else f"{label}\n  {body}"
+
+
+def _short(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    text = name if isinstance(name, str) else repr(value)
+    text = text.partition("\n")[0]
+    return text if len(text) <= 40 else f"{text[:37]}..."
