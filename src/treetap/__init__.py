@@ -53,6 +53,7 @@ from treetap._errors import MetadataError as MetadataError
 from treetap._errors import StructureError as StructureError
 from treetap._errors import TraceContextError as TraceContextError
 from treetap._errors import TreetapError as TreetapError
+from treetap._errors import WeightsError as WeightsError
 from treetap._filters import All as All
 from treetap._filters import Any as Any
 from treetap._filters import Everything as Everything
@@ -130,31 +131,146 @@ from treetap._walks import recursive_map as recursive_map
 
 if _TYPE_CHECKING:
     from treetap import compat as compat
+    from treetap import initializers as initializers
+    from treetap import metrics as metrics
     from treetap import nnx as nnx
     from treetap._capturing import capture as capture
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
+    from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
+    from treetap._files.checkpoints import save_checkpoint as save_checkpoint
+    from treetap._files.rules import tensor as tensor
+    from treetap._files.weights import load_weights as load_weights
+    from treetap._files.weights import save_weights as save_weights
+    from treetap._layers.activations import PReLU as PReLU
+    from treetap._layers.activations import celu as celu
+    from treetap._layers.activations import elu as elu
+    from treetap._layers.activations import gelu as gelu
+    from treetap._layers.activations import glu as glu
+    from treetap._layers.activations import hard_sigmoid as hard_sigmoid
+    from treetap._layers.activations import hard_silu as hard_silu
+    from treetap._layers.activations import hard_swish as hard_swish
+    from treetap._layers.activations import hard_tanh as hard_tanh
+    from treetap._layers.activations import identity as identity
+    from treetap._layers.activations import leaky_relu as leaky_relu
+    from treetap._layers.activations import log_sigmoid as log_sigmoid
+    from treetap._layers.activations import log_softmax as log_softmax
+    from treetap._layers.activations import logsumexp as logsumexp
+    from treetap._layers.activations import one_hot as one_hot
+    from treetap._layers.activations import relu as relu
+    from treetap._layers.activations import relu6 as relu6
+    from treetap._layers.activations import selu as selu
+    from treetap._layers.activations import sigmoid as sigmoid
+    from treetap._layers.activations import silu as silu
+    from treetap._layers.activations import soft_sign as soft_sign
+    from treetap._layers.activations import softmax as softmax
+    from treetap._layers.activations import softplus as softplus
+    from treetap._layers.activations import standardize as standardize
+    from treetap._layers.activations import swish as swish
+    from treetap._layers.activations import tanh as tanh
+    from treetap._layers.adapters import LoRA as LoRA
+    from treetap._layers.adapters import LoRALinear as LoRALinear
+    from treetap._layers.adapters import LoRAParam as LoRAParam
+    from treetap._layers.attention import combine_masks as combine_masks
+    from treetap._layers.attention import dot_product_attention as dot_product_attention
+    from treetap._layers.attention import make_attention_mask as make_attention_mask
+    from treetap._layers.attention import make_causal_mask as make_causal_mask
+    from treetap._layers.cells import GRUCell as GRUCell
+    from treetap._layers.cells import LSTMCell as LSTMCell
+    from treetap._layers.cells import OptimizedLSTMCell as OptimizedLSTMCell
+    from treetap._layers.cells import RNNCellBase as RNNCellBase
+    from treetap._layers.cells import SimpleCell as SimpleCell
+    from treetap._layers.convolution import Conv as Conv
+    from treetap._layers.convolution import ConvTranspose as ConvTranspose
+    from treetap._layers.dropout import Dropout as Dropout
+    from treetap._layers.dtypes import promote_dtype as promote_dtype
+    from treetap._layers.embedding import Embed as Embed
+    from treetap._layers.grouping import GroupNorm as GroupNorm
+    from treetap._layers.grouping import InstanceNorm as InstanceNorm
+    from treetap._layers.linear import Einsum as Einsum
+    from treetap._layers.linear import Linear as Linear
+    from treetap._layers.linear import LinearGeneral as LinearGeneral
+    from treetap._layers.multihead import MultiHeadAttention as MultiHeadAttention
+    from treetap._layers.normalization import BatchNorm as BatchNorm
+    from treetap._layers.normalization import LayerNorm as LayerNorm
+    from treetap._layers.normalization import RMSNorm as RMSNorm
+    from treetap._layers.pooling import avg_pool as avg_pool
+    from treetap._layers.pooling import max_pool as max_pool
+    from treetap._layers.pooling import min_pool as min_pool
+    from treetap._layers.pooling import pool as pool
+    from treetap._layers.recurrence import RNN as RNN
+    from treetap._layers.recurrence import Bidirectional as Bidirectional
+    from treetap._layers.recurrence import flip_sequences as flip_sequences
+    from treetap._layers.reparametrization import SpectralNorm as SpectralNorm
+    from treetap._layers.reparametrization import WeightNorm as WeightNorm
     from treetap._observing import observe as observe
     from treetap._observing import sites as sites
     from treetap._records import Record as Record
     from treetap._records import Site as Site
+    from treetap._report.summary import Summary as Summary
+    from treetap._report.summary import summary as summary
+    from treetap._report.summary import tabulate as tabulate
     from treetap._selectors import Select as Select
+    from treetap._sharding import as_abstract as as_abstract
+    from treetap._sharding import get_abstract_model as get_abstract_model
+    from treetap._sharding import get_named_sharding as get_named_sharding
+    from treetap._sharding import get_partition_spec as get_partition_spec
+    from treetap._sharding import with_partitioning as with_partitioning
+    from treetap._training.averaging import EMA as EMA
+    from treetap._training.optimizer import OptArray as OptArray
+    from treetap._training.optimizer import Optimizer as Optimizer
+    from treetap._training.optimizer import OptState as OptState
+    from treetap._training.optimizer import OptVariable as OptVariable
+    from treetap.metrics import Metric as Metric
+    from treetap.metrics import MultiMetric as MultiMetric
 
-# Imported when they are asked for: those who only train need not wait for them.
-_LATER = {
-    "tap": "_emitting",
-    "set_sow_outside_capture": "_emitting",
-    "capture": "_capturing",
-    "observe": "_observing",
-    "sites": "_observing",
-    "Record": "_records",
-    "Site": "_records",
-    "Select": "_selectors",
+# Imported when they are asked for: a program waits only for what it uses.
+_MODULES = ("compat", "initializers", "metrics", "nnx")
+_ROOMS = {
+    "_emitting": "set_sow_outside_capture tap",
+    "_capturing": "capture",
+    "_observing": "observe sites",
+    "_records": "Record Site",
+    "_selectors": "Select",
+    "_layers.linear": "Linear LinearGeneral Einsum",
+    "_layers.convolution": "Conv ConvTranspose",
+    "_layers.embedding": "Embed",
+    "_layers.adapters": "LoRA LoRALinear LoRAParam",
+    "_layers.activations": (
+        "PReLU celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh "
+        "identity leaky_relu log_sigmoid log_softmax logsumexp one_hot relu "
+        "relu6 selu sigmoid silu soft_sign softmax softplus standardize swish "
+        "tanh"
+    ),
+    "_layers.normalization": "BatchNorm LayerNorm RMSNorm",
+    "_layers.grouping": "GroupNorm InstanceNorm",
+    "_layers.reparametrization": "SpectralNorm WeightNorm",
+    "_layers.dropout": "Dropout",
+    "_layers.dtypes": "promote_dtype",
+    "_layers.attention": (
+        "combine_masks dot_product_attention make_attention_mask make_causal_mask"
+    ),
+    "_layers.multihead": "MultiHeadAttention",
+    "_layers.cells": "GRUCell LSTMCell OptimizedLSTMCell RNNCellBase SimpleCell",
+    "_layers.recurrence": "Bidirectional RNN flip_sequences",
+    "_layers.pooling": "avg_pool max_pool min_pool pool",
+    "_training.optimizer": "OptArray OptState OptVariable Optimizer",
+    "_training.averaging": "EMA",
+    "metrics": "Metric MultiMetric",
+    "_sharding": (
+        "as_abstract get_abstract_model get_named_sharding get_partition_spec "
+        "with_partitioning"
+    ),
+    "_files.weights": "load_weights save_weights",
+    "_files.rules": "tensor",
+    "_files.checkpoints": "restore_checkpoint save_checkpoint",
+    "_report.summary": "Summary summary tabulate",
 }
+_LATER = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> _AnyType:
-    if name in ("compat", "nnx"):
+    if name in _MODULES:
         return _import_module(f"treetap.{name}")
     if name in _LATER:
         value = getattr(_import_module(f"treetap.{_LATER[name]}"), name)
@@ -168,34 +284,64 @@ def __getattr__(name: str) -> _AnyType:
 
 
 __all__ = [
+    "EMA",
     "PARTITION_NAME",
+    "RNN",
     "AliasError",
     "All",
     "Any",
     "AttributeStatusError",
+    "BatchNorm",
     "BatchStat",
+    "Bidirectional",
     "Cache",
     "CaptureError",
     "Carry",
+    "Conv",
+    "ConvTranspose",
     "CycleError",
     "Dict",
+    "Dropout",
+    "Einsum",
+    "Embed",
     "Everything",
     "FilterError",
     "FlatState",
+    "GRUCell",
     "GraphDef",
     "GraphState",
+    "GroupNorm",
+    "InstanceNorm",
     "Intermediate",
+    "LSTMCell",
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
     "List",
+    "LoRA",
+    "LoRALinear",
+    "LoRAParam",
     "MetadataError",
+    "Metric",
     "Module",
+    "MultiHeadAttention",
+    "MultiMetric",
     "Not",
     "Nothing",
     "OfType",
+    "OptArray",
+    "OptState",
+    "OptVariable",
+    "OptimizedLSTMCell",
+    "Optimizer",
+    "PReLU",
     "Param",
     "PathContains",
     "PathIn",
     "Perturbation",
     "Pytree",
+    "RMSNorm",
+    "RNNCellBase",
     "Record",
     "RngCount",
     "RngKey",
@@ -204,35 +350,58 @@ __all__ = [
     "Rngs",
     "Select",
     "Sequential",
+    "SimpleCell",
     "Site",
+    "SpectralNorm",
     "State",
     "StructureError",
+    "Summary",
     "TraceContextError",
     "TreetapError",
     "Variable",
     "VariableMetadata",
+    "WeightNorm",
+    "WeightsError",
     "WithTag",
+    "as_abstract",
     "as_pure",
+    "avg_pool",
     "call",
     "capture",
+    "celu",
     "check_pytree",
     "checkify",
     "clone",
+    "combine_masks",
     "compat",
     "cond",
     "custom_vjp",
     "data",
     "dataclass",
+    "dot_product_attention",
+    "elu",
     "eval_shape",
     "filter_state",
     "find_duplicates",
     "flatten",
+    "flip_sequences",
     "fori_loop",
     "fork_rngs",
     "from_flat_state",
+    "gelu",
+    "get_abstract_model",
+    "get_named_sharding",
+    "get_partition_spec",
+    "glu",
     "grad",
     "graphdef",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
     "has_data",
+    "identity",
+    "initializers",
     "is_data",
     "is_variable",
     "iter_children",
@@ -241,39 +410,69 @@ __all__ = [
     "jit",
     "jit_partial",
     "jvp",
+    "leaky_relu",
+    "load_weights",
+    "log_sigmoid",
+    "log_softmax",
     "logical_axis_rules",
+    "logsumexp",
+    "make_attention_mask",
+    "make_causal_mask",
     "make_jaxpr",
     "map",
     "map_state",
+    "max_pool",
     "merge",
     "merge_state",
+    "metrics",
+    "min_pool",
     "nnx",
     "observe",
+    "one_hot",
     "pmap",
+    "pool",
     "pop",
     "prefix",
+    "promote_dtype",
     "recursive_map",
     "register_data_type",
+    "relu",
+    "relu6",
     "remat",
     "replace_by_pure_dict",
     "reseed",
+    "restore_checkpoint",
     "restore_int_paths",
+    "save_checkpoint",
+    "save_weights",
     "scan",
+    "selu",
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
     "set_sow_outside_capture",
     "set_structure_policy",
     "shard_map",
+    "sigmoid",
+    "silu",
     "sites",
+    "soft_sign",
+    "softmax",
+    "softplus",
     "split",
     "split_rngs",
     "split_state",
+    "standardize",
     "state",
     "static",
     "structure_policy",
+    "summary",
+    "swish",
     "switch",
+    "tabulate",
+    "tanh",
     "tap",
+    "tensor",
     "to_flat_state",
     "to_pure_dict",
     "transform_metadata",
@@ -291,6 +490,7 @@ __all__ = [
     "while_loop",
     "with_attributes",
     "with_metadata",
+    "with_partitioning",
     "with_rngs",
     "with_vars",
 ]

@@ -25,6 +25,7 @@ from treetap import (
     _modules,
     _reseeding,
     _scanning,
+    _sharding,
     _splitting,
     _views,
     _walks,
@@ -42,6 +43,7 @@ def _updates(fn: Callable[..., Any]) -> Callable[..., Any]:
 backup_keys = _graph(_reseeding.backup_keys)
 clone = _graph(_copies.clone)
 flatten = _graph(_splitting.flatten)
+get_abstract_model = _graph(_sharding.get_abstract_model)
 graphdef = _graph(_splitting.graphdef)
 iter_children = _graph(_modules.iter_children)
 iter_graph = _graph(_walks.iter_graph)

@@ -27,10 +27,13 @@ from treetap import (
     _reseeding,
     _scanning,
     _settings,
+    _sharding,
     _splitting,
     _views,
     _walks,
     compat,
+    initializers,
+    metrics,
 )
 from treetap import _traversals as traversals
 from treetap._applying import call
@@ -89,15 +92,73 @@ from treetap._kinds import (
     RngKey,
     RngState,
 )
+from treetap._layers.activations import (
+    PReLU,
+    celu,
+    elu,
+    gelu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_swish,
+    hard_tanh,
+    identity,
+    leaky_relu,
+    log_sigmoid,
+    log_softmax,
+    logsumexp,
+    one_hot,
+    relu,
+    relu6,
+    selu,
+    sigmoid,
+    silu,
+    soft_sign,
+    softmax,
+    softplus,
+    standardize,
+    swish,
+    tanh,
+)
+from treetap._layers.adapters import LoRA, LoRALinear, LoRAParam
+from treetap._layers.attention import (
+    combine_masks,
+    dot_product_attention,
+    make_attention_mask,
+    make_causal_mask,
+)
+from treetap._layers.cells import (
+    GRUCell,
+    LSTMCell,
+    OptimizedLSTMCell,
+    RNNCellBase,
+    SimpleCell,
+)
+from treetap._layers.convolution import Conv, ConvTranspose
+from treetap._layers.dropout import Dropout
+from treetap._layers.embedding import Embed
+from treetap._layers.grouping import GroupNorm, InstanceNorm
+from treetap._layers.linear import Einsum, Linear, LinearGeneral
+from treetap._layers.multihead import MultiHeadAttention
+from treetap._layers.normalization import BatchNorm, LayerNorm, RMSNorm
+from treetap._layers.pooling import avg_pool, max_pool, min_pool, pool
+from treetap._layers.recurrence import RNN, Bidirectional
+from treetap._layers.reparametrization import SpectralNorm, WeightNorm
 from treetap._metadata import VariableMetadata, with_metadata
 from treetap._modules import Module
 from treetap._placement import logical_axis_rules
 from treetap._prefixes import StateAxes, StateSharding
 from treetap._pytrees import Pytree, check_pytree
 from treetap._randomness import Rngs, RngStream
+from treetap._report.summary import tabulate
 from treetap._reseeding import restore_rngs
 from treetap._scanning import Carry
 from treetap._settings import use_eager_sharding, using_eager_sharding
+from treetap._sharding import (
+    get_named_sharding,
+    get_partition_spec,
+    with_partitioning,
+)
 from treetap._sharing import find_duplicates
 from treetap._specs import GraphDef
 from treetap._splitting import GraphState, merge, unflatten
@@ -114,8 +175,16 @@ from treetap._states import (
     to_flat_state,
     to_pure_dict,
 )
+from treetap._training.averaging import EMA as _EMA
+from treetap._training.model_and_optimizer import (
+    ModelAndOptimizer as _ModelAndOptimizer,
+)
+from treetap._training.optimizer import OptArray, OptState, OptVariable
+from treetap._training.optimizer import Optimizer as _Optimizer
 from treetap._updates import pop, set_metadata, update, with_vars
 from treetap._variables import Variable
+from treetap.initializers import Initializer
+from treetap.metrics import Metric, MultiMetric
 
 F = TypeVar("F", bound=Callable[..., _Any])
 
@@ -130,13 +199,17 @@ class set_graph_updates(
     """As `treetap.set_graph_updates`; on here when nobody has set it."""
 
 
+def _graph_mode(graph: bool | None) -> bool:
+    """The mode an argument gives, else the setting of this namespace."""
+    return set_graph_mode.current_value() if graph is None else graph
+
+
 def _graph_by_default(fn: F) -> F:
     """The same function, in graph mode unless an argument or a setting says else."""
 
     @functools.wraps(fn)
     def call(*args: _Any, graph: bool | None = None, **kwargs: _Any) -> _Any:
-        mode = set_graph_mode.current_value() if graph is None else graph
-        return fn(*args, graph=mode, **kwargs)
+        return fn(*args, graph=_graph_mode(graph), **kwargs)
 
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
@@ -151,11 +224,10 @@ def _updates_by_default(fn: F) -> F:
         graph_updates: bool | None = None,
         **kwargs: _Any,
     ) -> _Any:
-        if graph is None:
-            graph = set_graph_mode.current_value()
         if graph_updates is None:
             graph_updates = set_graph_updates.current_value()
-        return fn(*args, graph=graph, graph_updates=graph_updates, **kwargs)
+        modes = {"graph": _graph_mode(graph), "graph_updates": graph_updates}
+        return fn(*args, **modes, **kwargs)
 
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
@@ -183,8 +255,11 @@ vjp = _updates_by_default(_differentiating.vjp)
 vmap = _updates_by_default(_batching.vmap)
 while_loop = _updates_by_default(_looping.while_loop)
 
+abstract_with_sharding = _graph_by_default(_sharding.abstract_with_sharding)
+as_abstract = _graph_by_default(_sharding.as_abstract)
 clone = _graph_by_default(_copies.clone)
 flatten = _graph_by_default(_splitting.flatten)
+get_abstract_model = _graph_by_default(_sharding.get_abstract_model)
 graphdef = _graph_by_default(_splitting.graphdef)
 iter_children = _graph_by_default(_modules.iter_children)
 iter_graph = _graph_by_default(_walks.iter_graph)
@@ -216,6 +291,54 @@ class Object(Pytree, pytree=False):
         super().__init_subclass__(pytree=False, **kwargs)
 
 
+class Optimizer(_Optimizer[_Any]):
+    """As `treetap.Optimizer`; in graph mode unless an argument or a setting says else.
+
+    Args:
+        model: This and those that follow, as for `treetap.Optimizer`.
+        tx: An optax transformation.
+        wrt: A filter: what is trained.
+        graph: Keep shared references.
+    """
+
+    def __init__(self, model: _Any, tx: _Any, *, wrt: _Any, graph: bool | None = None):
+        super().__init__(model, tx, wrt=wrt, graph=_graph_mode(graph))
+
+
+class ModelAndOptimizer(_ModelAndOptimizer):
+    """Deprecated: a model with its optimizer in one object; use `Optimizer`.
+
+    Args:
+        model: The model.
+        tx: An optax transformation.
+        wrt: A filter: what is trained.
+    """
+
+    def __init__(self, model: _Any, tx: _Any, *, wrt: _Any = Param):
+        super().__init__(model, tx, wrt=wrt, graph=_graph_mode(None))
+
+
+class EMA(_EMA):
+    """As `treetap.EMA`; in graph mode unless an argument or a setting says else.
+
+    Args:
+        params: This and those that follow, as for `treetap.EMA`.
+        decay: How much of the average stays.
+        only: Which Variables to average.
+        graph: Keep shared references.
+    """
+
+    def __init__(
+        self,
+        params: _Any,
+        decay: float,
+        *,
+        only: _Any = ...,
+        graph: bool | None = None,
+    ):
+        super().__init__(params, decay, only=only, graph=_graph_mode(graph))
+
+
 def display(*objects: _Any) -> None:
     """Shows objects: through treescope in a notebook, as text elsewhere."""
     try:
@@ -234,37 +357,71 @@ def display(*objects: _Any) -> None:
 
 
 __all__ = [
+    "EMA",
     "PARTITION_NAME",
+    "RNN",
     "All",
     "Any",
+    "BatchNorm",
     "BatchStat",
+    "Bidirectional",
     "Cache",
     "Carry",
+    "Conv",
+    "ConvTranspose",
     "Dict",
     "DiffState",
+    "Dropout",
+    "Einsum",
+    "Embed",
     "Everything",
     "FlatState",
+    "GRUCell",
     "GraphDef",
     "GraphState",
+    "GroupNorm",
+    "Initializer",
+    "InstanceNorm",
     "Intermediate",
+    "LSTMCell",
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
     "List",
+    "LoRA",
+    "LoRALinear",
+    "LoRAParam",
     "MergeContext",
+    "Metric",
+    "ModelAndOptimizer",
     "Module",
+    "MultiHeadAttention",
+    "MultiMetric",
     "NodeStates",
     "Not",
     "Nothing",
     "Object",
     "OfType",
+    "OptArray",
+    "OptState",
+    "OptVariable",
+    "OptimizedLSTMCell",
+    "Optimizer",
+    "PReLU",
     "Param",
     "PathContains",
     "Perturbation",
     "Pytree",
+    "RMSNorm",
+    "RNNCellBase",
     "RngCount",
     "RngKey",
     "RngState",
     "RngStream",
     "Rngs",
     "Sequential",
+    "SimpleCell",
+    "SpectralNorm",
     "SplitContext",
     "State",
     "StateAxes",
@@ -272,14 +429,20 @@ __all__ = [
     "UpdateContext",
     "Variable",
     "VariableMetadata",
+    "WeightNorm",
     "WithTag",
+    "abstract_with_sharding",
+    "as_abstract",
     "as_pure",
+    "avg_pool",
     "cached_partial",
     "call",
     "capture",
+    "celu",
     "check_pytree",
     "checkify",
     "clone",
+    "combine_masks",
     "compat",
     "cond",
     "current_update_context",
@@ -287,6 +450,8 @@ __all__ = [
     "data",
     "dataclass",
     "display",
+    "dot_product_attention",
+    "elu",
     "eval_shape",
     "filter_state",
     "find_duplicates",
@@ -296,9 +461,20 @@ __all__ = [
     "fork_rngs",
     "from_flat_state",
     "from_tree",
+    "gelu",
+    "get_abstract_model",
+    "get_named_sharding",
+    "get_partition_spec",
+    "glu",
     "grad",
     "graphdef",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
     "has_data",
+    "identity",
+    "initializers",
     "is_data",
     "iter_children",
     "iter_graph",
@@ -307,37 +483,60 @@ __all__ = [
     "jit",
     "jit_partial",
     "jvp",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_softmax",
     "logical_axis_rules",
+    "logsumexp",
+    "make_attention_mask",
+    "make_causal_mask",
     "make_jaxpr",
     "map",
     "map_state",
+    "max_pool",
     "merge",
     "merge_context",
     "merge_state",
+    "metrics",
+    "min_pool",
+    "one_hot",
     "pmap",
+    "pool",
     "pop",
     "prefix",
     "pure",
     "recursive_map",
     "register_data_type",
     "register_variable_name",
+    "relu",
+    "relu6",
     "remat",
     "replace_by_pure_dict",
     "reseed",
     "restore_int_paths",
     "restore_rngs",
     "scan",
+    "selu",
     "set_graph_mode",
     "set_graph_updates",
     "set_metadata",
     "shard_map",
+    "sigmoid",
+    "silu",
+    "soft_sign",
+    "softmax",
+    "softplus",
     "split",
     "split_context",
     "split_rngs",
     "split_state",
+    "standardize",
     "state",
     "static",
+    "swish",
     "switch",
+    "tabulate",
+    "tanh",
     "to_flat_state",
     "to_pure_dict",
     "to_tree",
@@ -362,6 +561,7 @@ __all__ = [
     "while_loop",
     "with_attributes",
     "with_metadata",
+    "with_partitioning",
     "with_rngs",
     "with_vars",
 ]

@@ -17,10 +17,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+# Options that make a long example short.
+SHORTER = {"chars": ("--steps", "10", "--width", "16")}
+
+
 def module_names():
-    for path in sorted(SOURCE.glob("*.py")):
-        stem = path.stem
-        yield "treetap" if stem == "__init__" else f"treetap.{stem}"
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        yield ".".join(part for part in parts if part != "__init__")
 
 
 @pytest.mark.parametrize("name", list(module_names()))
@@ -46,9 +50,13 @@ def test_code_blocks_of_a_page_run_in_order(page):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
 )
-def test_examples_run(path):
+def test_examples_run(path, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, check=False
+        [sys.executable, str(path), *SHORTER.get(path.stem, ())],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -9,7 +9,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "treetap"
 FILES = sorted(SOURCE.rglob("*.py"))
-MODULES = {path.stem: path for path in FILES if path.parent == SOURCE}
+ROOMS = {".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in FILES}
+MODULES = {
+    room: SOURCE.joinpath(*room.split(".")).with_suffix(".py")
+    for room in ROOMS
+    if not room.endswith(".__init__")  # a folder's own file says what is in it
+}
 
 # Rooms from the ground up: each may import only from rooms before it. The namespaces at
 # the end are for users; nothing inside imports them.
@@ -75,6 +80,44 @@ ORDER = [
     "_records",
     "_observing",
     "_deprecated",
+    "initializers",
+    "_layers.parameters",
+    "_layers.dtypes",
+    "_layers.linear",
+    "_layers.convolution",
+    "_layers.embedding",
+    "_layers.adapters",
+    "_layers.activations",
+    "_layers.pooling",
+    "_layers.dropout",
+    "_layers.moments",
+    "_layers.normalization",
+    "_layers.grouping",
+    "_layers.reparametrization",
+    "_layers.attention",
+    "_layers.multihead",
+    "_layers.cells",
+    "_layers.recurrence",
+    "_sharding",
+    "metrics",
+    "_training.equal_functions",
+    "_training.optimizer",
+    "_training.model_and_optimizer",
+    "_training.averaging",
+    "_files.tensors",
+    "_files.layouts",
+    "_files.rules",
+    "_files.targets",
+    "_files.incoming",
+    "_files.outgoing",
+    "_files.weights",
+    "_files.checkpoints",
+    "_report.texts",
+    "_report.calls",
+    "_report.flops",
+    "_report.rows",
+    "_report.tables",
+    "_report.summary",
     "compat",
     "nnx",
     "__init__",
@@ -82,6 +125,22 @@ ORDER = [
 
 MAX_FILE = 500
 MAX_FUNCTION = 50
+
+
+NAMESPACES = ("__init__", "nnx")  # imports and names, which are lists and not code
+
+
+def lists_names(node: ast.stmt) -> bool:
+    is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    return is_all or isinstance(node, ast.Import | ast.ImportFrom | ast.If)
+
+
+def lines_in(node: ast.stmt) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def room_of(path: pathlib.Path) -> str:
+    return str(path.relative_to(SOURCE).with_suffix(""))
 
 
 def tree_of(path: pathlib.Path) -> ast.Module:
@@ -112,23 +171,25 @@ def test_every_room_has_a_place_in_the_order():
 def test_imports_go_one_way(room):
     for imported in rooms_imported(MODULES[room]):
         assert imported != "treetap", f"{room} imports the root"
-        name = imported.split(".")[1]
+        name = imported.removeprefix("treetap.")
         assert name in ORDER, f"{room} imports {imported}, which is no room"
         assert ORDER.index(name) < ORDER.index(room), f"{room} imports {name} above it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_files_are_small(path):
     lines = len(path.read_text().splitlines())
+    if room_of(path) in NAMESPACES:
+        lines -= sum(map(lines_in, filter(lists_names, tree_of(path).body)))
     assert lines <= MAX_FILE, f"{path.name} has {lines} lines"
 
 
 def code_lines(function: ast.AST, source: list[str]) -> int:
     """Lines of a function without its docstring, comments and blanks."""
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    start, end = function.lineno, function.end_lineno or 0
-    skipped: set[int] = set()
     first = function.body[0]
+    start, end = first.lineno, function.end_lineno or 0  # the signature is not work
+    skipped: set[int] = set()
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         skipped |= set(range(first.lineno, (first.end_lineno or 0) + 1))
     for number in range(start, end + 1):
@@ -138,7 +199,7 @@ def code_lines(function: ast.AST, source: list[str]) -> int:
     return end - start + 1 - len(skipped)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_functions_fit_on_a_screen(path):
     source = path.read_text().splitlines()
     for node in ast.walk(tree_of(path)):
@@ -147,14 +208,14 @@ def test_functions_fit_on_a_screen(path):
             assert lines <= MAX_FUNCTION, f"{path.name}: {node.name} has {lines} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_only_public_jax_is_used(path):
     text = path.read_text()
     assert "jax._src" not in text
     assert "jaxlib" not in text
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_files_open_with_licence_and_purpose(path):
     text = path.read_text()
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
