@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two spirals, a small network, plain `jax.jit` and optax: the library in one file.
+"""Two spirals, a small network, an optimizer: the library in one file.
 
-A model is an ordinary JAX tree, so `jax.jit`, `jax.value_and_grad` and optax take it as
-it is. Run with `make demo`.
+Model, optimizer and metrics go into one jitted step and change in place; afterwards a
+look inside shows what every layer puts out. Run with `make demo`.
 """
 
 import itertools
@@ -14,25 +14,12 @@ import optax
 import treetap as tt
 
 
-class Linear(tt.Module):
-    """A matrix and a bias."""
-
-    def __init__(self, features_in: int, features_out: int, *, rngs: tt.Rngs):
-        kernel = rngs.params.lecun_normal()((features_in, features_out))
-        self.kernel = tt.Param(kernel)
-        self.bias = tt.Param(jnp.zeros(features_out))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps the last axis."""
-        return x @ self.kernel + self.bias[...]
-
-
 class Classifier(tt.Module):
     """A few layers with a nonlinearity in between."""
 
     def __init__(self, sizes: list[int], *, rngs: tt.Rngs):
         pairs = itertools.pairwise(sizes)
-        self.layers = tt.List([Linear(i, o, rngs=rngs) for i, o in pairs])
+        self.layers = tt.List([tt.Linear(i, o, rngs=rngs) for i, o in pairs])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """One logit per point."""
@@ -56,31 +43,39 @@ def loss_fn(model: Classifier, points: jax.Array, labels: jax.Array) -> jax.Arra
     return losses.mean()
 
 
+@tt.jit
+def train_step(
+    model: Classifier,
+    optimizer: tt.Optimizer[Classifier],
+    points: jax.Array,
+    labels: jax.Array,
+) -> jax.Array:
+    """One step; model and optimizer are changed in place."""
+    loss, grads = tt.value_and_grad(loss_fn)(model, points, labels)
+    optimizer.update(model, grads)
+    return loss
+
+
 def main() -> None:
     rngs = tt.Rngs(params=0, data=1)
     model = Classifier([2, 32, 32, 1], rngs=rngs)
+    optimizer = tt.Optimizer(model, optax.adam(0.01), wrt=tt.Param)
     points, labels = spirals(512, rngs)
-    print(model)
+    print(tt.summary(model, points))
 
-    optimizer = optax.adam(0.01)
-    opt_state = optimizer.init(model)
-
-    @jax.jit
-    def train_step(model, opt_state):
-        loss, grads = jax.value_and_grad(loss_fn)(model, points, labels)
-        updates, opt_state = optimizer.update(grads, opt_state, model)
-        return optax.apply_updates(model, updates), opt_state, loss
-
-    print("\n step    loss   accuracy")
+    print(" step    loss   accuracy")
     for step in range(1001):
-        model, opt_state, loss = train_step(model, opt_state)
+        loss = train_step(model, optimizer, points, labels)
         if step % 200 == 0:
             accuracy = ((model(points) > 0) == labels).mean()
             print(f"{step:5d} {loss:7.4f}   {accuracy:8.1%}")
 
-    print("\nWhat the model holds:")
-    for path, variable in tt.to_flat_state(tt.state(model)):
-        print(f"  {'/'.join(map(str, path)):<18} {variable.shape}")
+    print("\nWhat every layer puts out, and how the loss depends on it:")
+    observed = tt.observe(tt.value_and_grad(loss_fn), grads=True)
+    _, record = observed(model, points, labels)
+    for site in record:
+        spread, slope = site.value.std(), jnp.linalg.norm(site.grad)
+        print(f"  {site.text:<20} spread {spread:6.3f}   gradient {slope:8.5f}")
 
 
 if __name__ == "__main__":
