@@ -28,6 +28,9 @@ def test_classes_are_the_same_in_both_namespaces():
             "set_graph_mode",
             "set_graph_updates",
         ):
+            if name in ("EMA", "Optimizer"):  # in graph mode by default
+                assert issubclass(theirs, ours)
+                continue
             assert ours is theirs, name
 
 

@@ -30,9 +30,7 @@ from treetap._branching import cond as cond
 from treetap._branching import switch as switch
 from treetap._changes import set_structure_policy as set_structure_policy
 from treetap._changes import structure_policy as structure_policy
-from treetap._compiling import eval_shape as eval_shape
 from treetap._compiling import jit as jit
-from treetap._compiling import make_jaxpr as make_jaxpr
 from treetap._containers import Dict as Dict
 from treetap._containers import List as List
 from treetap._containers import Sequential as Sequential
@@ -64,6 +62,8 @@ from treetap._filters import PathContains as PathContains
 from treetap._filters import PathIn as PathIn
 from treetap._filters import WithTag as WithTag
 from treetap._fixing import jit_partial as jit_partial
+from treetap._inspecting import eval_shape as eval_shape
+from treetap._inspecting import make_jaxpr as make_jaxpr
 from treetap._kinds import BatchStat as BatchStat
 from treetap._kinds import Cache as Cache
 from treetap._kinds import Intermediate as Intermediate

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 
+from treetap._arguments import Positions, positional, put_statics, take_statics
 from treetap._axis_names import follow_axis
-from treetap._compiling import Positions, positional, put_statics, take_statics
 from treetap._errors import MetadataError
 from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING

@@ -1,174 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jit and its stages; eval_shape and make_jaxpr, which only look.
+"""jit and its stages.
 
-Statics and the description of the arguments are one static argument of one `jax.jit`;
-the values travel in two flat lists, those to be donated and the rest.
+There is a `jax.jit` for each structure of the arguments; the values travel in two flat
+lists, those to be donated and the rest. Calls after the first go by a recipe.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
-import jax
-
-from treetap._changes import Policy
-from treetap._errors import StructureError
-from treetap._grafts import Lanes, refuse_captured
-from treetap._graphs import Apart
-from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
+from treetap._arguments import HOLE, Positions, put_statics, take_statics
+from treetap._calling import MISFIT, Left, Recipe, recipe_for
+from treetap._grafts import Lanes
+from treetap._layouts import kinds_of
+from treetap._lift import (
+    Inputs,
+    Options,
+    inputs_of,
+    mode_of,
+    run,
+    transform,
+)
 from treetap._metadata import MISSING
-from treetap._placement import has_mesh, resolve_sharding
-from treetap._prefixes import Spread, check_prefix, spread
-from treetap._pytrees import variables_below
+from treetap._prefixes import check_prefix, spread
+from treetap._programs import Key, Program, refuse_changing_statics
 from treetap._regrowing import regrow
-from treetap._results import WHOLE, Results, unpack
+from treetap._results import Results
 from treetap._settings import Mode
-from treetap._specs import GraphDef
+from treetap._variables import Variable
 
-MAX_PROGRAMS = 256  # kept by a jit with shardings, one for each structure
+MAX_PROGRAMS = 256  # kept by a jit, one for each structure of its arguments
+MAX_RECIPES = 16  # for arguments of the same types
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _as_tuple(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, tuple | list | set) else (given,)
-
-
-class Positions:
-    """Arguments chosen by number or by name, however they are passed."""
-
-    def __init__(self, fn: Any, numbers: Any, names: Any):
-        self.numbers = set(_as_tuple(numbers))
-        self.names = set(_as_tuple(names))
-        try:
-            parameters = list(inspect.signature(fn).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []  # a builtin without a signature
-        positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self.numbers |= {i for i, name in enumerate(positional) if name in self.names}
-        takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        for number in list(self.numbers):
-            if 0 <= number < len(positional):
-                self.names.add(positional[number])
-            elif parameters and not takes_more and not -len(positional) <= number < 0:
-                raise ValueError(
-                    f"Argument number {number} was named, but the function has "
-                    f"{len(positional)} positional arguments."
-                )
-
-    def __bool__(self) -> bool:
-        return bool(self.numbers or self.names)
-
-    def has(self, number: int, count: int) -> bool:
-        """Whether the positional argument with this number is one of them."""
-        return number in self.numbers or number - count in self.numbers
-
-
-class _Key:
-    """What a compiled program depends on beside the values' types; hashable."""
-
-    __slots__ = ("definition", "donated", "lanes", "statics")
-
-    def __init__(self, definition: GraphDef, statics: Any, donated: Any, lanes: Any):
-        self.definition = definition
-        self.statics = statics
-        self.donated = donated
-        self.lanes: Lanes | None = lanes
-
-    def _parts(self) -> Any:
-        return self.definition, self.statics, self.donated, self.lanes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return hash((self.definition, self.statics, self.donated))
-
-    def is_kept(self, number: int) -> bool:
-        """Whether a leaf comes out unchanged, too: donated, or placed (NNX's way)."""
-        if self.donated[number] or self.lanes is None:
-            return self.donated[number]
-        is_placed = self.lanes.prefixes[self.lanes.of_leaf[number]] is not None
-        return is_placed and self.definition.graph is Mode.UPDATES
-
-    def parted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Values of leaves, those to be donated and the rest."""
-        pairs = list(zip(values, self.donated))
-        return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
-
-
-class _Hole:
-    """Stands in the arguments where a static one was taken out."""
-
-
-jax.tree_util.register_static(_Hole)
-HOLE = _Hole()
-
-
-def positional(f: Any, args: Any, kwargs: Any, name: str, argument: str) -> Any:
-    """All arguments by position, for a transform whose prefix counts those."""
-    bound = inspect.signature(f).bind(*args, **kwargs)
-    if bound.kwargs:
-        raise TypeError(
-            f"{name}: the arguments {sorted(bound.kwargs)} could not be resolved to "
-            f"positions: they can only be passed by keyword, and `{argument}` has "
-            "entries for positional arguments only."
-        )
-    return bound.args
-
-
-def take_statics(
-    statics: Positions | None, args: Any, kwargs: Any
-) -> tuple[Any, Any, Any]:
-    """The arguments with static ones replaced by a hole, and those, hashable."""
-    if not statics:
-        return args, kwargs, ()
-    taken: list[tuple[Any, Any]] = []
-    rest = list(args)
-    for number, value in enumerate(args):
-        if statics.has(number, len(args)):
-            taken.append((number, value))
-            rest[number] = HOLE
-    named = dict(kwargs)
-    for name in kwargs:
-        if name in statics.names:
-            taken.append((name, named[name]))
-            named[name] = HOLE
-    for where, value in taken:
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(
-                f"The static argument {where!r} is a {type(value).__name__}, which "
-                "cannot be hashed. Pass something hashable, such as a tuple."
-            ) from None
-    return tuple(rest), named, tuple(taken)
-
-
-def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:
-    """`fn` with static arguments put back into their places."""
-    if not statics:
-        return fn
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        places = list(args)
-        for where, value in statics:
-            if isinstance(where, int):
-                places[where] = value
-            else:
-                kwargs[where] = value
-        return fn(*places, **kwargs)
-
-    return call
 
 
 class JitOptions(Options, total=False):
@@ -205,14 +70,14 @@ class Jit(Generic[P, R]):
             for x in ("static", "donate")
         )
         self._options = given
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Key, Program] = {}
+        self._recipes: dict[Any, list[Recipe]] = {}
+        self._has_more = bool(self._statics)  # than what a call is given
         check_prefix(self.in_shardings, self._name, "in_shardings", mode)
         self._results = Results(self.out_shardings, mode, self._name, "out_shardings")
 
-    def _traced(self, key: _Key, donated: list[Any], kept: list[Any]) -> Any:
-        """What JAX traces: values in their places, then the purified function."""
-        sources = {True: iter(donated), False: iter(kept)}
-        values = [next(sources[flag]) for flag in key.donated]
+    def _traced(self, key: Key, values: Sequence[Any]) -> Any:
+        """What JAX traces: the purified function."""
         return run(
             put_statics(self.fun, key.statics),
             key.definition,
@@ -223,32 +88,55 @@ class Jit(Generic[P, R]):
             results=self._results,
         )
 
-    def _program(self, key: _Key) -> Any:
-        """The `jax.jit` to call; one for all keys unless shardings are given."""
-        free = self.in_shardings is None and self.out_shardings is None
-        program = self._programs.get(None if free else key)
+    def _program(self, key: Key, leaves: Sequence[Any]) -> Program:
+        """The program for arguments of one structure."""
+        program = self._programs.get(key)
         if program is not None:
             return program
+        refuse_changing_statics(key.definition, self._name)
         options = dict(self._options)
         lanes = key.lanes
         if lanes is not None:
-            shardings = [lanes.prefixes[lane] for lane in lanes.of_leaf]
-            options["in_shardings"] = key.parted(shardings)
-        if not free:
-            updates = Updates(tuple(lanes.prefixes if lanes else (None,)), None)  # pyright: ignore[reportArgumentType] - a prefix
-            options["out_shardings"] = (self._results.for_jax, updates)
-        program = jax.jit(self._traced, static_argnums=0, donate_argnums=1, **options)
+            options["in_shardings"] = [lanes.prefixes[lane] for lane in lanes.of_leaf]
+        if self.in_shardings is not None or self.out_shardings is not None:
+            prefixes = tuple(lanes.prefixes if lanes else (None,))
+            options["out_shardings"] = (self._results.for_jax, prefixes, None)
+        program = Program(key, leaves, self._traced, options)
         while len(self._programs) >= MAX_PROGRAMS:
-            self._programs.pop(next(iter(self._programs)))
-        self._programs[None if free else key] = program
+            old = self._programs.pop(next(iter(self._programs)))
+            self._forget(old)
+        self._programs[key] = program
         return program
 
-    def _prepared(self, args: Any, kwargs: Any) -> tuple[Inputs, Any, Any]:
+    def _forget(self, program: Program) -> None:
+        """Drops the recipes of a program that is no longer kept."""
+        for recipes in self._recipes.values():
+            recipes[:] = [recipe for recipe in recipes if recipe.program is not program]
+
+    def _inputs(self, tree: Any) -> Inputs:
+        """Arguments taken apart the long way."""
+        args, kwargs = tree
+        return inputs_of(args, kwargs, self.mode, self._name)
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """All arguments: as a tree without static ones, and the static ones."""
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
-        inputs = inputs_of(args, kwargs, self.mode, self._name)
+        return (args, kwargs), statics
+
+    def _learn(self, recipe: Recipe | None, tree: Any, statics: Any) -> None:
+        """Keeps a recipe for the next call with such arguments."""
+        if recipe is not None:
+            recipes = self._recipes.setdefault(_sort(tree, statics), [])
+            recipes.insert(0, recipe)
+            del recipes[MAX_RECIPES:]
+
+    def _prepared(self, tree: Any, statics: Any) -> tuple[Inputs, Program, Any]:
+        """Arguments taken apart the long way, and the program for them."""
+        inputs = self._inputs(tree)
         donated = self._donated_leaves(inputs)
-        key = _Key(inputs.definition, statics, donated, self._lanes(inputs))
-        return inputs, self._program(key), (key, *key.parted(inputs.values()))
+        key = Key(inputs.definition, statics, donated, self._lanes(inputs))
+        program = self._program(key, inputs.leaves)
+        return inputs, program, program.parted(*_parted(inputs.leaves))
 
     def _donated_leaves(self, inputs: Inputs) -> tuple[bool, ...]:
         if not self._donated:
@@ -274,28 +162,72 @@ class Jit(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""
-        inputs, program, given = self._prepared(args, kwargs)
-        return inputs.finish(*program(*given))
+        return self._call(args, kwargs)
+
+    def _call(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
+        """A call by a recipe, or the long way; of a compiled stage if there is one."""
+        tree, statics = (args, kwargs), ()
+        if self._has_more:
+            tree, statics = self._given(args, kwargs)
+        for recipe in self._recipes.get(_sort(tree, statics), ()):
+            program = recipe.program
+            if stage is not None and program is not stage.program:
+                continue
+            out = recipe(tree, program.run if stage is None else stage.run)
+            if out is MISFIT:
+                continue
+            if type(out) is not Left:
+                return out
+            return self._inputs(tree).finish(*out)
+        return self._call_anew(tree, statics, stage)
+
+    def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:
+        """A call the long way, which leaves a recipe."""
+        inputs, program, given = self._prepared(tree, statics)
+        if stage is not None:
+            stage.check(program)
+            program = stage.program
+        recipe = recipe_for(tree, inputs, program)  # before anything is written
+        out, *updates = (program if stage is None else stage).run(*given)
+        out = inputs.finish(out, program.updates(*updates))
+        self._learn(recipe, tree, statics)
+        return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The result with abstract leaves; nothing is changed."""
-        inputs, program, given = self._prepared(args, kwargs)
+        inputs, program, given = self._prepared(*self._given(args, kwargs))
         copies, _ = regrow(inputs.definition, inputs.values())
         copied = Inputs(copies, self.mode, self._name)
-        return copied.finish(*program.eval_shape(*given))
+        out, *updates = program.run.eval_shape(*given)
+        return copied.finish(out, program.updates(*updates))
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""
-        _, program, given = self._prepared(args, kwargs)
-        return Stage(self, program.trace(*given), given[0])
+        _, program, given = self._prepared(*self._given(args, kwargs))
+        return Stage(self, program.run.trace(*given), program)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's lowered stage."""
-        _, program, given = self._prepared(args, kwargs)
-        return Stage(self, program.lower(*given), given[0])
+        _, program, given = self._prepared(*self._given(args, kwargs))
+        return Stage(self, program.run.lower(*given), program)
+
+
+def _sort(tree: Any, statics: Any) -> tuple[Any, ...]:
+    """What tells calls apart at a glance: types, names, static arguments."""
+    args, kwargs = tree
+    if not statics:
+        return (*map(type, args), *kwargs)
+    kinds = kinds_of(tuple(value for _, value in statics))
+    return (*map(type, args), *kwargs, statics, kinds)
+
+
+def _parted(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The values of Variables, and the other leaves."""
+    own = [leaf._box[0] for leaf in leaves if isinstance(leaf, Variable)]
+    return own, [leaf for leaf in leaves if not isinstance(leaf, Variable)]
 
 
 class Stage:
@@ -305,33 +237,34 @@ class Stage:
     stage, and a compiled one can be called like the function itself.
     """
 
-    def __init__(self, jit: Jit[..., Any], stage: Any, key: Any):
+    def __init__(self, jit: Jit[..., Any], stage: Any, program: Program):
         self._jit = jit
-        self._stage = stage
-        self._key = key
+        self.run = stage
+        self.program = program
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
+        return getattr(self.run, name)
 
     def lower(self, **options: Any) -> "Stage":
         """The lowered stage of a traced one."""
-        return Stage(self._jit, self._stage.lower(**options), self._key)
+        return Stage(self._jit, self.run.lower(**options), self.program)
 
     def compile(self, compiler_options: Any = None) -> "Stage":
         """The compiled stage of a lowered one."""
-        compiled = self._stage.compile(compiler_options)
-        return Stage(self._jit, compiled, self._key)
+        return Stage(self._jit, self.run.compile(compiler_options), self.program)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a compiled stage and writes changed Variables back."""
-        inputs, _, (key, donated, kept) = self._jit._prepared(args, kwargs)
-        if key != self._key:
+    def check(self, program: Program) -> None:
+        """Refuses arguments that another program is for."""
+        if program.key != self.program.key:
             raise TypeError(
                 f"{self._jit._name}: the compiled program was made for arguments of "
                 "another structure, other static arguments or other metadata. Lower "
                 "it again for these."
             )
-        return inputs.finish(*self._stage(donated, kept))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a compiled stage and writes changed Variables back."""
+        return self._jit._call(args, kwargs, self)
 
 
 @transform
@@ -395,102 +328,3 @@ def jit(
         inline=inline,
     )
     return Jit(fun, mode_of(options), given)
-
-
-def _inspected(f: Any, mode: Mode, name: str, args: Any, kwargs: Any) -> Any:
-    """The pure form of a function that is only looked at, and its inputs."""
-    inputs_of(args, kwargs, Mode.TREE, name)  # what is shared is refused here
-    inputs = inputs_of(args, kwargs, mode, name)
-
-    def pure(values: list[Any]) -> Any:
-        return run(f, inputs, values, name)[0]
-
-    return pure, inputs.values()
-
-
-@transform
-def eval_shape(
-    f: Callable[..., R],
-    *args: Any,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    on_structure_change: Policy | None = None,
-    **kwargs: Any,
-) -> R:
-    """The result of `f` with abstract leaves; nothing is computed or changed.
-
-    Args:
-        f: The function.
-        *args: Its arguments, concrete or abstract.
-        graph: As for `treetap.jit`.
-        graph_updates: As for `treetap.jit`.
-        on_structure_change: As for `treetap.jit`.
-        **kwargs: Its keyword arguments.
-    """
-    mode: Any = graph
-    if mode is Mode.UPDATES:
-        return _with_shardings(_shape_with_updates(f, args, kwargs))
-    pure, values = _inspected(f, mode, "eval_shape", args, kwargs)
-    return _with_shardings(unpack(jax.eval_shape(pure, values), {}))
-
-
-def _shape_with_updates(f: Any, args: Any, kwargs: Any) -> Any:
-    """The abstract result when it may hold the arguments themselves: copies of them."""
-    inputs = inputs_of(args, kwargs, Mode.UPDATES, "eval_shape")
-
-    def pure(values: list[Any]) -> Any:
-        tree, _ = regrow(inputs.definition, values)
-        out = f(*tree["args"], **tree["kwargs"])
-        walk = Apart(out, Mode.UPDATES, "eval_shape")
-        packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
-        refuse_captured(walk, "eval_shape")
-        return packed
-
-    return unpack(jax.eval_shape(pure, inputs.values()), {})
-
-
-def _with_shardings(out: Any) -> Any:
-    """Gives abstract Variables the sharding their metadata ask for, where they can."""
-    for variable in variables_below(out):
-        raw = variable._box[0]
-        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
-            continue
-        if not has_mesh(variable._metadata):
-            continue
-        sharding = resolve_sharding(variable._metadata)
-        if sharding is not None:
-            placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
-            variable.set_raw_value(placed)
-    return out
-
-
-@transform
-def make_jaxpr(
-    f: Callable[..., Any] = MISSING,
-    *,
-    static_argnums: int | Sequence[int] = (),
-    **options: Unpack[Options],
-) -> Callable[..., Any]:
-    """A function that returns the jaxpr of `f` in its pure form.
-
-    Args:
-        f: The function; without it, a decorator.
-        static_argnums: Arguments that are part of the program.
-        **options: As for `treetap.jit`, without graph updates.
-    """
-    mode = mode_of(options)
-    if mode is Mode.UPDATES:
-        raise StructureError(
-            "nnx.make_jaxpr does not support graph_updates=True. A jaxpr has no place "
-            "for changes of structure; pass `graph_updates=False`."
-        )
-    statics = Positions(f, static_argnums, None)
-
-    @functools.wraps(f)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, taken = take_statics(statics, args, kwargs)
-        called = put_statics(f, taken)
-        pure, values = _inspected(called, mode, "make_jaxpr", args, kwargs)
-        return jax.make_jaxpr(pure)(values)
-
-    return made

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treetap._arguments import Positions, put_statics, take_statics
 from treetap._attributes import Node
-from treetap._compiling import Positions, put_statics, take_statics
 from treetap._errors import StructureError
 from treetap._filters import Filter
 from treetap._graphs import take_apart

@@ -32,17 +32,24 @@ class JitPartial(Jit[..., Any]):
         inputs = Inputs({"args": fixed, "kwargs": {}}, mode, self._name)
         tree, _ = regrow(inputs.definition, inputs.leaves)
         self._fixed: tuple[Any, ...] = tree["args"]
+        self._has_more = True
 
-    def _prepared(self, args: Any, kwargs: Any) -> Any:
-        """All arguments; those given now may hold no Variables."""
-        for path, value, _ in places({"args": args, "kwargs": kwargs}):
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """All arguments, the fixed ones first."""
+        return super()._given((*self._fixed, *args), kwargs)
+
+    def _prepared(self, tree: Any, statics: Any) -> Any:
+        """As for a `Jit`; arguments given now may hold no Variables."""
+        args, kwargs = tree
+        given = {"args": args[len(self._fixed) :], "kwargs": kwargs}
+        for path, value, _ in places(given):
             if isinstance(value, Variable):
                 raise StructureError(
                     f"jit_partial: Found Variable in non-partial arguments: the "
                     f"{type(value).__name__} at {show_path(path)}. Fix it when the "
                     "function is made, or use `jit`."
                 )
-        return super()._prepared((*self._fixed, *args), kwargs)
+        return super()._prepared(tree, statics)
 
 
 def jit_partial(

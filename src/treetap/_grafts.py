@@ -142,7 +142,7 @@ class Grafts:
         """The lane of each leaf of a changed object: that of the object's prefix."""
         before = len(work.values)
         rule, path = lanes.owners[number]
-        children, (layout, _) = flat_of(self.nodes[number])
+        children, (layout, *_) = flat_of(self.nodes[number])
         for key, child in zip(layout.keys, children):
             work.cover(rule, child, (*path, key))
         return list(map(lanes.prefixes.index, work.values[before:]))

@@ -186,6 +186,16 @@ def _is_variable_spec(spec: Any) -> bool:
 INSIDE, DONE = -1, -2
 
 
+def has_shared(spec: Any) -> bool:
+    """Whether a description says that something is shared."""
+    match spec:
+        case SharedSpec():
+            return True
+        case ObjectSpec() | ContainerSpec():
+            return any(map(has_shared, spec.children))
+    return False
+
+
 def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
     """Describes an object and gives its leaves as nested dicts.
 
@@ -408,7 +418,7 @@ def from_leaves(graphdef: GraphDef, leaves: Any, name: str) -> Any:
                 return next(supply)
             case SharedSpec():
                 return NOTHING
-            case ObjectSpec(_, _, (layout, _), children, _):
+            case ObjectSpec(_, _, (layout, *_), children, _):
                 keys = layout.keys
             case _:
                 keys, children = spec.keys, spec.children

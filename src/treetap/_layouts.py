@@ -17,6 +17,8 @@ from jax.tree_util import GetAttrKey, SequenceKey
 from treetap._trees import Key, sorted_keys
 
 Getter = Callable[[Any], tuple[Any, ...]]
+# Layout, static values, and the types of those that are numbers.
+Structure = tuple["Layout", tuple[Any, ...], tuple[Any, ...]]
 
 
 def _getter(names: Sequence[Key]) -> Getter:
@@ -98,6 +100,23 @@ class Layout:
 
     def __reduce__(self) -> Any:
         return layout_of, (dict(self.status), self.ordered)
+
+
+_NUMBERS = {kind: kind for kind in (bool, int, float, complex, tuple)}
+
+
+def kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The types of numbers among static values: 1, True and 1.0 are equal."""
+    kinds: tuple[Any, ...] = tuple(map(_NUMBERS.get, map(type, values)))
+    if tuple in kinds:
+        pairs = zip(values, kinds)
+        kinds = tuple(kinds_of(v) if kind is tuple else kind for v, kind in pairs)
+    return kinds
+
+
+def structure_of(layout: Layout, statics: tuple[Any, ...]) -> Structure:
+    """The static part of an object: what JAX compares, with tuples alone."""
+    return layout, statics, kinds_of(statics)
 
 
 _known: "WeakValueDictionary[Any, Layout]" = WeakValueDictionary()

@@ -32,7 +32,7 @@ from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
 from treetap._pytrees import opened
 from treetap._regrowing import regrow
-from treetap._results import WHOLE, Results, unpack
+from treetap._results import WHOLE, Results, has_packed, unpack
 from treetap._settings import Mode, resolve_mode
 from treetap._sharing import first_two_places, places
 from treetap._specs import GraphDef
@@ -131,23 +131,29 @@ def _open_signature(fn: Any) -> inspect.Signature:
 
 @register_static
 class Written:
-    """What changed: Variables by lane (number and metadata), and objects."""
+    """What changed: Variables by lane (number and metadata), and objects.
 
-    __slots__ = ("grafts", "lanes")
+    `is_packed` says whether a part of the result came packed.
+    """
+
+    __slots__ = ("grafts", "is_packed", "lanes")
 
     def __init__(
         self,
         lanes: tuple[tuple[tuple[int, Any], ...], ...],
         grafts: tuple[Graft, ...] = (),
+        is_packed: bool = True,
     ):
         self.lanes = lanes
         self.grafts = grafts
+        self.is_packed = is_packed
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Written)
             and self.lanes == other.lanes
             and self.grafts == other.grafts
+            and self.is_packed == other.is_packed
         )
 
     def __hash__(self) -> int:
@@ -201,7 +207,7 @@ class Inputs:
         """Writes what changed into the caller's objects, and unpacks the result."""
         made = dict(self.owners)
         self.write_back(updates, made)
-        return unpack(out, made)
+        return unpack(out, made) if updates.written.is_packed else out
 
     def with_leaves(self, leaves: list[Any]) -> Any:
         """The arguments with other leaves: around the caller's Variables, new objects.
@@ -359,7 +365,9 @@ class Inside:
             self.check_output(out)
             walk = Apart(out, self.mode, self.name)
             packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
-            return packed, Updates(tuple(values), Written(lists))
+            return packed, Updates(
+                tuple(values), Written(lists, (), has_packed(packed))
+            )
         walk = self.grafts.walk()
         known = len(walk.members)
         stay = not force  # where all branches must give alike, all gives all
@@ -374,7 +382,8 @@ class Inside:
         work = self.grafts.spread(lanes, "the out prefix") if lanes else None
         packed = results.pack(out, walk, work or Spread(self.name, "the out prefix"))
         refuse_captured(walk, self.name, known)
-        return packed, Updates(tuple(values), Written(lists, tuple(grafts)))
+        note = Written(lists, tuple(grafts), has_packed(packed))
+        return packed, Updates(tuple(values), note)
 
 
 def _put_in_place(original: Any, copy: Any) -> None:

@@ -29,13 +29,13 @@ from treetap._attributes import (
     is_plain,
 )
 from treetap._kinds import RngState
-from treetap._layouts import Sealed, layout_of
+from treetap._layouts import Sealed, Structure, layout_of, structure_of
 from treetap._marks import Marked
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import is_container, open_container
 from treetap._variables import Variable
 
-Flat = tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
+Flat = tuple[tuple[Any, ...], Structure]
 
 # The attributes of an object, without dropping what is cached.
 attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
@@ -271,7 +271,8 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         if len(status) != len(attributes) or status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
         layout = layout_of(status, type(self)._pytree__ordered)
-        flat = layout.children_of(attributes), (layout, layout.statics_of(attributes))
+        statics = layout.statics_of(attributes)
+        flat = layout.children_of(attributes), structure_of(layout, statics)
         if type(self)._pytree__cached:
             replace_status(self, layout.status)
             set_flat(self, flat)
@@ -327,7 +328,7 @@ def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
 
     The children's places are the caller's to set; see `adopt_all`.
     """
-    layout, statics = structure
+    layout, statics, _ = structure
     children = tuple(children)
     values = children + statics if statics else children
     _set_attributes(node, dict(zip(layout.status, layout.arrange(values))))
@@ -364,7 +365,8 @@ def _flat_by_value(attributes: dict[str, Any]) -> Flat:
             for name, value in attributes.items()
         }
     )
-    return layout.children_of(attributes), (layout, layout.statics_of(attributes))
+    statics = layout.statics_of(attributes)
+    return layout.children_of(attributes), structure_of(layout, statics)
 
 
 def _flatten_with_keys(node: Any) -> Any:
@@ -383,7 +385,7 @@ def flat_of(node: Any) -> Flat:
 def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
     """Keys and children of an object of ours or a container; None for a leaf."""
     if isinstance(value, Node):
-        children, (layout, _) = flat_of(value)
+        children, (layout, *_) = flat_of(value)
         return layout.keys, children
     if isinstance(value, Variable) or not is_container(value):
         return None

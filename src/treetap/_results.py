@@ -173,6 +173,11 @@ def repack(like: Any, tree: Any, name: str) -> Any:
     return jax.tree.map(repacked, like, tree, is_leaf=_is_packed)
 
 
+def has_packed(out: Any) -> bool:
+    """Whether a result has packed parts."""
+    return any(map(_is_packed, jax.tree.leaves(out, is_leaf=_is_packed)))
+
+
 def unpack(out: Any, made: dict[int, Any]) -> Any:
     """A result with its packed parts put together.
 

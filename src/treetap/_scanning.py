@@ -13,9 +13,9 @@ from typing import Any, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 
+from treetap._arguments import positional
 from treetap._batching import NO_NAMES, with_names
 from treetap._changes import policy_of
-from treetap._compiling import positional
 from treetap._errors import StructureError
 from treetap._grafts import Lanes
 from treetap._lift import (

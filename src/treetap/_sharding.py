@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from treetap._compiling import eval_shape
 from treetap._copies import Rebuild
 from treetap._errors import MetadataError
+from treetap._inspecting import eval_shape
 from treetap._metadata import VariableMetadata, with_metadata
 from treetap._placement import partition_spec, resolve_sharding
 from treetap._settings import resolve_graph, use_eager_sharding

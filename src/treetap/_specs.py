@@ -4,13 +4,14 @@
 Types, static values, kinds and metadata of Variables, and which objects are shared.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.tree_util import register_static
 
 from treetap._metadata import MISSING, PLAIN
 from treetap._settings import Mode
-from treetap._trees import Key
+from treetap._trees import Key, Path
 
 
 class ObjectSpec(NamedTuple):
@@ -101,7 +102,7 @@ class GraphDef:
 def outline(spec: Any) -> Any:
     """The hashable part of a description: types, names and sharing."""
     match spec:
-        case ObjectSpec(_, kind, (layout, _), children, _):
+        case ObjectSpec(_, kind, (layout, *_), children, _):
             return kind, layout, tuple(map(outline, children))
         case ContainerSpec(kind, keys, _, children):
             return kind, keys, tuple(map(outline, children))
@@ -110,11 +111,30 @@ def outline(spec: Any) -> Any:
     return spec
 
 
+def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
+    """The static values of a description, with their paths."""
+
+    def found(spec: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        match spec:
+            case ObjectSpec(_, _, (layout, statics, _), children, _):
+                keys = layout.keys
+                for name, value in zip(layout.static_names, statics):
+                    yield (*path, name), value
+            case ContainerSpec(_, keys, _, children):
+                pass
+            case _:
+                return
+        for key, child in zip(keys, children):
+            yield from found(child, (*path, key))
+
+    return found(definition.spec, ())
+
+
 def describe(spec: Any, label: str, depth: int) -> list[str]:
     """Lines of text for a description."""
     start = "  " * depth + label
     match spec:
-        case ObjectSpec(_, kind, (layout, statics), children, _):
+        case ObjectSpec(_, kind, (layout, statics, _), children, _):
             pairs = zip(layout.static_names, statics)
             shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
             keys = layout.keys

@@ -48,6 +48,10 @@ _VALUE_KEY = GetAttrKey("value")
 _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
+# Counts how often metadata of any Variable were replaced: while it stands, what was
+# found out about metadata holds.
+metadata_epoch = [0]
+
 _array_types: set[type] = set()  # of concrete arrays met so far
 
 
@@ -287,6 +291,7 @@ class Variable(
         if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
         _set_metadata(self, metadata)
+        metadata_epoch[0] += 1
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Override to follow an axis that a mapping transform added."""
@@ -390,6 +395,7 @@ class Variable(
 set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
 get_box: Callable[[Variable[Any]], tuple[Any]] = attrgetter("_box")
 get_metadata: Callable[[Variable[Any]], Any] = attrgetter("_metadata")
+get_trace: Callable[[Variable[Any]], Any] = attrgetter("_trace")
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
 _set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
+from treetap._layouts import structure_of
 from treetap._pytrees import adopt_all, bare, cached_flat, fill, flat_of
 from treetap._settings import resolve_graph
 from treetap._sharing import has_leaves, refuse_pytree_false, refuse_shared
@@ -93,11 +94,11 @@ def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
                 raise refuse_shared(name, root, node)
         met[id(node)] = INSIDE
         try:
-            children, (layout, _) = cached_flat(node)
+            children, (layout, *_) = cached_flat(node)
         except AttributeError:
             if not (graph or node._pytree__is_pytree):
                 raise refuse_pytree_false(name, root, node) from None
-            children, (layout, _) = node._refresh()
+            children, (layout, *_) = node._refresh()
         visit(path, layout.keys, children)  # a shared Variable is found in here
         met[id(node)] = DONE
         if before is not None and has_leaves(node):
@@ -156,7 +157,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
             before = walk.enter(value)
             if before is None:
                 return
-            children, (layout, statics) = flat_of(value)
+            children, (layout, statics, _) = flat_of(value)
             keys = layout.keys
             if graph:
                 static = zip(layout.static_names, statics)
@@ -187,7 +188,7 @@ def children_of(node: Any, name: str) -> Iterator[tuple[Key, Any]]:
             f"{name}: expected a Module or another Pytree object, got "
             f"{type(node).__name__}."
         )
-    children, (layout, _) = flat_of(node)
+    children, (layout, *_) = flat_of(node)
     return zip(layout.keys, children)
 
 
@@ -213,14 +214,14 @@ def recursive_map(
 
     def rebuilt(path: Path, value: Any) -> Any:
         children, structure = flat_of(value)
-        layout, statics = structure
+        layout, statics, _ = structure
         pairs = zip(layout.keys, children)
         children = [mapped((*path, key), child) for key, child in pairs]
         if graph:
             named = zip(layout.static_names, statics)
             statics = tuple(fn((*path, name), held) for name, held in named)
         new = bare(type(value), trace)
-        fill(new, (layout, statics), children)
+        fill(new, structure_of(layout, statics), children)
         adopt_all(new, structure, children)
         return new
 

@@ -21,6 +21,7 @@ from treetap import (
     _custom_rules,
     _differentiating,
     _fixing,
+    _inspecting,
     _looping,
     _modules,
     _reseeding,
@@ -59,7 +60,7 @@ cached_partial = _updates(_fixing.cached_partial)
 checkify = _updates(_branching.checkify)
 cond = _updates(_branching.cond)
 custom_vjp = _updates(_custom_rules.custom_vjp)
-eval_shape = _updates(_compiling.eval_shape)
+eval_shape = _updates(_inspecting.eval_shape)
 fori_loop = _updates(_looping.fori_loop)
 fork_rngs = _updates(_reseeding.fork_rngs)
 grad = _updates(_differentiating.grad)

@@ -21,6 +21,7 @@ from treetap import (
     _custom_rules,
     _differentiating,
     _fixing,
+    _inspecting,
     _looping,
     _modules,
     _prefixes,
@@ -236,14 +237,14 @@ cached_partial = _updates_by_default(_fixing.cached_partial)
 checkify = _updates_by_default(_branching.checkify)
 cond = _updates_by_default(_branching.cond)
 custom_vjp = _updates_by_default(_custom_rules.custom_vjp)
-eval_shape = _updates_by_default(_compiling.eval_shape)
+eval_shape = _updates_by_default(_inspecting.eval_shape)
 fori_loop = _updates_by_default(_looping.fori_loop)
 fork_rngs = _updates_by_default(_reseeding.fork_rngs)
 grad = _updates_by_default(_differentiating.grad)
 jit = _updates_by_default(_compiling.jit)
 jit_partial = _updates_by_default(_fixing.jit_partial)
 jvp = _updates_by_default(_differentiating.jvp)
-make_jaxpr = _updates_by_default(_compiling.make_jaxpr)
+make_jaxpr = _updates_by_default(_inspecting.make_jaxpr)
 pmap = _updates_by_default(_batching.pmap)
 remat = _updates_by_default(_differentiating.remat)
 scan = _updates_by_default(_scanning.scan)

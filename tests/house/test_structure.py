@@ -65,7 +65,11 @@ ORDER = [
     "_grafts",
     "_results",
     "_lift",
+    "_arguments",
+    "_calling",
+    "_programs",
     "_compiling",
+    "_inspecting",
     "_fixing",
     "_differentiating",
     "_custom_rules",
@@ -237,7 +241,8 @@ def test_suppressions_name_their_rule_and_reason():
 
 
 LIFT_AND_TRANSFORMS = [
-    *("_changes", "_grafts", "_results", "_lift", "_compiling", "_fixing"),
+    *("_changes", "_grafts", "_results", "_lift", "_arguments", "_programs"),
+    *("_compiling", "_inspecting", "_fixing"),
     *("_differentiating", "_custom_rules", "_axis_names", "_batching"),
     *("_looping", "_scanning", "_branching"),
 ]

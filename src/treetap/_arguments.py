@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments by number and by name: those chosen, and those that are static.
+
+A static argument is taken out before arguments are walked, and put back inside.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, tuple | list | set) else (given,)
+
+
+class Positions:
+    """Arguments chosen by number or by name, however they are passed."""
+
+    def __init__(self, fn: Any, numbers: Any, names: Any):
+        self.numbers = set(_as_tuple(numbers))
+        self.names = set(_as_tuple(names))
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []  # a builtin without a signature
+        positional = [
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self.numbers |= {i for i, name in enumerate(positional) if name in self.names}
+        takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        for number in list(self.numbers):
+            if 0 <= number < len(positional):
+                self.names.add(positional[number])
+            elif parameters and not takes_more and not -len(positional) <= number < 0:
+                raise ValueError(
+                    f"Argument number {number} was named, but the function has "
+                    f"{len(positional)} positional arguments."
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.names)
+
+    def has(self, number: int, count: int) -> bool:
+        """Whether the positional argument with this number is one of them."""
+        return number in self.numbers or number - count in self.numbers
+
+
+class _Hole:
+    """Stands in the arguments where a static one was taken out."""
+
+
+jax.tree_util.register_static(_Hole)
+HOLE = _Hole()
+
+
+def positional(f: Any, args: Any, kwargs: Any, name: str, argument: str) -> Any:
+    """All arguments by position, for a transform whose prefix counts those."""
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    if bound.kwargs:
+        raise TypeError(
+            f"{name}: the arguments {sorted(bound.kwargs)} could not be resolved to "
+            f"positions: they can only be passed by keyword, and `{argument}` has "
+            "entries for positional arguments only."
+        )
+    return bound.args
+
+
+def take_statics(
+    statics: Positions | None, args: Any, kwargs: Any
+) -> tuple[Any, Any, Any]:
+    """The arguments with static ones replaced by a hole, and those, hashable."""
+    if not statics:
+        return args, kwargs, ()
+    taken: list[tuple[Any, Any]] = []
+    rest = list(args)
+    for number, value in enumerate(args):
+        if statics.has(number, len(args)):
+            taken.append((number, value))
+            rest[number] = HOLE
+    named = dict(kwargs)
+    for name in kwargs:
+        if name in statics.names:
+            taken.append((name, named[name]))
+            named[name] = HOLE
+    for where, value in taken:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"The static argument {where!r} is a {type(value).__name__}, which "
+                "cannot be hashed. Pass something hashable, such as a tuple."
+            ) from None
+    return tuple(rest), named, tuple(taken)
+
+
+def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:
+    """`fn` with static arguments put back into their places."""
+    if not statics:
+        return fn
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        places = list(args)
+        for where, value in statics:
+            if isinstance(where, int):
+                places[where] = value
+            else:
+                kwargs[where] = value
+        return fn(*places, **kwargs)
+
+    return call

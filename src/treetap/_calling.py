@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calling again: what a compiled function keeps of a call, to make the next one cheap.
+
+The first call with arguments of some structure goes the long way: they are walked,
+described and checked in Python. It leaves a `Recipe`, by which later calls go:
+
+* With other objects of the same structure, JAX walks them along a treedef whose leaves
+  are the Variables, in C. That proves types, names, static values and containers to be
+  the same; kinds, metadata and identities of the Variables are compared after that.
+* With the same objects as before, it is enough that each still has the very children
+  it had: an object drops the tuple of them when anything about it is changed. What is
+  in lists and dicts is looked at again, in C.
+
+What does not fit goes the long way. Nothing is trusted that was not looked at. A recipe
+holds on to Variables and objects only as long as the outermost ones live.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import all_leaves
+
+from treetap._attributes import Node
+from treetap._graphs import has_shared
+from treetap._lift import Inputs, Updates, Written
+from treetap._traces import current_trace, refuse_foreign_variable
+from treetap._variables import (
+    Variable,
+    get_metadata,
+    get_trace,
+    metadata_epoch,
+    set_box,
+)
+from treetap._walks import nodes_below
+
+MAX_KNOWN = 16  # sets of objects that a recipe remembers
+MISFIT = object()  # arguments are not of a recipe's structure
+
+Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+_read_flat = attrgetter("_pytree__flat")
+
+
+def picker(numbers: Sequence[int]) -> Pick:
+    """A function that takes some items of a sequence, in C for two or more."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda items: tuple(items[number] for number in numbers)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, Variable)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Node | Variable)
+
+
+def _are_different(items: Sequence[Any]) -> bool:
+    return len(set(map(id, items))) == len(items)
+
+
+class Held(NamedTuple):
+    """What is inside an outermost object, and must still be.
+
+    Attributes:
+        nodes: The objects below it.
+        flats: The children and structure each of them had.
+        containers: Ways to read the lists and dicts in it, and what was in them.
+    """
+
+    nodes: list[Any]
+    flats: list[Any]
+    containers: list[tuple[Callable[[Any], list[Any]], Any, list[Any]]]
+
+    def is_same(self) -> bool:
+        """Whether it is all still there, by identity."""
+        if not all(map(is_, map(_read_flat, self.nodes), self.flats)):
+            return False
+        for read, container, before in self.containers:
+            try:
+                if not all(map(is_, read(container), before)):
+                    return False
+            except (ValueError, TypeError, KeyError):
+                return False
+        return True
+
+
+def held_by(root: Any) -> Held | None:
+    """What is inside an object; None if it cannot be told whether it changes."""
+    held = Held([], [], [])
+    for _, node in nodes_below(root, Node, True, "jit"):
+        if not type(node)._pytree__cached:
+            return None
+        flat = _read_flat(node)
+        if node is not root:
+            held.nodes.append(node)
+            held.flats.append(flat)
+        held.containers.extend(chain.from_iterable(map(_containers, flat[0])))
+    return held
+
+
+def _containers(child: Any) -> list[Any]:
+    """Ways to look at lists and dicts in a child that is no object of ours."""
+    if _is_object(child) or all_leaves((child,)):
+        return []
+    leaves, treedef = jax.tree.flatten(child, is_leaf=_is_object)
+    return [(treedef.flatten_up_to, child, leaves)]
+
+
+class Known(NamedTuple):
+    """Objects that were found to be right.
+
+    Attributes:
+        variables: Their Variables.
+        plain: Their other leaves.
+        epoch: When metadata were compared.
+        trace: The trace level of the Variables; None if they differ.
+        roots: The outermost objects: number among the tops, weak reference, children.
+        held: What is below them.
+    """
+
+    variables: Sequence[Any]
+    plain: Sequence[Any]
+    epoch: int
+    trace: Any
+    roots: list[tuple[int, Any, Any]]
+    held: list[Held]
+
+    def holds(self, tops: Sequence[Any]) -> bool:
+        """Whether the outermost objects are the same, and what is in them too."""
+        if self.epoch != metadata_epoch[0]:
+            return False
+        for number, ref, flat in self.roots:
+            top = tops[number]
+            if ref() is not top or _read_flat(top) is not flat:
+                return False
+        return all(map(Held.is_same, self.held))
+
+
+class Plan:
+    """How to write back what a program says it has written.
+
+    Attributes:
+        is_simple: Whether values are all there is to write.
+        pick: Takes the written Variables out of all.
+    """
+
+    __slots__ = ("is_simple", "pick")
+
+    def __init__(self, written: Written, own: dict[int, int], metadata: Sequence[Any]):
+        pairs = list(chain.from_iterable(written.lanes))
+        self.is_simple = not written.grafts and not written.is_packed
+        self.is_simple &= all(facts is metadata[own[number]] for number, facts in pairs)
+        self.pick = picker([own[number] for number, _ in pairs])
+
+
+class Left(NamedTuple):
+    """What a program returned, where writing it back takes the long way."""
+
+    out: Any
+    updates: Updates
+
+
+class Recipe:
+    """How to take apart arguments of one structure, and what program to call.
+
+    Args:
+        tree: Arguments of that structure.
+        leaves: Their leaves, Variables among them.
+        program: The program.
+    """
+
+    __slots__ = (
+        *("_first", "_flatten", "_inner", "_kinds", "_known", "_metadata", "_own"),
+        *("_pick", "_plain", "_plans", "_roots", "_tops", "_waits", "program"),
+    )
+
+    def __init__(self, tree: Any, leaves: Sequence[Any], program: Any):
+        self.program = program
+        own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
+        self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
+        self._own = {number: place for place, number in enumerate(own)}
+        self._pick = picker(own)
+        self._plain = picker([n for n in range(len(leaves)) if n not in self._own])
+        variables = self._pick(leaves)
+        self._kinds = tuple(map(type, variables))
+        self._metadata = tuple(map(get_metadata, variables))
+        self._known: dict[int, Known] = {}
+        self._plans: dict[int, Plan] = {}
+        self._see_tops(tree)
+
+    def _see_tops(self, tree: Any) -> None:
+        """Notes where the outermost objects and the leaves beside them are."""
+        tops, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
+        self._tops = treedef.flatten_up_to
+        self._roots = [n for n, top in enumerate(tops) if isinstance(top, Node)]
+        # Nothing would tell when a Variable by itself is no longer used.
+        is_open = self._roots and not any(map(_is_variable, tops))
+        self._first = self._roots[0] if is_open else -1
+        inside: list[int] = []  # leaves of objects that are no Variables
+        waits: list[tuple[int, int]] = []  # (place among the plain leaves, top)
+        place = 0
+        for number, top in enumerate(tops):
+            below = jax.tree.leaves(top, is_leaf=_is_variable)
+            plain = [leaf for leaf in below if not _is_variable(leaf)]
+            places = range(place, place + len(plain))
+            if isinstance(top, Node):
+                inside += places
+            else:
+                waits += [(each, number) for each in places]
+            place += len(plain)
+        self._inner = inside
+        self._waits = waits
+
+    def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
+        """Calls a program with arguments of this structure, and writes back.
+
+        Args:
+            tree: The arguments.
+            run: The program, or a compiled stage of it.
+
+        Returns:
+            The result; `MISFIT` if the arguments are of another structure; a `Left` if
+            there is more to write than values.
+        """
+        known, tops = None, ()
+        try:
+            if self._first >= 0:
+                tops = self._tops(tree)
+                known = self._known.get(id(tops[self._first]))
+            if known is not None and known.holds(tops):
+                variables = known.variables
+                plain = [*known.plain]
+                for place, number in self._waits:
+                    plain[place] = tops[number]
+            else:
+                known = None
+                leaves = self._flatten(tree)
+                variables, plain = self._pick(leaves), [*self._plain(leaves)]
+                if not self._fits(variables, plain):
+                    return MISFIT
+        except (ValueError, TypeError, KeyError):  # JAX's words for another structure
+            return MISFIT
+        if not all_leaves(plain):
+            return MISFIT
+        values = [variable._box[0] for variable in variables]
+        epoch = metadata_epoch[0]
+        out, news, note = run(*self.program.parted(values, plain))
+        plan = self._plans.get(len(note)) or self._planned(len(note))
+        if not plan.is_simple:
+            return Left(out, self.program.updates(news, note))
+        trace = current_trace()
+        written = plan.pick(variables)
+        if known is None or known.trace is not trace:
+            _check_traces(written, trace)
+        boxes = zip(news[0] if len(news) == 1 else chain.from_iterable(news))
+        deque(map(set_box, written, boxes), 0)  # one call: all or nothing
+        if known is None and self._first >= 0:
+            self._remember(variables, plain, epoch, trace, tops)
+        return out
+
+    def _planned(self, number: int) -> Plan:
+        written = self.program.written[number]
+        plan = self._plans[number] = Plan(written, self._own, self._metadata)
+        return plan
+
+    def _fits(self, variables: Sequence[Any], plain: Sequence[Any]) -> bool:
+        """Whether kinds and metadata are the same, and nothing stands twice.
+
+        An object without Variables that stands twice is told by its other leaves.
+        """
+        return (
+            tuple(map(type, variables)) == self._kinds
+            and _are_different(variables)
+            and tuple(map(get_metadata, variables)) == self._metadata
+            and _are_different([plain[place] for place in self._inner])
+        )
+
+    def _remember(
+        self, variables: Any, plain: Any, epoch: int, trace: Any, tops: Sequence[Any]
+    ) -> None:
+        """Keeps objects for the next call, while the outermost ones live."""
+        held = [held_by(tops[number]) for number in self._roots]
+        if any(each is None for each in held):
+            return
+        key, known = id(tops[self._first]), self._known
+
+        def forget(_: Any) -> None:
+            known.pop(key, None)
+
+        roots = [
+            (number, weakref.ref(tops[number], forget), _read_flat(tops[number]))
+            for number in self._roots
+        ]
+        same = all(map(is_, map(get_trace, variables), repeat(trace)))
+        kept = [*plain]
+        for place, _ in self._waits:
+            kept[place] = None  # given anew by each call
+        for old in list(known)[: len(known) - MAX_KNOWN + 1]:
+            known.pop(old, None)
+        level = trace if same else None
+        known[key] = Known(variables, kept, epoch, level, roots, held)  # pyright: ignore[reportArgumentType] - none is None
+
+
+def _check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
+    for variable in variables:
+        if variable._trace is not trace:
+            raise refuse_foreign_variable(type(variable).__name__)
+
+
+def recipe_for(tree: Any, inputs: Inputs, program: Any) -> Recipe | None:
+    """A recipe for arguments that went the long way; None if there can be none.
+
+    Shared parts are only found on the long way. So where they are allowed, there is a
+    recipe only if there are none, and none could appear without a Variable that stands
+    twice.
+    """
+    if inputs.definition.graph and not _is_open_tree(tree, inputs):
+        return None
+    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
+    if len(leaves) != len(inputs.leaves) or any(map(is_not, leaves, inputs.leaves)):
+        return None
+    if any(isinstance(leaf, Node) for leaf in leaves):
+        return None
+    recipe = Recipe(tree, leaves, program)
+    plain = [leaf for leaf in leaves if not _is_variable(leaf)]
+    return recipe if _are_different([plain[place] for place in recipe._inner]) else None
+
+
+def _is_open_tree(tree: Any, inputs: Inputs) -> bool:
+    """Whether nothing is shared, and every object has a Variable of its own below."""
+    if has_shared(inputs.definition.spec):
+        return False
+    nodes = nodes_below(tree, Node, True, inputs.name)
+    return all(
+        any(map(_is_variable, jax.tree.leaves(node, is_leaf=_is_variable)))
+        for _, node in nodes
+    )

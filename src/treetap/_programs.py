@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs: a `jax.jit` for each structure of the arguments of a function.
+
+A `Key` is what a program depends on beside the types of values. A `Program` takes the
+values in two flat lists, those to be donated and the rest, and returns the result,
+changed values, and which they are.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from treetap._calling import picker
+from treetap._errors import StructureError
+from treetap._grafts import Lanes
+from treetap._layouts import kinds_of
+from treetap._lift import Updates, Written
+from treetap._settings import Mode
+from treetap._specs import GraphDef, statics_in
+from treetap._trees import show_path
+from treetap._variables import Variable
+
+
+class Key:
+    """What a compiled program depends on beside the values' types; hashable."""
+
+    __slots__ = ("_hash", "definition", "donated", "lanes", "statics")
+
+    def __init__(self, definition: GraphDef, statics: Any, donated: Any, lanes: Any):
+        self.definition = definition
+        self.statics = statics
+        self.donated = donated
+        self.lanes: Lanes | None = lanes
+        self._hash = hash((definition, statics, donated))
+
+    def _parts(self) -> Any:
+        kinds = kinds_of(tuple(value for _, value in self.statics))
+        return self.definition, self.statics, kinds, self.donated, self.lanes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def is_kept(self, number: int) -> bool:
+        """Whether a leaf comes out unchanged, too: donated, or placed (NNX's way)."""
+        if self.donated[number] or self.lanes is None:
+            return self.donated[number]
+        is_placed = self.lanes.prefixes[self.lanes.of_leaf[number]] is not None
+        return is_placed and self.definition.graph is Mode.UPDATES
+
+
+class Program:
+    """A `jax.jit` for arguments of one structure.
+
+    It takes two flat lists, of what is donated and of the rest: in each the values of
+    Variables first.
+
+    Args:
+        key: What it depends on.
+        leaves: The leaves of the arguments.
+        traced: A function of the key and all values, in the order of the leaves.
+        options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
+    """
+
+    __slots__ = ("_donates", "_takes", "key", "run", "written")
+
+    def __init__(
+        self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
+    ):
+        self.key = key
+        self.written: list[Written] = []
+        own = [isinstance(leaf, Variable) for leaf in leaves]
+        numbers = range(len(leaves))
+        # (Variables first, then the rest) of (donated, kept)
+        groups = [
+            [n for n in numbers if own[n] is flag and key.donated[n] is donated]
+            for donated in (True, False)
+            for flag in (True, False)
+        ]
+        donated, kept = groups[0] + groups[1], groups[2] + groups[3]
+        self._donates = bool(donated)
+        place = {n: i for i, n in enumerate(n for n in numbers if own[n])}
+        other = {n: i for i, n in enumerate(n for n in numbers if not own[n])}
+        self._takes = tuple(
+            picker([places[n] for n in group])
+            for group, places in zip(groups, (place, other) * 2)
+        )
+        places = {number: i for i, number in enumerate(donated + kept)}
+        arrange = picker([places[number] for number in numbers])
+
+        def run(donated: list[Any], kept: list[Any]) -> Any:
+            out, updates = traced(key, arrange([*donated, *kept]))
+            # Which ones were written is static. The number of a note of it stands for
+            # it, as so many empty tuples: JAX makes those without a call into Python.
+            return out, updates.values, ((),) * self.note(updates.written)
+
+        functools.update_wrapper(run, traced)
+        if "in_shardings" in options:
+            given = options["in_shardings"]
+            options["in_shardings"] = (
+                [given[n] for n in donated],
+                [given[n] for n in kept],
+            )
+        self.run = jax.jit(run, donate_argnums=0, **options)
+
+    def note(self, written: Written) -> int:
+        """The number of a note of what was written; the same for equal ones."""
+        if written not in self.written:
+            self.written.append(written)
+        return self.written.index(written)
+
+    def updates(self, values: Any, note: tuple[Any, ...]) -> Updates:
+        """What the program returned beside the result."""
+        return Updates(values, self.written[len(note)])
+
+    def parted(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
+        """The two lists, of the values of Variables and of other leaves."""
+        if not self._donates:
+            return [], values + plain
+        own, other, kept, rest = self._takes
+        donated = [*own(values), *other(plain)]
+        if len(set(map(id, donated))) != len(donated):
+            raise _refuse_donated_twice(donated)
+        return donated, [*kept(values), *rest(plain)]
+
+
+def _refuse_donated_twice(donated: list[Any]) -> StructureError:
+    """The error for one array that two donated Variables hold."""
+    seen: set[int] = set()
+    twice = next(x for x in donated if id(x) in seen or seen.add(id(x)))
+    shape = getattr(twice, "shape", ())
+    return StructureError(
+        f"jit: the same array, of shape {tuple(shape)}, is donated twice: two "
+        "Variables or arguments hold it. Give each its own (`jnp.copy`), or do not "
+        "donate one."
+    )
+
+
+def refuse_changing_statics(definition: GraphDef, name: str) -> None:
+    """Refuses static values that could change without being noticed."""
+    for path, value in statics_in(definition):
+        try:
+            hash(value)
+        except TypeError:
+            raise StructureError(
+                f"{name}: the static attribute at {show_path(path)} is a "
+                f"{type(value).__name__}, which can change without being noticed. Make "
+                "it a tuple or another value that cannot, or mark it as `data`."
+            ) from None
