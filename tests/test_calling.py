@@ -468,7 +468,7 @@ def test_no_more_objects_are_remembered_than_a_number():
             step(model)
     (recipes,) = step._recipes.values()
     assert len(recipes) == 1
-    assert len(recipes[0]._known) <= _calling.MAX_KNOWN
+    assert len(recipes[0]._known) == _calling.MAX_KNOWN
 
 
 def test_programs_are_bounded_in_number(monkeypatch):

@@ -301,8 +301,8 @@ class Recipe:
         kept = [*plain]
         for place, _ in self._waits:
             kept[place] = None  # given anew by each call
-        for old in list(known)[: len(known) - MAX_KNOWN + 1]:
-            known.pop(old, None)
+        if len(known) >= MAX_KNOWN:
+            known.pop(list(known)[0], None)  # noqa: RUF015 - threads may change it
         level = trace if same else None
         known[key] = Known(variables, kept, epoch, level, roots, held)  # pyright: ignore[reportArgumentType] - none is None
 
