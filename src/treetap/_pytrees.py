@@ -28,6 +28,7 @@ from treetap._attributes import (
     has_data,
     is_plain,
 )
+from treetap._functions import by_name, found_by_name
 from treetap._kinds import RngState
 from treetap._layouts import Sealed, Structure, layout_of, structure_of
 from treetap._marks import Marked
@@ -285,10 +286,12 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
     # Copies.
 
     def __getstate__(self) -> Any:
-        return dict(attributes_of(self)), dict(self._pytree__status)
+        held = {name: by_name(value) for name, value in attributes_of(self).items()}
+        return held, dict(self._pytree__status)
 
     def __setstate__(self, state: Any) -> None:
-        attributes, status = state
+        held, status = state
+        attributes = {name: found_by_name(value) for name, value in held.items()}
         attributes_of(self).update(attributes)
         replace_status(self, dict(status))
         for name, value in attributes.items():

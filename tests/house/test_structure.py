@@ -34,6 +34,7 @@ ORDER = [
     "_filters",
     "_attributes",
     "_layouts",
+    "_functions",
     "_pytrees",
     "_states",
     "_sharing",

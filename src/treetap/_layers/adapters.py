@@ -165,6 +165,7 @@ class LoRALinear(Linear):
         b_metadata: Metadata = NO_METADATA,
         **kwargs: Any,
     ):
+        check_sizes(self, lora_rank=lora_rank)
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.lora = LoRA(
             in_features,

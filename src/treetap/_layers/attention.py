@@ -12,12 +12,20 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treetap._errors import StructureError
 from treetap._kinds import Intermediate
 from treetap._layers.dtypes import promote_dtype as default_promote
-from treetap._layers.parameters import Array, Dtype, Precision, Promote, text_of
+from treetap._layers.parameters import (
+    Array,
+    Dtype,
+    Precision,
+    Promote,
+    check_rate,
+    text_of,
+)
 from treetap._listening import listening
 
 Implementation = Literal["xla", "cudnn"] | None
@@ -72,9 +80,10 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
         (1, 5, 2, 4)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    _check_shapes(query, key, value)
-    shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
     name = "dot_product_attention"
+    check_shapes(name, query, key, value)
+    shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    check_rate(name, "dropout_rate", dropout_rate)
     mask = broadcastable(name, "mask", mask, shape)
     bias = broadcastable(name, "bias", bias, shape)
     dropping = dropout_rate > 0 and not deterministic
@@ -91,8 +100,8 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
         weights = _tap()(weights, "attention_weights")
     if dropping:
         keep = 1.0 - dropout_rate
-        kept = _kept(dropout_rng, keep, shape, broadcast_dropout)
-        weights = weights * (kept.astype(weights.dtype) / jnp.asarray(keep, dtype))
+        kept = _kept(dropout_rng, keep, shape, broadcast_dropout).astype(weights.dtype)
+        weights = weights * (kept / jnp.asarray(keep or 1.0, weights.dtype))
     return _summed(weights, value, precision)
 
 
@@ -104,12 +113,12 @@ def _tap() -> Callable[..., Any]:
     return tap
 
 
-def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
     """Refuses arrays that do not fit together, in the words for what does not."""
     texts = f"query {text_of(query)}, key {text_of(key)}, value {text_of(value)}"
 
     def refuse(what: str) -> StructureError:
-        return StructureError(f"dot_product_attention: {what}; got {texts}.")
+        return StructureError(f"{name}: {what}; got {texts}.")
 
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
         raise refuse("query, key and value must be of the same rank, at least 3")
@@ -261,8 +270,14 @@ def make_attention_mask(
                [1., 1., 0.],
                [0., 0., 0.]], dtype=float32)
     """
-    queries = jnp.expand_dims(jnp.asarray(query_input), -1)
-    mask = pairwise_fn(queries, jnp.expand_dims(jnp.asarray(key_input), -2))
+    one, two = jnp.asarray(query_input), jnp.asarray(key_input)
+    fits = 1 <= one.ndim == two.ndim and _broadcast(one.shape[:-1], two.shape[:-1])
+    if not fits:
+        raise StructureError(
+            "make_attention_mask: expected [batch..., queries] and [batch..., keys], "
+            f"got {text_of(one)} and {text_of(two)}."
+        )
+    mask = pairwise_fn(jnp.expand_dims(one, -1), jnp.expand_dims(two, -2))
     axes = (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2)
     return jnp.expand_dims(mask, axes).astype(dtype)
 
@@ -280,11 +295,20 @@ def make_causal_mask(
     Returns:
         `[batch..., 1, length, length]`.
     """
-    shape = jnp.shape(x)
+    shape = np.shape(x)
+    if not shape:
+        raise StructureError(
+            "make_causal_mask: expected [batch..., length], got a single value."
+        )
     positions = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     return make_attention_mask(
         positions, positions, jnp.greater_equal, extra_batch_dims, dtype
     )
+
+
+def _broadcast(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+    """Whether sizes agree or are 1."""
+    return all(n == m or 1 in (n, m) for n, m in zip(one, two))
 
 
 def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Any:
@@ -297,11 +321,11 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Any:
     arrays = [jnp.asarray(mask) for mask in masks if mask is not None]
     if not arrays:
         return None
+    texts = ", ".join(map(text_of, arrays))
     if len({array.ndim for array in arrays}) != 1:
-        raise StructureError(
-            "combine_masks: masks must have the same rank: "
-            f"{', '.join(map(text_of, arrays))}."
-        )
+        raise StructureError(f"combine_masks: masks must have the same rank: {texts}.")
+    if not all(_broadcast(arrays[0].shape, array.shape) for array in arrays):
+        raise StructureError(f"combine_masks: masks must broadcast: {texts}.")
     together = functools.reduce(
         jnp.logical_and, (array.astype(bool) for array in arrays)
     )

@@ -25,8 +25,10 @@ from treetap._layers.parameters import (
     Initializer,
     Metadata,
     Promote,
+    check_rngs,
     check_sizes,
     default_kernel_init,
+    text_of,
     where,
 )
 from treetap._modules import Module
@@ -34,12 +36,18 @@ from treetap._randomness import Rngs, RngStream
 from treetap.initializers import orthogonal, zeros
 
 Activation = Callable[..., Any]
-default_recurrent_init = orthogonal()
+_orthogonal = orthogonal()
 
 
 def float32_orthogonal(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
     """An orthogonal matrix made in float32, then cast."""
-    return default_recurrent_init(key, shape, jnp.float32).astype(dtype)
+    return _orthogonal(key, shape, jnp.float32).astype(dtype)
+
+
+def default_recurrent_init(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """An orthogonal matrix, made in float32 if the dtype is narrower."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return _orthogonal(key, shape, wide).astype(dtype)
 
 
 class RNNCellBase(Module):
@@ -118,6 +126,7 @@ class Cell(RNNCellBase):
             in_features=self.in_features,
             hidden_features=self.hidden_features,
         )
+        check_rngs(self, rngs)
         name = type(self).__name__
         if keep_rngs:
             _deprecated(f"`{name}(keep_rngs=True)`", "`rngs` of the call")
@@ -125,6 +134,27 @@ class Cell(RNNCellBase):
             _deprecated(f"`{name}(carry_init=...)`", "`carry_init` of the call")
         self.rngs = forked(self, rngs, "carry") if keep_rngs else data(None)
         self.carry_init = carry_init
+
+    def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
+        """Refuses a carry that is not for inputs of a batch.
+
+        Args:
+            carry: The carry.
+            batch: The shape of the inputs of one step, without the features.
+        """
+        shape = (*batch, self.hidden_features)
+        if self._carries == 1:
+            given, what = (carry,), f"an array of shape {shape}"
+        else:
+            given = carry if isinstance(carry, tuple | list) else ()
+            what = f"a pair of arrays of shape {shape}"
+        is_good = len(given) == self._carries
+        if not is_good or any(getattr(part, "shape", None) != shape for part in given):
+            found = jax.tree.map(text_of, carry)
+            raise StructureError(
+                f"{where(self)}: the carry is {what}, got {found}. Begin with "
+                "`cell.initialize_carry(...)`."
+            )
 
     def initialize_carry(
         self,
@@ -244,7 +274,8 @@ class LSTMCell(Cell):
             carry: What is remembered, and the outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        c, h = _pair(self, carry)
+        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        c, h = carry
         i = self.gate_fn(self.ii(inputs) + self.hi(h))
         f = self.gate_fn(self.if_(inputs) + self.hf(h))
         g = self.activation_fn(self.ig(inputs) + self.hg(h))
@@ -252,16 +283,6 @@ class LSTMCell(Cell):
         c = f * c + i * g
         h = o * self.activation_fn(c)
         return (c, h), h
-
-
-def _pair(cell: Any, carry: Any) -> tuple[Any, Any]:
-    """The two parts of the carry of an LSTM."""
-    if not isinstance(carry, tuple | list) or len(carry) != 2:
-        raise StructureError(
-            f"{where(cell)}: the carry is a pair of arrays, got "
-            f"{type(carry).__name__}. Begin with `cell.initialize_carry(...)`."
-        )
-    return carry[0], carry[1]
 
 
 class OptimizedLSTMCell(Cell):
@@ -337,7 +358,8 @@ class OptimizedLSTMCell(Cell):
             carry: What is remembered, and the outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        c, h = _pair(self, carry)
+        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        c, h = carry
         i, f, g, o = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, axis=-1)
         c = self.gate_fn(f) * c + self.gate_fn(i) * self.activation_fn(g)
         h = self.gate_fn(o) * self.activation_fn(c)
@@ -410,6 +432,7 @@ class GRUCell(Cell):
             carry: The outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
+        self.check_carry(carry, jnp.shape(inputs)[:-1])
         x_r, x_z, x_n = jnp.split(self.dense_i(inputs), 3, axis=-1)
         h_r, h_z, h_n = jnp.split(self.dense_h(carry), 3, axis=-1)
         r, z = self.gate_fn(x_r + h_r), self.gate_fn(x_z + h_z)
@@ -484,6 +507,7 @@ class SimpleCell(Cell):
             carry: The outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
+        self.check_carry(carry, jnp.shape(inputs)[:-1])
         h = self.dense_i(inputs) + self.dense_h(carry)
         if self.residual:
             h = h + carry

@@ -28,7 +28,6 @@ from treetap._layers.parameters import (
     Precision,
     Promote,
     absent,
-    as_tuple,
     check_features,
     check_sizes,
     default_kernel_init,
@@ -97,28 +96,39 @@ def masked(kernel: jax.Array, mask: FixedArray | None) -> jax.Array:
 
 def per_axis(layer: Any, name: str, value: Numbers, axes: int) -> tuple[int, ...]:
     """A number for each window axis; one number, or None for 1, stands for all."""
-    if value is None or isinstance(value, int | np.integer):
-        return (1 if value is None else int(value),) * axes
-    numbers = tuple(int(number) for number in value)
-    if len(numbers) != axes:
+    numbers = (1,) * axes if value is None else value
+    if not isinstance(numbers, Sequence):
+        numbers = (numbers,) * axes
+    is_good = all(isinstance(n, int | np.integer) and n >= 1 for n in numbers)
+    if not is_good or len(numbers) != axes:
         raise StructureError(
-            f"{where(layer)}: `{name}` has {len(numbers)} numbers for a window of "
-            f"{axes} axes: {value!r}."
+            f"{where(layer)}: `{name}` is a positive number, or {axes} of them, one "
+            f"for each axis of the window; got {value!r}."
         )
-    return numbers
+    return tuple(map(int, numbers))
+
+
+def window_of(layer: Any, kernel_size: Any) -> tuple[int, ...]:
+    """The size of the window on each axis."""
+    sizes = kernel_size if isinstance(kernel_size, Sequence) else (kernel_size,)
+    for size in sizes:
+        check_sizes(layer, kernel_size=size)
+    return tuple(map(int, sizes))
 
 
 def pairs_of(layer: Any, padding: Padding, axes: int) -> str | list[tuple[int, int]]:
     """Padding as a name, or as a pair for each window axis."""
     if isinstance(padding, str):
-        if padding in (*NAMES, *OWN_NAMES):
-            return padding
-    elif isinstance(padding, int):
-        return [(padding, padding)] * axes
+        if padding.upper() in (*NAMES, *OWN_NAMES):
+            return padding.upper()
+    elif isinstance(padding, int | np.integer):
+        return [(int(padding), int(padding))] * axes
     elif isinstance(padding, Sequence) and len(padding) == axes:
-        pairs: Any = [(p, p) if isinstance(p, int) else tuple(p) for p in padding]
-        if all(len(pair) == 2 for pair in pairs):
-            return pairs
+        each = [p if isinstance(p, Sequence) else (p, p) for p in padding]
+        numbers = [n for pair in each for n in pair]
+        is_good = all(isinstance(n, int | np.integer) for n in numbers)
+        if is_good and all(len(pair) == 2 for pair in each):
+            return [(int(before), int(after)) for before, after in each]
     raise StructureError(
         f"{where(layer)}: `padding` is one of {', '.join((*NAMES, *OWN_NAMES))}, a "
         f"number, or a number or pair for each of the {axes} window axes; got "
@@ -220,7 +230,7 @@ class Conv(Module):
                 f"Conv: feature_group_count={groups} must divide in_features="
                 f"{in_features} and out_features={out_features}."
             )
-        self.kernel_size = as_tuple(kernel_size)
+        self.kernel_size = window_of(self, kernel_size)
         self.kernel_shape = (*self.kernel_size, in_features // groups, out_features)
         self._mask = fixed_mask(self, mask, self.kernel_shape)
         self.kernel = parameter(
@@ -310,9 +320,9 @@ class Conv(Module):
 
 def _hashable(value: Any) -> Any:
     """Numbers, pairs of numbers or a name, with tuples for lists."""
-    if isinstance(value, str | int) or value is None:
-        return value
-    return tuple(map(_hashable, value))
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return value
 
 
 class ConvTranspose(Module):
@@ -373,7 +383,7 @@ class ConvTranspose(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         check_sizes(self, in_features=in_features, out_features=out_features)
-        self.kernel_size = as_tuple(kernel_size)
+        self.kernel_size = window_of(self, kernel_size)
         ends = (in_features, out_features)
         self.kernel_shape = (
             *self.kernel_size,

@@ -9,11 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from treetap._attributes import data
 from treetap._errors import StructureError
-from treetap._layers.parameters import Array, text_of, where
+from treetap._layers.parameters import (
+    Array,
+    canonical_axes,
+    check_rate,
+    text_of,
+    where,
+)
 from treetap._modules import Module
 from treetap._randomness import Rngs, RngStream
 
@@ -75,10 +81,7 @@ class Dropout(Module):
         rng_collection: str = "dropout",
         rngs: Rngs | RngStream | None = None,
     ):
-        if not 0 <= rate <= 1:
-            raise StructureError(
-                f"Dropout: `rate` is a share from 0 to 1, not {rate!r}."
-            )
+        check_rate("Dropout", "rate", rate)
         self.rate = rate
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = deterministic
@@ -110,7 +113,6 @@ class Dropout(Module):
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
-        key = self._key(rngs)
         inputs = jnp.asarray(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
             raise StructureError(
@@ -118,11 +120,9 @@ class Dropout(Module):
                 f"floating or complex, not {text_of(inputs)}."
             )
         keep = 1.0 - self.rate
-        shape = list(inputs.shape)
-        for axis in self.broadcast_dims:
-            shape[axis] = 1
-        kept = jnp.broadcast_to(_kept(key, keep, inputs, shape), inputs.shape)
-        return lax.select(kept, inputs / keep, jnp.zeros_like(inputs))
+        shared = canonical_axes(self, self.broadcast_dims, inputs.ndim)
+        kept = _kept(self._key(rngs), keep, inputs, shared)
+        return jnp.where(kept, inputs / keep, jnp.zeros_like(inputs))
 
     def _key(self, rngs: Any) -> Any:
         if rngs is None:
@@ -144,12 +144,15 @@ class Dropout(Module):
             self.deterministic = deterministic
 
 
-def _kept(key: Any, keep: float, inputs: jax.Array, shape: list[int]) -> jax.Array:
+def _kept(
+    key: Any, keep: float, inputs: jax.Array, shared: tuple[int, ...]
+) -> jax.Array:
     """Which elements to keep, sharded as the inputs are."""
+    shape = tuple(1 if i in shared else n for i, n in enumerate(inputs.shape))
     sharding = getattr(jax.typeof(inputs), "sharding", None)
-    explicit = sharding is not None and any(
-        name is not None for name in getattr(sharding, "spec", ())
-    )
-    if not explicit or shape != list(inputs.shape):
-        return jax.random.bernoulli(key, keep, tuple(shape))
-    return jax.random.bernoulli(key, keep, tuple(shape), out_sharding=sharding)
+    spec = tuple(getattr(sharding, "spec", ()))
+    if sharding is None or all(name is None for name in spec):
+        return jax.random.bernoulli(key, keep, shape)
+    names = (None if i in shared else name for i, name in enumerate(spec))
+    placed = NamedSharding(sharding.mesh, PartitionSpec(*names))
+    return jax.random.bernoulli(key, keep, shape, out_sharding=placed)

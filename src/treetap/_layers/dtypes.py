@@ -26,6 +26,8 @@ def promote_dtype(
         >>> [x.dtype.name for x in tt.promote_dtype((jnp.ones(2), jnp.arange(2)))]
         ['float32', 'float32']
     """
+    # Lists, which JAX does not promote, are arrays to NNX.
+    values = tuple(jnp.asarray(x) if isinstance(x, list | tuple) else x for x in values)
     if dtype is None:
         dtype = common_dtype(values, inexact)
     elif inexact and not jnp.issubdtype(dtype, jnp.inexact):

@@ -92,9 +92,6 @@ class Embed(Module):
         (table,) = self.promote_dtype(
             (self.embedding.get_value(),), dtype=self.dtype, inexact=False
         )
-        if self.num_embeddings == 1:
-            row = jnp.reshape(table, (1,) * inputs.ndim + (-1,))
-            return jnp.broadcast_to(row, (*inputs.shape, self.features))
         if out_sharding is None:
             return _rows(table, inputs)
         take: Any = jax.sharding.auto_axes(_rows, out_sharding=out_sharding)
@@ -117,4 +114,7 @@ class Embed(Module):
 
 
 def _rows(table: jax.Array, numbers: jax.Array) -> jax.Array:
+    if table.shape[0] == 1:
+        row = jnp.reshape(table, (1,) * numbers.ndim + (-1,))
+        return jnp.broadcast_to(row, (*numbers.shape, table.shape[1]))
     return jnp.take(table, numbers, axis=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from treetap._errors import StructureError
 from treetap._layers.dtypes import promote_dtype as default_promote
@@ -49,7 +50,7 @@ class GroupNorm(Normalizing):
         axis_name: An axis of a surrounding `vmap` or `shard_map`.
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: How the variance is taken.
-        promote_dtype: Kept for layers that derive from this one.
+        promote_dtype: A replacement decides the dtype of the outputs.
         rngs: Random streams.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.
@@ -142,12 +143,13 @@ def _groups(features: int, groups: int | None, size: int | None) -> tuple[int, i
         )
     number: Any = size if groups is None else groups
     name = "group_size" if groups is None else "num_groups"
-    if number < 1 or features % number:
+    is_whole = isinstance(number, int | np.integer)
+    if not is_whole or number < 1 or features % number:
         raise StructureError(
             f"GroupNorm: {name}={number} does not divide num_features={features}."
         )
-    other = features // number
-    return (number, other) if size is None else (other, number)
+    other = features // int(number)
+    return (int(number), other) if size is None else (other, int(number))
 
 
 class InstanceNorm(Normalizing):
@@ -166,7 +168,7 @@ class InstanceNorm(Normalizing):
         axis_name: An axis of a surrounding `vmap` or `shard_map`.
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: How the variance is taken.
-        promote_dtype: Kept for layers that derive from this one.
+        promote_dtype: A replacement decides the dtype of the outputs.
         rngs: Random streams.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.

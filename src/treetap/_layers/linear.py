@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treetap._errors import StructureError
@@ -244,8 +245,11 @@ class LinearGeneral(Module):
 
     def _checked(self) -> tuple[Shape, Shape]:
         """The sizes of batch axes and of axes summed over, if all fit together."""
-        sizes = (*self.in_features, *self.out_features, *self.batch_axis.values())
-        check_sizes(self, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+        for name in ("in_features", "out_features"):
+            for size in getattr(self, name):
+                check_sizes(self, **{name: size})
+        for size in self.batch_axis.values():
+            check_sizes(self, batch_axis=size)
         if len(self.in_features) != len(self.axis):
             raise StructureError(
                 f"LinearGeneral: in_features={self.in_features} and axis={self.axis} "
@@ -395,6 +399,7 @@ class Einsum(Module):
             )
         text = text.replace(" ", "")
         operands = _operands(self, text)
+        self._check(text, operands, inputs)
         inputs, kernel, bias = self.promote_dtype(
             (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
         )
@@ -412,14 +417,34 @@ class Einsum(Module):
             return outputs
         return outputs + self._over_result(bias, operands, outputs.ndim)
 
+    def _check(self, text: str, operands: tuple[str, str, str], inputs: Any) -> None:
+        """Refuses operands that do not have the axes that the string says."""
+        sizes: dict[str, int] = {}
+        shapes = (np.shape(inputs), self.kernel_shape)
+        fits = all(letter in operands[0] + operands[1] for letter in operands[2])
+        for letters, shape in zip(operands, shapes):
+            before, dots, after = letters.partition("...")
+            fits &= len(before + after) <= len(shape)
+            fits &= bool(dots) or len(letters) == len(shape)
+            ends = (*shape[: len(before)], *shape[len(shape) - len(after) :])
+            for letter, size in zip(before + after, ends):
+                fits &= sizes.setdefault(letter, size) == size
+        if not fits:
+            raise StructureError(
+                f"{where(self)}: {text!r} does not fit inputs {text_of(inputs)} and a "
+                f"kernel of {self.kernel_shape}."
+            )
+
     def _over_result(
         self, bias: jax.Array, operands: tuple[str, str, str], rank: int
     ) -> jax.Array:
         """The bias, with the axes of the result that the kernel does not give."""
         _, kernel, result = operands
-        if "..." in result:
-            unnamed = "." * (rank - len(result) + len("..."))
-            result = result.replace("...", unnamed)
+        # What "..." stands for gets letters of its own, the last ones for the kernel's.
+        unnamed = [chr(0x3B1 + i) for i in range(rank - len(result) + 3)]
+        count = len(self.kernel_shape) - len(kernel) + 3
+        kernel = kernel.replace("...", "".join(unnamed[len(unnamed) - count :]))
+        result = result.replace("...", "".join(unnamed))
         sizes = dict(zip(kernel, self.kernel_shape))
         shape = tuple(sizes.get(letter, 1) for letter in result)
         if math.prod(shape) != bias.size:

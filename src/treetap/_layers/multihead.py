@@ -21,6 +21,7 @@ from treetap._kinds import Cache
 from treetap._layers.attention import (
     Implementation,
     broadcastable,
+    check_shapes,
     dot_product_attention,
 )
 from treetap._layers.dropout import forked, next_key
@@ -35,6 +36,8 @@ from treetap._layers.parameters import (
     Metadata,
     Precision,
     Promote,
+    check_rate,
+    check_rngs,
     check_sizes,
     default_kernel_init,
     text_of,
@@ -191,6 +194,7 @@ class MultiHeadAttention(Module):
         self.out_dot_general_cls = out_dot_general_cls
         self.implementation = implementation
         self.head_dim = self._checked_head_dim()
+        check_rngs(self, rngs)
         first = (kernel_init, bias_init, kernel_metadata, bias_metadata)
         self._make_projections(first, rngs)
         self._make_norms(query_ln_scale_metadata, key_ln_scale_metadata, rngs)
@@ -208,8 +212,10 @@ class MultiHeadAttention(Module):
         self.cache_index = data(None)
 
     def _checked_head_dim(self) -> int:
-        sizes = ("num_heads", "in_features", "qkv_features", "num_kv_heads")
+        features = ("in_features", "qkv_features", "out_features", "in_kv_features")
+        sizes = ("num_heads", "num_kv_heads", *features)
         check_sizes(self, **{name: getattr(self, name) for name in sizes})
+        check_rate(type(self).__name__, "dropout_rate", self.dropout_rate)
         if self.num_heads < 1 or self.qkv_features % self.num_heads:
             raise StructureError(
                 f"MultiHeadAttention: num_heads={self.num_heads} must divide "
@@ -326,6 +332,8 @@ class MultiHeadAttention(Module):
         step = self._step(query, key, value, mask) if decode else None
         if step is not None:
             key, value, mask = step.keys, step.values, step.seen
+        elif self.attention_fn is dot_product_attention:
+            self._check_attention(query, key, value, mask)
         dropping, dropout_rng = self._dropout(deterministic, rngs)
         x = self.attention_fn(
             query,
@@ -369,6 +377,12 @@ class MultiHeadAttention(Module):
                 )
         return k, v
 
+    def _check_attention(self, query: Any, key: Any, value: Any, mask: Any) -> None:
+        """Refuses what attention would, before a key is drawn, and says where."""
+        check_shapes(where(self), query, key, value)
+        shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        broadcastable(where(self), "mask", mask, shape)
+
     def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
         """Whether to drop weights, and the key for it."""
         if self.dropout_rate == 0:
@@ -401,7 +415,13 @@ class MultiHeadAttention(Module):
             input_shape: `[batch..., longest length, features]`.
             dtype: The dtype of what is cached.
         """
-        *batch, length, _ = input_shape
+        sizes = tuple(input_shape)
+        if len(sizes) < 2 or min(sizes) < 0 or sizes[-1] != self.in_kv_features:
+            raise StructureError(
+                f"{where(self)}: `input_shape` of a cache is [batch..., longest "
+                f"length, {self.in_kv_features}], got {sizes}."
+            )
+        *batch, length, _ = sizes
         shape = (*batch, length, self.num_kv_heads, self.head_dim)
         self.cached_key = Cache(jnp.zeros(shape, dtype))
         self.cached_value = Cache(jnp.zeros(shape, dtype))
@@ -423,7 +443,8 @@ class MultiHeadAttention(Module):
             )
         index = self.cache_index.get_value()
         has_room = self._has_room(index, length)
-        slot = (*(0,) * len(batch), index, 0, 0)
+        zero = jnp.zeros((), index.dtype)
+        slot = (*(zero,) * len(batch), index, zero, zero)
 
         def put(cached: Any, new: jax.Array) -> jax.Array:
             old, new = cached.get_value(), new.astype(cached.dtype)

@@ -53,6 +53,7 @@ class Normalizing(Module):
     axis_name: Any
     axis_index_groups: Any
     use_fast_variance: bool
+    promote_dtype: Promote
 
     def _make(
         self,
@@ -88,9 +89,7 @@ class Normalizing(Module):
             shape: The shape of scale and bias against `x`.
         """
         scale, bias = value_of(self.scale), value_of(self.bias)
-        dtype = self.dtype
-        if dtype is None:
-            dtype = common_dtype((inputs, scale, bias))
+        dtype = self._result_dtype((inputs, scale, bias))
         factor = lax.rsqrt(var + jnp.asarray(self.epsilon, var.dtype))
         if scale is not None:
             factor = factor * jnp.reshape(scale.astype(factor.dtype), shape)
@@ -98,6 +97,12 @@ class Normalizing(Module):
         if bias is not None:
             y = y + jnp.reshape(bias.astype(y.dtype), shape)
         return y.astype(dtype)
+
+    def _result_dtype(self, values: tuple[Any, ...]) -> Any:
+        """The dtype of the outputs; a replacement of `promote_dtype` decides it."""
+        if self.promote_dtype is not default_promote:
+            return self.promote_dtype(values, dtype=self.dtype)[0].dtype
+        return common_dtype(values) if self.dtype is None else self.dtype
 
     def _feature_shape(self, x: jax.Array, axes: Axes, features: int) -> Any:
         """The shape of scale and bias against `x`: its feature axes."""
@@ -135,7 +140,7 @@ class BatchNorm(Normalizing):
         axis_name: An axis of a surrounding `vmap` or `shard_map`.
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: How the variance is taken.
-        promote_dtype: Kept for layers that derive from this one.
+        promote_dtype: A replacement decides the dtype of the outputs.
         rngs: Random streams.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.
@@ -266,7 +271,7 @@ class LayerNorm(Normalizing):
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: Whether to take the variance from the mean square, in one
             pass, instead of from the deviations.
-        promote_dtype: Kept for layers that derive from this one.
+        promote_dtype: A replacement decides the dtype of the outputs.
         rngs: Random streams; `params` gives one key to each parameter.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.
@@ -350,7 +355,7 @@ class RMSNorm(Normalizing):
         axis_name: An axis of a surrounding `vmap` or `shard_map`.
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: Of no effect: there is one way.
-        promote_dtype: Kept for layers that derive from this one.
+        promote_dtype: A replacement decides the dtype of the outputs.
         rngs: Random streams.
         scale_metadata: Metadata of the scale.
 

@@ -46,7 +46,7 @@ def where(layer: Any) -> str:
 def text_of(value: Any) -> str:
     """An array in the words of an error: `float32[2,3]`."""
     shape, dtype = np.shape(value), getattr(value, "dtype", None)
-    kind = type(value).__name__ if dtype is None else np.dtype(dtype).name
+    kind = type(value).__name__ if dtype is None else str(dtype)
     return f"{kind}[{','.join(map(str, shape))}]"
 
 
@@ -59,6 +59,12 @@ def check_sizes(layer: Any, **sizes: Any) -> None:
                 f"{type(layer).__name__}: `{name}` is a number of elements, not "
                 f"{size!r}."
             )
+
+
+def check_rate(layer: Any, name: str, rate: Any) -> None:
+    """Refuses a rate that is no share."""
+    if not 0 <= rate <= 1:
+        raise StructureError(f"{layer}: `{name}` is a share from 0 to 1, not {rate!r}.")
 
 
 def check_features(layer: Any, inputs: Any, features: int, axis: int = -1) -> None:
@@ -125,7 +131,8 @@ def parameter(  # noqa: PLR0917 - for layers, which know the order
     value = initialized(layer, name, init, key, shape, dtype)
     if reshape is not None:
         if isinstance(value, VariableMetadata):
-            value.raw_value = jnp.reshape(value.raw_value, reshape)
+            raw = jnp.reshape(value.raw_value, reshape)
+            value = VariableMetadata(raw, value.metadata)
         else:
             value = jnp.reshape(value, reshape)
     return kind(value, **metadata)

@@ -66,7 +66,8 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Sizes given as any sequence."""
-    if isinstance(value, int) or any(int(size) < 1 for size in value):
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if not is_list or not all(map(_is_size, value)):
         raise StructureError(
             f"pool: `{name}` is a sequence of positive sizes, one for each window "
             f"axis, not {value!r}."
@@ -74,11 +75,16 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in value)
 
 
-def _padding(padding: Padding, axes: int, batch: int) -> Any:
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and bool(value >= 1)
+
+
+def _padding(padding: Any, axes: int, batch: int) -> Any:
     """Padding of all axes."""
-    if isinstance(padding, str):
-        return padding
-    pairs = [tuple(pair) if not isinstance(pair, int) else () for pair in padding]
+    if isinstance(padding, str) and padding.upper() in ("SAME", "SAME_LOWER", "VALID"):
+        return padding.upper()
+    given = padding if isinstance(padding, Sequence) else ()
+    pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in given]
     if len(pairs) != axes or any(len(pair) != 2 for pair in pairs):
         raise StructureError(
             f"pool: `padding` is a name, or a pair for each of the {axes} window axes; "
@@ -107,7 +113,7 @@ def avg_pool(
     if count_include_pad:
         return total / math.prod(window_shape)
     axes = len(window_shape) + 1
-    ones = jnp.ones((1,) * (total.ndim - axes) + (*jnp.shape(inputs)[-axes:-1], 1))
+    ones = jnp.ones((1,) * (total.ndim - axes) + (*np.shape(inputs)[-axes:-1], 1))
     count = pool(ones, 0.0, lax.add, window_shape, strides, padding)
     return total / count.astype(total.dtype)
 
@@ -151,6 +157,8 @@ def min_pool(
 def _bound(inputs: Array, infinity: float) -> Any:
     """An infinity, or the end of the range of whole numbers."""
     dtype = jnp.asarray(inputs).dtype
+    if dtype == jnp.bool_:
+        return infinity > 0
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         return limits.min if infinity < 0 else limits.max

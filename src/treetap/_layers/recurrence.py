@@ -6,18 +6,20 @@ major. Sequences may be shorter than the array that holds them (`seq_lengths`): 
 carry that is returned is then the one of each sequence's own last step.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from treetap._errors import StructureError
 from treetap._filters import Filter, predicate_of
-from treetap._layers.cells import RNNCellBase
+from treetap._layers.cells import Cell, RNNCellBase
 from treetap._layers.dropout import forked
-from treetap._layers.parameters import Array, text_of, where
+from treetap._layers.parameters import Array, check_features, text_of, where
 from treetap._modules import Module
 from treetap._prefixes import StateAxes
 from treetap._randomness import Rngs, RngStream
@@ -148,7 +150,12 @@ class RNN(Module):
             )
         axis = 0 if time_major else batch_dims
         step_shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
-        lengths = self._checked_lengths(seq_lengths, step_shape[:batch_dims])
+        batch = step_shape[:batch_dims]
+        lengths = self._checked_lengths(seq_lengths, batch, inputs.shape[axis])
+        if isinstance(self.cell, Cell):
+            check_features(self.cell, inputs, self.cell.in_features)
+            if initial_carry is not None:
+                self.cell.check_carry(initial_carry, batch)
         if initial_carry is None:
             rngs = self.rngs if rngs is None else rngs
             initial_carry = self.cell.initialize_carry(step_shape, rngs)
@@ -163,7 +170,7 @@ class RNN(Module):
             outputs = jax.tree.map(flip, outputs)
         return (carry, outputs) if return_carry else outputs
 
-    def _checked_lengths(self, lengths: Any, batch: tuple[int, ...]) -> Any:
+    def _checked_lengths(self, lengths: Any, batch: Any, steps: int) -> Any:
         if lengths is None:
             return None
         lengths = jnp.asarray(lengths)
@@ -172,33 +179,49 @@ class RNN(Module):
                 f"{where(self)}: `seq_lengths` is a whole number for each sequence of "
                 f"the batch {batch}, got {text_of(lengths)}."
             )
+        is_known = not isinstance(lengths, Tracer) and lengths.size
+        if is_known and not 0 <= lengths.min() <= lengths.max() <= steps:
+            raise StructureError(
+                f"{where(self)}: `seq_lengths` are from 0 to the {steps} steps there "
+                f"are, got {lengths}."
+            )
         return lengths
 
     def _run(self, carry: Any, inputs: Any, lengths: Any, axis: int) -> Any:
         """The last carry and all outputs."""
-        held = _HeldStreams(self.cell, self.broadcast_rngs)
-        is_plain = self.state_axes == StateAxes({...: Carry})
-
-        def step(cell: Any, carries: Any, at: Any, x: Any) -> Any:
-            running, last = carries
-            new, out = cell(running, x)
-            new = jax.tree.map(lambda n, r: jnp.asarray(n, r.dtype), new, running)
-            held.again(cell)
-            last = new if lengths is None else _kept(at < lengths, new, last)
-            return (new, last), out
-
+        given = (axis, self.unroll, self.broadcast_rngs, self.state_axes)
+        try:
+            run = _scanned(*given)
+        except TypeError:  # a filter without a hash
+            run = _scanned.__wrapped__(*given)
         steps = jnp.arange(inputs.shape[axis], dtype=jnp.int32)
         carry = jax.tree.map(jnp.asarray, carry)
-        with held:
-            (_, last), outputs = scan(
-                step,
-                in_axes=(None if is_plain else self.state_axes, Carry, 0, axis),
-                out_axes=(Carry, axis),
-                unroll=self.unroll,
-                graph=True,
-                graph_updates=not is_plain,
-            )(self.cell, (carry, carry), steps, inputs)
+        with _HeldStreams(self.cell, self.broadcast_rngs):
+            (_, last), outputs = run(self.cell, (carry, carry), lengths, steps, inputs)
         return last, outputs
+
+
+@functools.lru_cache(maxsize=128)
+def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
+    """The scan of an RNN with these settings: JAX traces a function it knows once."""
+
+    def step(cell: Any, carries: Any, lengths: Any, at: Any, x: Any) -> Any:
+        running, last = carries
+        new, out = cell(running, x)
+        new = jax.tree.map(lambda n, r: jnp.asarray(n, r.dtype), new, running)
+        _HeldStreams(cell, broadcast).again()
+        last = new if lengths is None else _kept(at < lengths, new, last)
+        return (new, last), out
+
+    is_plain = axes == StateAxes({...: Carry})
+    return scan(
+        step,
+        in_axes=(None if is_plain else axes, Carry, None, 0, axis),
+        out_axes=(Carry, axis),
+        unroll=unroll,
+        graph=True,
+        graph_updates=not is_plain,
+    )
 
 
 def _kept(is_valid: jax.Array, new: Any, last: Any) -> Any:
@@ -222,22 +245,23 @@ class _HeldStreams:
         self.cell = cell
         self.before: list[tuple[RngStream, Any, Any]] = []
 
-    def streams(self, cell: Any) -> list[RngStream]:
+    def streams(self) -> list[RngStream]:
+        """The streams in question."""
         if self.wanted is None:
             return []
         return [
             value
-            for path, value in iter_graph(cell, graph=True)
+            for path, value in iter_graph(self.cell, graph=True)
             if isinstance(value, RngStream) and self.wanted(path, value)
         ]
 
-    def again(self, cell: Any) -> None:
+    def again(self) -> None:
         """Makes the next step draw the keys of this one."""
-        for stream in self.streams(cell):
+        for stream in self.streams():
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
 
     def __enter__(self) -> None:
-        for stream in self.streams(self.cell):
+        for stream in self.streams():
             count, drawn, key = (
                 stream.count.get_value(),
                 stream(),
@@ -245,7 +269,7 @@ class _HeldStreams:
             )
             self.before.append((stream, key, count))
             stream.key.set_value(jax.random.split(drawn, 1)[0])
-        self.again(self.cell)
+        self.again()
 
     def __exit__(self, kind: object, *exception: object) -> None:
         for stream, key, count in self.before:
@@ -289,6 +313,11 @@ class Bidirectional(Module):
         return_carry: bool = False,
         rngs: Streams = True,
     ):
+        for name, rnn in (("forward_rnn", forward_rnn), ("backward_rnn", backward_rnn)):
+            if not isinstance(rnn, Module):
+                raise TypeError(
+                    f"Bidirectional: `{name}` must be an RNN, got {type(rnn).__name__}."
+                )
         if forward_rnn is backward_rnn:
             warnings.warn(
                 "Bidirectional: forward_rnn and backward_rnn are the same object, so "
@@ -339,7 +368,13 @@ class Bidirectional(Module):
             "return_carry": True,
             "time_major": self.time_major if time_major is None else time_major,
         }
-        ahead, back = (None, None) if initial_carry is None else initial_carry
+        carries: Any = (None, None) if initial_carry is None else initial_carry
+        if not isinstance(carries, tuple | list) or len(carries) != 2:
+            raise StructureError(
+                f"{where(self)}: `initial_carry` is a pair, of the carries of both "
+                f"RNNs; got {type(carries).__name__}."
+            )
+        ahead, back = carries
         ahead, first = self.forward_rnn(
             inputs, initial_carry=ahead, reverse=False, **options
         )
