@@ -115,9 +115,7 @@ def test_weights_are_dropped(together, shapes):
     shape = (1, 1, 5, 7) if together else (2, 4, 5, 7)
     kept = np.asarray(jax.random.bernoulli(key, 0.75, shape)) / 0.75
     options = {"dropout_rate": 0.25, "broadcast_dropout": together}
-    dropping = functools.partial(attend, **options)
-    arrays = arrays_of(shapes)
-    found = compiled(lambda key, a: dropping(*a, dropout_rng=key))(key, arrays)
+    found = attend(*arrays_of(shapes), dropout_rng=key, **options)
     close(found, formula(shapes, kept=kept))
 
 

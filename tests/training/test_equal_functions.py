@@ -38,7 +38,7 @@ def holding(value):
         *(tt.Not(tt.Param), tt.PathContains("head"), tt.PathIn(("a", 0), ("b",))),
         *(tt.State({"a": {"b": True}}), optax.EmptyState()),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_equal_contents(value):
     assert same(holding(value), holding(copy.deepcopy(value)))
