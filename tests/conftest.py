@@ -12,6 +12,8 @@ import pytest
 from treetap import _settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.default_backend() != "cpu":  # whose products are rounded to fewer bits
+    jax.config.update("jax_default_matmul_precision", "highest")
 hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -123,12 +123,23 @@ def _by_xla(body: Body) -> float:
     def fn(*values: Any) -> Any:
         return _jaxprs.evaluate(body.jaxpr, body.consts, values)
 
-    lowered = jax.jit(fn).lower(*(var.aval for var in body.jaxpr.invars))
-    found: Any = lowered.cost_analysis()
+    given = [var.aval for var in body.jaxpr.invars]
+    found = _analysis(fn, given)
+    if found is None:  # not on every device; CPUs have one, and count the same
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            found = _analysis(fn, given)
     if found is None:
         raise ValueError("XLA does not tell.")
     # XLA takes one off for what it does not know, such as constraints of shardings.
     return max(0.0, found.get("flops", 0.0))
+
+
+def _analysis(fn: Callable[..., Any], given: list[Any]) -> Any:
+    """What XLA says of a function that is lowered for the device in use, or None."""
+    lowered = jax.jit(fn).lower(*given)
+    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+        return lowered.cost_analysis()
+    return None
 
 
 def _scans_in(jaxpr: Any) -> Iterator[tuple[dict[str, Any], Body]]:
