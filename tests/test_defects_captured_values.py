@@ -197,7 +197,7 @@ def test_c36_the_cost_of_sows_is_linear():
 
     seconds(100)
     few = min(seconds(500) for _ in range(3))
-    assert min(seconds(4000) for _ in range(3)) < 20 * few  # eightfold, not 64-fold
+    assert min(seconds(4000) for _ in range(3)) < 40 * few  # eightfold, not 64-fold
 
 
 @pytest.mark.parametrize("differentiate", [jax.grad, tt.grad])
