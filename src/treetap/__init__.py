@@ -175,10 +175,10 @@ if _TYPE_CHECKING:
     from treetap._layers.attention import dot_product_attention as dot_product_attention
     from treetap._layers.attention import make_attention_mask as make_attention_mask
     from treetap._layers.attention import make_causal_mask as make_causal_mask
+    from treetap._layers.carries import RNNCellBase as RNNCellBase
     from treetap._layers.cells import GRUCell as GRUCell
     from treetap._layers.cells import LSTMCell as LSTMCell
     from treetap._layers.cells import OptimizedLSTMCell as OptimizedLSTMCell
-    from treetap._layers.cells import RNNCellBase as RNNCellBase
     from treetap._layers.cells import SimpleCell as SimpleCell
     from treetap._layers.convolution import Conv as Conv
     from treetap._layers.convolution import ConvTranspose as ConvTranspose
@@ -251,7 +251,8 @@ _ROOMS = {
         "combine_masks dot_product_attention make_attention_mask make_causal_mask"
     ),
     "_layers.multihead": "MultiHeadAttention",
-    "_layers.cells": "GRUCell LSTMCell OptimizedLSTMCell RNNCellBase SimpleCell",
+    "_layers.carries": "RNNCellBase",
+    "_layers.cells": "GRUCell LSTMCell OptimizedLSTMCell SimpleCell",
     "_layers.recurrence": "Bidirectional RNN flip_sequences",
     "_layers.pooling": "avg_pool max_pool min_pool pool",
     "_training.optimizer": "OptArray OptState OptVariable Optimizer",

@@ -128,11 +128,11 @@ from treetap._layers.attention import (
     make_attention_mask,
     make_causal_mask,
 )
+from treetap._layers.carries import RNNCellBase
 from treetap._layers.cells import (
     GRUCell,
     LSTMCell,
     OptimizedLSTMCell,
-    RNNCellBase,
     SimpleCell,
 )
 from treetap._layers.convolution import Conv, ConvTranspose

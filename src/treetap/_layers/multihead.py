@@ -7,13 +7,10 @@ is an error, or, where the index is not known because the call is traced, gives 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
-from jax.experimental import checkify
 
 from treetap._attributes import data
 from treetap._errors import StructureError
@@ -24,6 +21,7 @@ from treetap._layers.attention import (
     check_shapes,
     dot_product_attention,
 )
+from treetap._layers.decoding import decoded
 from treetap._layers.dropout import forked, next_key
 from treetap._layers.dtypes import promote_dtype as default_promote
 from treetap._layers.linear import LinearGeneral, given
@@ -46,24 +44,6 @@ from treetap._layers.parameters import (
 from treetap._modules import Module
 from treetap._randomness import Rngs, RngStream
 from treetap.initializers import zeros
-
-
-class _Step(NamedTuple):
-    """One position decoded.
-
-    Attributes:
-        keys: All keys, with the new one.
-        values: All values, with the new one.
-        following: Where the next position goes.
-        seen: Which of them the query sees.
-        has_room: Whether there was room, if that is known only when the program runs.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    following: jax.Array
-    seen: jax.Array
-    has_room: Any
 
 
 class MultiHeadAttention(Module):
@@ -329,7 +309,7 @@ class MultiHeadAttention(Module):
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         decode = self.decode if decode is None else decode
-        step = self._step(query, key, value, mask) if decode else None
+        step = decoded(self, query, key, value, mask) if decode else None
         if step is not None:
             key, value, mask = step.keys, step.values, step.seen
         elif self.attention_fn is dot_product_attention:
@@ -426,58 +406,6 @@ class MultiHeadAttention(Module):
         self.cached_key = Cache(jnp.zeros(shape, dtype))
         self.cached_value = Cache(jnp.zeros(shape, dtype))
         self.cache_index = Cache(jnp.zeros((), jnp.int32))
-
-    def _step(self, query: Any, key: Any, value: Any, mask: Any) -> _Step:
-        """What the cache will hold with this position, and what the query sees."""
-        if self.cached_key is None or self.cached_value is None:
-            raise StructureError(
-                f"{where(self)}: decoding needs a cache. Make one with `view(model, "
-                "decode=True, batch_size=..., max_length=...)` or `init_cache`."
-            )
-        *batch, length, heads, depth = self.cached_key.get_value().shape
-        expected = (*batch, 1, heads, depth)
-        if key.shape != expected or query.shape[:-2] != expected[:-2]:
-            raise StructureError(
-                f"{where(self)}: the cache takes one position at a time for a batch of "
-                f"{tuple(batch)}: keys {expected}, got {key.shape}."
-            )
-        index = self.cache_index.get_value()
-        has_room = self._has_room(index, length)
-        zero = jnp.zeros((), index.dtype)
-        slot = (*(zero,) * len(batch), index, zero, zero)
-
-        def put(cached: Any, new: jax.Array) -> jax.Array:
-            old, new = cached.get_value(), new.astype(cached.dtype)
-            if has_room is not None:
-                new = jnp.where(has_room, new, lax.dynamic_slice(old, slot, expected))
-            return lax.dynamic_update_slice(old, new, slot)
-
-        shape = (*(1,) * (len(batch) + 2), length)
-        seen = lax.broadcasted_iota(jnp.int32, shape, len(batch) + 2) <= index
-        if mask is not None:
-            weights = (*batch, self.num_heads, 1, length)
-            mask = broadcastable(where(self), "mask", mask, weights)
-            seen = jnp.logical_and(seen, mask)
-        step = 1 if has_room is None else has_room.astype(index.dtype)
-        keys, values = put(self.cached_key, key), put(self.cached_value, value)
-        return _Step(keys, values, index + step, seen, has_room)
-
-    def _has_room(self, index: Any, length: int) -> Any:
-        """Refuses a step past the end; whether there is room, if not known yet."""
-        if isinstance(index, Tracer):
-            has_room = index < length
-            checkify.debug_check(
-                has_room,
-                f"{where(self)}: the cache of {length} positions is full.",
-            )
-            return has_room
-        if int(index) >= length:
-            raise StructureError(
-                f"{where(self)}: the cache of {length} positions is full. Make a "
-                "longer one with `view(model, decode=True, batch_size=..., "
-                "max_length=...)`."
-            )
-        return None
 
     def set_view(
         self,

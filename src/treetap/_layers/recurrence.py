@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from treetap._errors import StructureError
 from treetap._filters import Filter, predicate_of
-from treetap._layers.cells import Cell, RNNCellBase
+from treetap._layers.carries import Cell, RNNCellBase
 from treetap._layers.dropout import forked
 from treetap._layers.parameters import Array, check_features, text_of, where
 from treetap._modules import Module
