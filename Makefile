@@ -39,8 +39,10 @@ format: $(READY)
 
 bench: $(PEERS_READY)
 	.venv-peers/bin/python benchmarks/eager.py --json benchmarks/results/eager.json
+	.venv-peers/bin/python benchmarks/calls.py --json benchmarks/results/calls.json
 	.venv-peers/bin/python benchmarks/capture.py --json benchmarks/results/capture.json
 	.venv-peers/bin/python benchmarks/peers/taps_elsewhere.py
+	.venv-peers/bin/python benchmarks/peers/checkpoints.py
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"
