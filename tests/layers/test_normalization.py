@@ -71,6 +71,12 @@ def test_moments_over_some_axes_and_scales_for_others(cls, axes, features, count
 
 
 @BOTH
+def test_axes_may_be_numbers_of_numpy(cls):
+    layer = made(cls, 3, reduction_axes=np.int64(-1), feature_axes=np.int64(-1))
+    close(layer(array(*X)), normalized(layer, numbers(*X), (2,), [2]))
+
+
+@BOTH
 def test_inputs_of_one_axis(cls):
     layer = made(cls, 3)
     close(ran(layer, array(3)), normalized(layer, numbers(3), (0,), [0]))

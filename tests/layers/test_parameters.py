@@ -98,6 +98,30 @@ def test_sizes_may_be_numbers_of_numpy():
     assert layer(array(2, 3)).shape == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("cls", "sizes"),
+    [
+        (tt.Linear, (3, 4)),
+        (tt.LinearGeneral, (3, 4)),
+        (tt.Conv, (3, 4, 2)),
+        (tt.ConvTranspose, (3, 4, 2)),
+        (tt.Embed, (5, 3)),
+        (tt.LoRA, (3, 2, 4)),
+        (tt.BatchNorm, (3,)),
+        (tt.LayerNorm, (3,)),
+        (tt.GroupNorm, (6, 3)),
+        (tt.MultiHeadAttention, (2, 4)),
+        (tt.GRUCell, (3, 4)),
+        (tt.Dropout, (0.5,)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_numbers_of_numpy_are_part_of_the_structure(cls, sizes):
+    plain = made(cls, *sizes)
+    given = made(cls, *(np.asarray(size)[()] for size in sizes))
+    assert jax.tree.structure(given) == jax.tree.structure(plain)
+
+
 def test_an_initializer_of_the_wrong_shape_is_refused():
     for init in (lambda *_: jnp.ones(3), tt.with_metadata(lambda *_: jnp.ones(3), a=1)):
         with pytest.raises(

@@ -85,7 +85,7 @@ class LoRA(Module):
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(
+        in_features, lora_rank, out_features = check_sizes(
             *(self,),
             in_features=in_features,
             lora_rank=lora_rank,

@@ -110,13 +110,13 @@ class Cell(RNNCellBase):
         """How many of the last axes of the inputs belong to one step: one."""
         return 1
 
-    def _begin(self, keep_rngs: bool, rngs: Any, carry_init: Any) -> None:
-        """Checks the sizes, and keeps what older programs let a cell keep."""
-        check_sizes(
-            *(self,),
-            in_features=self.in_features,
-            hidden_features=self.hidden_features,
+    def _set_sizes(self, in_features: int, hidden_features: int) -> None:
+        self.in_features, self.hidden_features = check_sizes(
+            self, in_features=in_features, hidden_features=hidden_features
         )
+
+    def _begin(self, keep_rngs: bool, rngs: Any, carry_init: Any) -> None:
+        """Checks the streams, and keeps what older programs let a cell keep."""
         check_rngs(self, rngs)
         name = type(self).__name__
         if keep_rngs:

@@ -87,8 +87,7 @@ class LSTMCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
+        self._set_sizes(in_features, hidden_features)
         self.gate_fn = gate_fn
         self.activation_fn = activation_fn
         self.dtype = dtype
@@ -176,8 +175,7 @@ class OptimizedLSTMCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
+        self._set_sizes(in_features, hidden_features)
         self.gate_fn = gate_fn
         self.activation_fn = activation_fn
         self.dtype = dtype
@@ -252,8 +250,7 @@ class GRUCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
+        self._set_sizes(in_features, hidden_features)
         self.gate_fn = gate_fn
         self.activation_fn = activation_fn
         self.dtype = dtype
@@ -327,8 +324,7 @@ class SimpleCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
+        self._set_sizes(in_features, hidden_features)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.residual = residual

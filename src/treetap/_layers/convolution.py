@@ -218,13 +218,12 @@ class Conv(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(
+        in_features, out_features, groups = check_sizes(
             *(self,),
             in_features=in_features,
             out_features=out_features,
             feature_group_count=feature_group_count,
         )
-        groups = feature_group_count
         if groups < 1 or in_features % groups or out_features % groups:
             raise StructureError(
                 f"Conv: feature_group_count={groups} must divide in_features="
@@ -249,7 +248,7 @@ class Conv(Module):
         self.padding = _hashable(padding)
         self.input_dilation = _hashable(input_dilation)
         self.kernel_dilation = _hashable(kernel_dilation)
-        self.feature_group_count = feature_group_count
+        self.feature_group_count = groups
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -322,7 +321,7 @@ def _hashable(value: Any) -> Any:
     """Numbers, pairs of numbers or a name, with tuples for lists."""
     if isinstance(value, list | tuple):
         return tuple(map(_hashable, value))
-    return value
+    return int(value) if isinstance(value, np.integer) else value
 
 
 class ConvTranspose(Module):
@@ -382,7 +381,9 @@ class ConvTranspose(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(self, in_features=in_features, out_features=out_features)
+        in_features, out_features = check_sizes(
+            self, in_features=in_features, out_features=out_features
+        )
         self.kernel_size = window_of(self, kernel_size)
         ends = (in_features, out_features)
         self.kernel_shape = (

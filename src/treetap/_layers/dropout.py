@@ -81,8 +81,7 @@ class Dropout(Module):
         rng_collection: str = "dropout",
         rngs: Rngs | RngStream | None = None,
     ):
-        check_rate("Dropout", "rate", rate)
-        self.rate = rate
+        self.rate = check_rate("Dropout", "rate", rate)
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = deterministic
         self.rng_collection = rng_collection

@@ -65,7 +65,9 @@ class Embed(Module):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(self, num_embeddings=num_embeddings, features=features)
+        num_embeddings, features = check_sizes(
+            self, num_embeddings=num_embeddings, features=features
+        )
         self.embedding = parameter(
             *(self, "embedding", embedding_init, (num_embeddings, features)),
             *(param_dtype, rngs, embedding_metadata),

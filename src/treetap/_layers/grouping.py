@@ -84,12 +84,12 @@ class GroupNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(self, num_features=num_features)
+        (num_features,) = check_sizes(self, num_features=num_features)
         groups, size = _groups(num_features, num_groups, group_size)
         self.feature_axis = -1
         self.num_groups = groups
         self.group_size = size
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.use_bias = use_bias
@@ -200,8 +200,9 @@ class InstanceNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        (num_features,) = check_sizes(self, num_features=num_features)
         self.num_features = num_features
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.use_bias = use_bias

@@ -92,7 +92,9 @@ class Linear(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(self, in_features=in_features, out_features=out_features)
+        in_features, out_features = check_sizes(
+            self, in_features=in_features, out_features=out_features
+        )
         shape = (in_features, out_features)
         self.kernel = parameter(
             self, "kernel", kernel_init, shape, param_dtype, rngs, kernel_metadata

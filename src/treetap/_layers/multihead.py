@@ -100,6 +100,12 @@ class MultiHeadAttention(Module):
         (1, 1, 8)
     """
 
+    num_heads: int
+    in_features: int
+    qkv_features: int
+    out_features: int
+    in_kv_features: int
+    num_kv_heads: int
     query: LinearGeneral
     key: LinearGeneral
     value: LinearGeneral
@@ -149,16 +155,20 @@ class MultiHeadAttention(Module):
         key_ln_scale_metadata: Metadata = NO_METADATA,
         implementation: Implementation = None,
     ):
-        self.num_heads = num_heads
-        self.in_features = in_features
-        self.qkv_features = in_features if qkv_features is None else qkv_features
-        self.out_features = in_features if out_features is None else out_features
-        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self._set_sizes(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=in_features if qkv_features is None else qkv_features,
+            out_features=in_features if out_features is None else out_features,
+            in_kv_features=in_features if in_kv_features is None else in_kv_features,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        )
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.broadcast_dropout = broadcast_dropout
-        self.dropout_rate = dropout_rate
+        self.dropout_rate = check_rate(
+            type(self).__name__, "dropout_rate", dropout_rate
+        )
         self.deterministic = deterministic
         self.precision = precision
         self.use_bias = use_bias
@@ -191,11 +201,11 @@ class MultiHeadAttention(Module):
         self.cached_value = data(None)
         self.cache_index = data(None)
 
+    def _set_sizes(self, **sizes: int) -> None:
+        for name, size in zip(sizes, check_sizes(self, **sizes)):
+            setattr(self, name, size)
+
     def _checked_head_dim(self) -> int:
-        features = ("in_features", "qkv_features", "out_features", "in_kv_features")
-        sizes = ("num_heads", "num_kv_heads", *features)
-        check_sizes(self, **{name: getattr(self, name) for name in sizes})
-        check_rate(type(self).__name__, "dropout_rate", self.dropout_rate)
         if self.num_heads < 1 or self.qkv_features % self.num_heads:
             raise StructureError(
                 f"MultiHeadAttention: num_heads={self.num_heads} must divide "

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treetap._errors import StructureError
@@ -27,6 +28,7 @@ from treetap._layers.parameters import (
     Metadata,
     Promote,
     absent,
+    as_tuple,
     canonical_axes,
     check_features,
     check_sizes,
@@ -63,7 +65,6 @@ class Normalizing(Module):
         rngs: Any,
     ) -> None:
         """Makes scale and bias, in this order."""
-        check_sizes(self, num_features=num_features)
         dtype = self.param_dtype
         for name, (used, init, metadata) in (("scale", scale), ("bias", bias)):
             made = absent()
@@ -177,15 +178,15 @@ class BatchNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        check_sizes(self, num_features=num_features)
+        (num_features,) = check_sizes(self, num_features=num_features)
         stored = jnp.promote_types(jnp.float32, param_dtype)
         self.mean = BatchStat(jnp.zeros((num_features,), stored))
         self.var = BatchStat(jnp.ones((num_features,), stored))
         self.num_features = num_features
         self.use_running_average = use_running_average
-        self.axis = axis
-        self.momentum = momentum
-        self.epsilon = epsilon
+        self.axis = int(axis)
+        self.momentum = float(momentum)
+        self.epsilon = float(epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.use_bias = use_bias
@@ -304,8 +305,9 @@ class LayerNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        (num_features,) = check_sizes(self, num_features=num_features)
         self.num_features = num_features
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.use_bias = use_bias
@@ -337,7 +339,7 @@ class LayerNorm(Normalizing):
 
 def fixed(axes: Axes) -> Axes:
     """Axes, as a static attribute can hold them."""
-    return axes if isinstance(axes, int) else tuple(axes)
+    return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
 
 
 class RMSNorm(Normalizing):
@@ -383,8 +385,9 @@ class RMSNorm(Normalizing):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        (num_features,) = check_sizes(self, num_features=num_features)
         self.num_features = num_features
-        self.epsilon = epsilon
+        self.epsilon = float(epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.use_scale = use_scale

@@ -50,8 +50,11 @@ def text_of(value: Any) -> str:
     return f"{kind}[{','.join(map(str, shape))}]"
 
 
-def check_sizes(layer: Any, **sizes: Any) -> None:
-    """Refuses sizes that are not whole numbers, or negative."""
+def check_sizes(layer: Any, **sizes: Any) -> tuple[int, ...]:
+    """Sizes as Python's numbers; those that are not whole, or negative, are refused.
+
+    Numbers of numpy would be arrays of the layer; sizes are part of its structure.
+    """
     for name, size in sizes.items():
         whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
         if not whole or size < 0:
@@ -59,12 +62,14 @@ def check_sizes(layer: Any, **sizes: Any) -> None:
                 f"{type(layer).__name__}: `{name}` is a number of elements, not "
                 f"{size!r}."
             )
+    return tuple(map(int, sizes.values()))
 
 
-def check_rate(layer: Any, name: str, rate: Any) -> None:
-    """Refuses a rate that is no share."""
+def check_rate(layer: Any, name: str, rate: Any) -> float:
+    """A rate as Python's number; one that is no share is refused."""
     if not 0 <= rate <= 1:
         raise StructureError(f"{layer}: `{name}` is a share from 0 to 1, not {rate!r}.")
+    return float(rate)
 
 
 def check_features(layer: Any, inputs: Any, features: int, axis: int = -1) -> None:
@@ -150,7 +155,8 @@ def value_of(variable: Any) -> Any:
 
 def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
     """One number or several, as a tuple."""
-    return (value,) if isinstance(value, int | np.integer) else tuple(value)
+    numbers = (value,) if isinstance(value, int | np.integer) else value
+    return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
 
 
 def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
