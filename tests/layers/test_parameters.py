@@ -186,3 +186,55 @@ def test_arrays_that_are_part_of_a_structure_compare_by_value():
     with pytest.raises(ValueError, match="read-only"):
         one.array[0] = 1
     assert repr(one) == "FixedArray(int64[4])"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda r: tt.SpectralNorm(tt.Linear(3, 4, rngs=r), n_steps=1.5, rngs=r),
+            "n_steps",
+        ),
+        (lambda r: tt.BatchNorm(3, axis=(0, 1), rngs=r), "`axis` is the one axis"),
+        (lambda r: tt.Dropout("a"), "`rate` is a share"),
+        (lambda r: tt.Dropout(None), "`rate` is a share"),
+        (lambda r: tt.Einsum("ab,bc->ac", (3, -4), rngs=r), "kernel_shape"),
+        (lambda r: tt.Linear(0, 4, rngs=r), "Linear: the initializer of `kernel`"),
+        (lambda r: tt.RNN(tt.GRUCell(3, 4, rngs=r), unroll=0), "`unroll`"),
+        (
+            lambda r: tt.make_causal_mask(jnp.ones((2, 3)), extra_batch_dims=-1),
+            "extra_batch_dims",
+        ),
+        (
+            lambda r: tt.MultiHeadAttention(2, 4, implementation="foo", rngs=r)(
+                jnp.ones((2, 5, 4))
+            ),
+            "`implementation` is None, 'xla' or 'cudnn'",
+        ),
+        (
+            lambda r: tt.LoRA(3, 2, 4, base_module=tt.Linear(3, 5, rngs=r), rngs=r)(
+                jnp.ones((2, 3))
+            ),
+            "LoRA: `base_module` returned",
+        ),
+    ],
+    ids=[
+        *("steps", "axis", "text", "none", "shape", "nothing", "unroll", "dims"),
+        *("implementation", "base"),
+    ],
+)
+def test_other_arguments_that_make_no_sense_are_refused(call, words):
+    with pytest.raises(tt.StructureError, match=words):
+        call(tt.Rngs(0))
+
+
+def test_keys_are_keys():
+    with pytest.raises(TypeError, match=r"Dropout: `rngs` must be .*float32\[2\]"):
+        tt.Dropout(0.5)(jnp.ones(3), rngs=jnp.ones(2))
+
+
+def test_an_rnn_that_begins_with_zeros_draws_nothing():
+    rnn = tt.RNN(tt.GRUCell(3, 4, rngs=tt.Rngs(0)))
+    found = jax.jit(lambda x: rnn(x))(jnp.ones((2, 5, 3)))
+    assert found.shape == (2, 5, 4)
+    assert int(rnn.rngs.count) == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from treetap._attributes import data
 from treetap._errors import StructureError
@@ -26,6 +27,8 @@ from treetap._layers.parameters import (
     check_features,
     check_sizes,
     parameter,
+    text_of,
+    where,
 )
 from treetap._modules import Module
 from treetap._randomness import Rngs
@@ -126,7 +129,15 @@ class LoRA(Module):
             (x, self.lora_a.get_value(), self.lora_b.get_value()), dtype=self.dtype
         )
         out = inputs @ lora_a @ lora_b
-        return out if self.base_module is None else out + self.base_module(x, **kwargs)
+        if self.base_module is None:
+            return out
+        base = self.base_module(x, **kwargs)
+        if np.shape(base) != out.shape:
+            raise StructureError(
+                f"{where(self)}: `base_module` returned {text_of(base)}, which the map "
+                f"of shape {out.shape} cannot be added to."
+            )
+        return out + base
 
 
 class LoRALinear(Linear):

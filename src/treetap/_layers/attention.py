@@ -152,6 +152,11 @@ def broadcastable(layer: str, name: str, given: Any, shape: tuple[int, ...]) -> 
 def _check_fused(  # noqa: PLR0917 - what a fused implementation may lack
     query: Any, value: Any, dropping: bool, precision: Any, module: Any, name: Any
 ) -> None:
+    if name not in ("xla", "cudnn"):
+        raise StructureError(
+            "dot_product_attention: `implementation` is None, 'xla' or 'cudnn', not "
+            f"{name!r}."
+        )
     lacks = {
         "drop weights": dropping,
         "show its weights to `module`": module is not None,
@@ -270,6 +275,11 @@ def make_attention_mask(
                [1., 1., 0.],
                [0., 0., 0.]], dtype=float32)
     """
+    if extra_batch_dims < 0:
+        raise StructureError(
+            "make_attention_mask: `extra_batch_dims` is a number of axes, not "
+            f"{extra_batch_dims}."
+        )
     one, two = jnp.asarray(query_input), jnp.asarray(key_input)
     fits = 1 <= one.ndim == two.ndim and _broadcast(one.shape[:-1], two.shape[:-1])
     if not fits:

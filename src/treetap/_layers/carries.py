@@ -4,7 +4,6 @@
 A cell goes from a carry and an input to both anew, and says how its carry begins.
 """
 
-import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from treetap._layers.parameters import (
 )
 from treetap._modules import Module
 from treetap._randomness import Rngs, RngStream
-from treetap.initializers import orthogonal, zeros
+from treetap.initializers import orthogonal
 
 _orthogonal = orthogonal()
 
@@ -168,11 +167,15 @@ class Cell(RNNCellBase):
                 f"{where(self)}: the carry is drawn by `carry_init`, but no `rngs` are "
                 "provided. Give them to `initialize_carry`, or to the RNN."
             )
-        draw = functools.partial(next_key, self, rngs, "carry")
+        if rngs is not None and not isinstance(rngs, Rngs | RngStream | jax.Array):
+            next_key(self, rngs, "carry")  # says what is wrong
         made = []
         for _ in range(self._carries):
-            key: Any = None if rngs is None else draw()
-            made.append((zeros if init is None else init)(key, shape, self.param_dtype))
+            if init is None:
+                made.append(jnp.zeros(shape, self.param_dtype))
+            else:
+                key = next_key(self, rngs, "carry")
+                made.append(init(key, shape, self.param_dtype))
         return made[0] if self._carries == 1 else tuple(made)
 
 

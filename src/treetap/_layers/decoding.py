@@ -49,7 +49,8 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
     if key.shape != expected or query.shape[:-2] != expected[:-2]:
         raise StructureError(
             f"{where(layer)}: the cache takes one position at a time for a batch of "
-            f"{tuple(batch)}: keys {expected}, got {key.shape}."
+            f"{tuple(batch)}: keys {expected}, got {key.shape} and queries "
+            f"{query.shape}."
         )
     index = layer.cache_index.get_value()
     has_room = _has_room(layer, index, length)

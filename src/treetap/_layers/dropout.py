@@ -38,17 +38,22 @@ def forked(layer: Any, rngs: Any, name: str) -> Any:
     )
 
 
+def is_key(array: jax.Array) -> bool:
+    """Whether an array is a key, typed or as raw data."""
+    return array.dtype == jnp.uint32 or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def next_key(layer: Any, rngs: Any, name: str) -> Any:
     """The key to use, from streams, a stream, or a key itself."""
     if isinstance(rngs, Rngs):
         return rngs[name]()
     if isinstance(rngs, RngStream):
         return rngs()
-    if isinstance(rngs, jax.Array):
+    if isinstance(rngs, jax.Array) and is_key(rngs):
         return rngs
     raise TypeError(
         f"{where(layer)}: `rngs` must be an Rngs, an RngStream or a key, got "
-        f"{type(rngs).__name__}."
+        f"{text_of(rngs)}."
     )
 
 

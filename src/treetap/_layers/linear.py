@@ -363,7 +363,9 @@ class Einsum(Module):
     ):
         if einsum_str is not None:
             _operands(self, einsum_str)
-        kernel_shape = tuple(kernel_shape)
+        for size in kernel_shape:
+            check_sizes(self, kernel_shape=size)
+        kernel_shape = as_tuple(kernel_shape)
         self.kernel = parameter(
             *(self, "kernel", kernel_init, kernel_shape, param_dtype, rngs),
             kernel_metadata,

@@ -184,6 +184,10 @@ class BatchNorm(Normalizing):
         self.var = BatchStat(jnp.ones((num_features,), stored))
         self.num_features = num_features
         self.use_running_average = use_running_average
+        if not isinstance(axis, int | np.integer):
+            raise StructureError(
+                f"BatchNorm: `axis` is the one axis of the features, not {axis!r}."
+            )
         self.axis = int(axis)
         self.momentum = float(momentum)
         self.epsilon = float(epsilon)

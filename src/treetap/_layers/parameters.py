@@ -67,7 +67,7 @@ def check_sizes(layer: Any, **sizes: Any) -> tuple[int, ...]:
 
 def check_rate(layer: Any, name: str, rate: Any) -> float:
     """A rate as Python's number; one that is no share is refused."""
-    if not 0 <= rate <= 1:
+    if not isinstance(rate, int | float | np.number) or not 0 <= rate <= 1:
         raise StructureError(f"{layer}: `{name}` is a share from 0 to 1, not {rate!r}.")
     return float(rate)
 
@@ -97,7 +97,13 @@ def initialized(  # noqa: PLR0917 - for layers, which know the order
     layer: Any, name: str, init: Initializer, key: Any, shape: Shape, dtype: Any
 ) -> Any:
     """The starting value an initializer gives, of the shape asked for."""
-    value = init(key, shape, dtype)
+    try:
+        value = init(key, shape, dtype)
+    except ZeroDivisionError as error:
+        raise StructureError(
+            f"{type(layer).__name__}: the initializer of `{name}` has no scale for the "
+            f"shape {tuple(shape)}, which has no elements. Give another, such as zeros."
+        ) from error
     made = value.raw_value if isinstance(value, VariableMetadata) else value
     if np.shape(made) != tuple(shape):
         raise StructureError(

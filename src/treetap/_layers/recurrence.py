@@ -103,6 +103,8 @@ class RNN(Module):
             raise TypeError(
                 f"RNN: `cell` must be a recurrent cell, got {type(cell).__name__}."
             )
+        if not isinstance(unroll, bool) and unroll < 1:
+            raise StructureError(f"RNN: `unroll` is at least 1, not {unroll!r}.")
         self.cell = cell
         self.time_major = time_major
         self.return_carry = return_carry

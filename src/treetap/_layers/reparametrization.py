@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treetap._attributes import data
@@ -19,6 +20,7 @@ from treetap._filters import Filter, PathContains, predicate_of
 from treetap._kinds import BatchStat, Param
 from treetap._layers.dtypes import promote_dtype as default_promote
 from treetap._layers.moments import wide
+from treetap._layers.normalization import fixed
 from treetap._layers.parameters import (
     Array,
     Dtype,
@@ -115,12 +117,12 @@ class SpectralNorm(Module):
         rngs: Rngs,
     ):
         _check_layer(self, layer_instance)
-        if n_steps < 1:
+        if not isinstance(n_steps, int | np.integer) or n_steps < 1:
             raise StructureError(
                 f"SpectralNorm: `n_steps` is at least 1, not {n_steps!r}."
             )
         self.layer_instance = layer_instance
-        self.n_steps = n_steps
+        self.n_steps = int(n_steps)
         self.epsilon = epsilon
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -234,12 +236,7 @@ class WeightNorm(Module):
     ):
         _check_layer(self, layer_instance)
         self.layer_instance = layer_instance
-        if feature_axes is None:
-            self.feature_axes: Any = ()
-        elif isinstance(feature_axes, int):
-            self.feature_axes = feature_axes
-        else:
-            self.feature_axes = tuple(feature_axes)
+        self.feature_axes = () if feature_axes is None else fixed(feature_axes)
         self.use_scale = use_scale
         self.scale_init = scale_init
         self.epsilon = epsilon
