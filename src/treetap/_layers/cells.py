@@ -128,7 +128,52 @@ class LSTMCell(Cell):
         return (c, h), h
 
 
-class OptimizedLSTMCell(Cell):
+class FusedCell(Cell):
+    """Base of cells with one matrix for all gates, and a bias on one side."""
+
+    _gates = 0
+    _bias_of_inputs = False
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        gate_fn: Activation = jax.nn.sigmoid,
+        activation_fn: Activation = jnp.tanh,
+        kernel_init: Initializer = default_kernel_init,
+        recurrent_kernel_init: Initializer = default_recurrent_init,
+        bias_init: Initializer = zeros,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        carry_init: Initializer | None = None,
+        promote_dtype: Promote = default_promote,
+        keep_rngs: bool = False,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        recurrent_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        self._set_sizes(in_features, hidden_features)
+        self.gate_fn = gate_fn
+        self.activation_fn = activation_fn
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+        self._begin(keep_rngs, rngs, carry_init)
+        denses = Denses(
+            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
+            (kernel_init, kernel_metadata),
+            (recurrent_kernel_init, recurrent_kernel_metadata),
+        )
+        width = self._gates * self.hidden_features
+        sizes, bias = (self.in_features, width), self._bias_of_inputs
+        self.dense_i = denses.make(denses.of_inputs, sizes, use_bias=bias)
+        sizes = (self.hidden_features, width)
+        self.dense_h = denses.make(denses.of_carry, sizes, use_bias=not bias)
+
+
+class OptimizedLSTMCell(FusedCell):
     """A long short-term memory, with one matrix for all gates.
 
     The same function as `LSTMCell`, faster; the parameters are arranged otherwise
@@ -154,42 +199,7 @@ class OptimizedLSTMCell(Cell):
     """
 
     _carries = 2
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        gate_fn: Activation = jax.nn.sigmoid,
-        activation_fn: Activation = jnp.tanh,
-        kernel_init: Initializer = default_kernel_init,
-        recurrent_kernel_init: Initializer = default_recurrent_init,
-        bias_init: Initializer = zeros,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        carry_init: Initializer | None = None,
-        promote_dtype: Promote = default_promote,
-        keep_rngs: bool = False,
-        rngs: Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        recurrent_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-    ):
-        self._set_sizes(in_features, hidden_features)
-        self.gate_fn = gate_fn
-        self.activation_fn = activation_fn
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
-        self._begin(keep_rngs, rngs, carry_init)
-        denses = Denses(
-            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
-            (kernel_init, kernel_metadata),
-            (recurrent_kernel_init, recurrent_kernel_metadata),
-        )
-        width = 4 * hidden_features
-        self.dense_i = denses.make(denses.of_inputs, (in_features, width), False)
-        self.dense_h = denses.make(denses.of_carry, (hidden_features, width), True)
+    _gates = 4
 
     def __call__(
         self, carry: tuple[Array, Array], inputs: Array
@@ -208,7 +218,7 @@ class OptimizedLSTMCell(Cell):
         return (c, h), h
 
 
-class GRUCell(Cell):
+class GRUCell(FusedCell):
     """A gated recurrent unit; the bias is on the side of the inputs.
 
     Args:
@@ -230,41 +240,8 @@ class GRUCell(Cell):
         bias_metadata: Metadata of the bias.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        gate_fn: Activation = jax.nn.sigmoid,
-        activation_fn: Activation = jnp.tanh,
-        kernel_init: Initializer = default_kernel_init,
-        recurrent_kernel_init: Initializer = default_recurrent_init,
-        bias_init: Initializer = zeros,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        carry_init: Initializer | None = None,
-        promote_dtype: Promote = default_promote,
-        keep_rngs: bool = False,
-        rngs: Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        recurrent_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-    ):
-        self._set_sizes(in_features, hidden_features)
-        self.gate_fn = gate_fn
-        self.activation_fn = activation_fn
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
-        self._begin(keep_rngs, rngs, carry_init)
-        denses = Denses(
-            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
-            (kernel_init, kernel_metadata),
-            (recurrent_kernel_init, recurrent_kernel_metadata),
-        )
-        width = 3 * hidden_features
-        self.dense_i = denses.make(denses.of_inputs, (in_features, width), True)
-        self.dense_h = denses.make(denses.of_carry, (hidden_features, width), False)
+    _gates = 3
+    _bias_of_inputs = True
 
     def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
         """One step.
