@@ -327,11 +327,11 @@ def bidirectional(rngs, *, more=None, **dtypes):
     return tt.Bidirectional(ahead, back, **(more or {}))
 
 
-CARRY = {"is_widened": True, **DRAWS}
+CARRY = {"is_widened": True}
 add("rnn_lstm", fixed(rnn, cell=tt.LSTMCell), X, **CARRY)
 add("rnn_optimized_lstm", fixed(rnn, cell=tt.OptimizedLSTMCell), X, **CARRY)
 add("rnn_gru", rnn, X, **CARRY)
-add("rnn_simple", fixed(rnn, cell=tt.SimpleCell, dtype=None), X, **DRAWS)
+add("rnn_simple", fixed(rnn, cell=tt.SimpleCell, dtype=None), X)
 add("rnn_reverse", fixed(rnn, more={"reverse": True}), X, **CARRY)
 add(
     "rnn_reverse_in_order",
