@@ -92,7 +92,8 @@ def test_parameters_equal_the_recorded_ones(name):
     state = tt.to_flat_state(tt.state(layer))
     found = {".".join(map(str, path)): variable for path, variable in state}
     assert found.keys() == LAYERS[name].keys()
-    on_cpu = jax.default_backend() == "cpu"
+    # JAX 0.12 draws normal numbers that differ in the last bit from those recorded.
+    is_exact = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
     for path, recorded in LAYERS[name].items():
         variable, value = found[path], raw(found[path])
         kind = "Param" if recorded["type"] == "ArrayImpl" else recorded["type"]
@@ -100,7 +101,7 @@ def test_parameters_equal_the_recorded_ones(name):
         assert list(value.shape) == recorded["shape"]
         assert value.dtype == recorded["dtype"]
         is_orthogonal = "Cell" in name or "RNN" in name or "Bidir" in name
-        if is_orthogonal or not on_cpu:
+        if is_orthogonal or not is_exact:
             np.testing.assert_allclose(value.flat[0], recorded["first"], rtol=1e-5)
         else:
             sha = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
