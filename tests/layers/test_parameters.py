@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How layers make their parameters, and how errors name them and what they got."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,11 @@ def test_arrays_that_are_part_of_a_structure_compare_by_value():
     assert repr(one) == "FixedArray(int64[4])"
 
 
+def one_per_element(key, shape, dtype):
+    """An initializer without a scale for no elements, as JAX's were before 0.12."""
+    return jnp.full(shape, 1 / math.prod(shape), dtype)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -199,7 +206,10 @@ def test_arrays_that_are_part_of_a_structure_compare_by_value():
         (lambda r: tt.Dropout("a"), "`rate` is a share"),
         (lambda r: tt.Dropout(None), "`rate` is a share"),
         (lambda r: tt.Einsum("ab,bc->ac", (3, -4), rngs=r), "kernel_shape"),
-        (lambda r: tt.Linear(0, 4, rngs=r), "Linear: the initializer of `kernel`"),
+        (
+            lambda r: tt.Linear(0, 4, kernel_init=one_per_element, rngs=r),
+            "Linear: the initializer of `kernel`",
+        ),
         (lambda r: tt.RNN(tt.GRUCell(3, 4, rngs=r), unroll=0), "`unroll`"),
         (
             lambda r: tt.make_causal_mask(jnp.ones((2, 3)), extra_batch_dims=-1),
