@@ -100,8 +100,9 @@ class FlatAll:
         self.values = values
         self.run = jax.jit(flat_all)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Any:
         self.values = self.run(self.values)
+        return self.values
 
 
 class FlatOne(FlatAll):
@@ -111,8 +112,19 @@ class FlatOne(FlatAll):
         super().__init__(values)
         self.run = jax.jit(flat_one)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Any:
         self.values[-1] = self.run(self.values)
+        return self.values
+
+
+def after(run: Any, model: Any) -> Callable[[], Any]:
+    """A call, and what there is to wait for when it is over."""
+
+    def call() -> Any:
+        run(model)
+        return model
+
+    return call
 
 
 def contenders(
@@ -131,27 +143,28 @@ def contenders(
     found: Contenders = {
         "jax.jit, flat list": flat(),
         "the same again": flat(),
-        "treetap": lambda: run(model),
+        "treetap": after(run, model),
     }
     donated = Model(layers)
     tt.jit(write_all)(donated)
     run_donated = tt.jit(write, donate_argnums=0)
-    found["treetap, donated"] = lambda: run_donated(donated)
+    found["treetap, donated"] = after(run_donated, donated)
     if nnx is None or eqx is None:
         return found
     tree, graph = NnxModel(layers), NnxModel(layers)
     run_tree = nnx.jit(write, graph=False)
     run_graph = nnx.jit(write)
-    found["nnx.jit tree"] = lambda: run_tree(tree)
-    found["nnx.jit default"] = lambda: run_graph(graph)
+    found["nnx.jit tree"] = after(run_tree, tree)
+    found["nnx.jit default"] = after(run_graph, graph)
     made = [EqxLayer(array(), array()) for _ in range(layers)]
     state = [EqxModel(made, jnp.zeros(()))]
     run_eqx = eqx.filter_jit(functional)
 
-    def call_eqx() -> None:
+    def call_eqx() -> Any:
         out = run_eqx(state[0])
         if functional is eqx_all:
             state[0] = out
+        return out
 
     found["eqx.filter_jit"] = call_eqx
     return found

@@ -2,6 +2,7 @@
 """observe and sites: values and gradients on the way, without editing the model."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -422,3 +423,75 @@ def test_a_value_heard_by_two_captures_has_a_path_for_each():
 def test_what_cannot_be_called_is_refused_when_it_is_wrapped(wrap):
     with pytest.raises(TypeError, match="expected a Module, a method or a function"):
         wrap(3)
+
+
+class Halves(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.full((3,), 0.5))
+
+    def __call__(self, x):
+        return tt.tap(x * self.w, "h")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["observe", "capture"])
+def test_values_are_let_go_with_the_record(how, compiled):
+    model = Halves()
+    fn = tt.jit(Halves.__call__) if compiled else Halves.__call__
+    if how == "observe":
+        run = tt.observe(fn)
+    else:
+        run = tt.capture(fn, tt.Intermediate, method_outputs=tt.Intermediate)
+    run(model, jnp.ones(3))
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        for _ in range(5):
+            run(model, jnp.ones(3))
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
+
+
+def test_an_observed_step_still_gives_its_operands_away():
+    model = Halves()
+    before = model.w[...]
+
+    @functools.partial(tt.jit, donate_argnums=0)
+    def step(model, x):
+        out = model(x)
+        model.w[...] -= 0.1
+        return out
+
+    _, record = tt.observe(step)(model, jnp.ones(3))
+    assert before.is_deleted()
+    assert record["h"].value.tolist() == [0.5, 0.5, 0.5]
+    assert np.allclose(model.w[...], 0.4)
+
+
+def test_what_was_recorded_is_not_given_away():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    inner = jax.jit(lambda x: tt.tap(x + 1, "inner"), donate_argnums=0)
+
+    def run(x, step):
+        return step(tt.tap(x * 2, "h"))
+
+    for fn in (step, inner):
+        _, record = tt.observe(run)(jnp.ones(3), fn)
+        if fn is inner:
+            assert record["inner"].value.tolist() == [3.0, 3.0, 3.0]
+        assert record["h"].value.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_after_a_refusal_nobody_is_left_with_a_buffer_that_was_given_away():
+    model = Halves()
+
+    @functools.partial(tt.jit, donate_argnums=0)
+    def step(model, x):
+        model(x)
+        model.w[...] -= 0.1
+
+    with pytest.raises(tt.CaptureError):
+        tt.observe(step, "nowhere:h")(model, jnp.ones(3))
+    assert np.isfinite(model.w[...]).all()

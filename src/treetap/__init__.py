@@ -134,6 +134,7 @@ if _TYPE_CHECKING:
     from treetap import initializers as initializers
     from treetap import metrics as metrics
     from treetap import nnx as nnx
+    from treetap._building import build as build
     from treetap._capturing import capture as capture
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
@@ -257,6 +258,7 @@ _ROOMS = {
     "_layers.pooling": "avg_pool max_pool min_pool pool",
     "_training.optimizer": "OptArray OptState OptVariable Optimizer",
     "_training.averaging": "EMA",
+    "_building": "build",
     "metrics": "Metric MultiMetric",
     "_sharding": (
         "as_abstract get_abstract_model get_named_sharding get_partition_spec "
@@ -367,6 +369,7 @@ __all__ = [
     "as_abstract",
     "as_pure",
     "avg_pool",
+    "build",
     "call",
     "capture",
     "celu",

@@ -63,8 +63,7 @@ def _branched(
 
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:
-            chosen = {"keep": kept.__contains__, "force": force}
-            return run(branch, inputs, values, name, **chosen)
+            return run(branch, inputs, values, name, keep=kept, force=force)
 
         return pure
 

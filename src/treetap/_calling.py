@@ -33,7 +33,7 @@ from treetap._variables import (
     Variable,
     get_metadata,
     get_trace,
-    metadata_epoch,
+    last_change,
     set_box,
 )
 from treetap._walks import nodes_below
@@ -65,11 +65,11 @@ def _are_different(items: Sequence[Any]) -> bool:
 
 
 class Held(NamedTuple):
-    """What is inside an outermost object, and must still be.
+    """What is inside outermost objects, and must still be.
 
     Attributes:
-        nodes: The objects below it.
-        flats: The children and structure each of them had.
+        nodes: The objects below them.
+        flats: The children and structure each of those had.
         containers: Ways to read the lists and dicts in it, and what was in them.
     """
 
@@ -77,30 +77,19 @@ class Held(NamedTuple):
     flats: list[Any]
     containers: list[tuple[Callable[[Any], list[Any]], Any, list[Any]]]
 
-    def is_same(self) -> bool:
-        """Whether it is all still there, by identity."""
-        if not all(map(is_, map(_read_flat, self.nodes), self.flats)):
-            return False
-        for read, container, before in self.containers:
-            try:
-                if not all(map(is_, read(container), before)):
-                    return False
-            except (ValueError, TypeError, KeyError):
-                return False
-        return True
 
-
-def held_by(root: Any) -> Held | None:
-    """What is inside an object; None if it cannot be told whether it changes."""
+def held_by(roots: Sequence[Any]) -> Held | None:
+    """What is inside objects; None if it cannot be told whether it changes."""
     held = Held([], [], [])
-    for _, node in nodes_below(root, Node, True, "jit"):
-        if not type(node)._pytree__cached:
-            return None
-        flat = _read_flat(node)
-        if node is not root:
-            held.nodes.append(node)
-            held.flats.append(flat)
-        held.containers.extend(chain.from_iterable(map(_containers, flat[0])))
+    for root in roots:
+        for _, node in nodes_below(root, Node, True, "jit"):
+            if not type(node)._pytree__cached:
+                return None
+            flat = _read_flat(node)
+            if node is not root:
+                held.nodes.append(node)
+                held.flats.append(flat)
+            held.containers.extend(chain.from_iterable(map(_containers, flat[0])))
     return held
 
 
@@ -112,34 +101,67 @@ def _containers(child: Any) -> list[Any]:
     return [(treedef.flatten_up_to, child, leaves)]
 
 
-class Known(NamedTuple):
+class Known:
     """Objects that were found to be right.
 
-    Attributes:
+    Args:
         variables: Their Variables.
         plain: Their other leaves.
-        epoch: When metadata were compared.
         trace: The trace level of the Variables; None if they differ.
         roots: The outermost objects: number among the tops, weak reference, children.
         held: What is below them.
+        change: The last change anywhere, when all this was looked at.
     """
 
-    variables: Sequence[Any]
-    plain: Sequence[Any]
-    epoch: int
-    trace: Any
-    roots: list[tuple[int, Any, Any]]
-    held: list[Held]
+    __slots__ = (
+        *("_change", "_held", "_metadata", "_roots"),
+        *("plain", "trace", "variables", "written"),
+    )
+
+    def __init__(  # noqa: PLR0917 - made in one place
+        self,
+        variables: Sequence[Any],
+        plain: Sequence[Any],
+        trace: Any,
+        roots: list[tuple[int, Any, Any]],
+        held: Held,
+        change: object,
+    ):
+        self.variables = variables
+        self.plain = plain
+        self.trace = trace
+        self.written: dict[int, Any] = {}  # Variables, by the number of a note
+        self._metadata = list(map(get_metadata, variables))
+        self._roots = roots
+        self._held = held
+        self._change = change
 
     def holds(self, tops: Sequence[Any]) -> bool:
         """Whether the outermost objects are the same, and what is in them too."""
-        if self.epoch != metadata_epoch[0]:
-            return False
-        for number, ref, flat in self.roots:
-            top = tops[number]
-            if ref() is not top or _read_flat(top) is not flat:
+        for number, ref, _ in self._roots:
+            if ref() is not tops[number]:
                 return False
-        return all(map(Held.is_same, self.held))
+        change = last_change[0]
+        if self._change is not change:
+            if not self._is_same(tops):
+                return False
+            self._change = change
+        for read, container, before in self._held.containers:
+            try:
+                if not all(map(is_, read(container), before)):
+                    return False
+            except (ValueError, TypeError, KeyError):
+                return False
+        return True
+
+    def _is_same(self, tops: Sequence[Any]) -> bool:
+        """Whether objects have the children they had, and Variables their metadata."""
+        nodes, flats, _ = self._held
+        return (
+            all(_read_flat(tops[number]) is flat for number, _, flat in self._roots)
+            and all(map(is_, map(_read_flat, nodes), flats))
+            and all(map(is_, map(get_metadata, self.variables), self._metadata))
+        )
 
 
 class Plan:
@@ -176,8 +198,8 @@ class Recipe:
     """
 
     __slots__ = (
-        *("_first", "_flatten", "_inner", "_kinds", "_known", "_metadata", "_own"),
-        *("_pick", "_plain", "_plans", "_roots", "_tops", "_waits", "program"),
+        *("_count", "_first", "_flatten", "_inner", "_kinds", "_known", "_metadata"),
+        *("_own", "_pick", "_plain", "_plans", "_roots", "_tops", "_waits", "program"),
     )
 
     def __init__(self, tree: Any, leaves: Sequence[Any], program: Any):
@@ -198,6 +220,9 @@ class Recipe:
         """Notes where the outermost objects and the leaves beside them are."""
         tops, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
         self._tops = treedef.flatten_up_to
+        args, kwargs = tree
+        is_flat = not kwargs and len(args) == len(tops) and all(map(is_, args, tops))
+        self._count = len(args) if is_flat else -1
         self._roots = [n for n, top in enumerate(tops) if isinstance(top, Node)]
         # Nothing would tell when a Variable by itself is no longer used.
         is_open = self._roots and not any(map(_is_variable, tops))
@@ -217,56 +242,78 @@ class Recipe:
         self._inner = inside
         self._waits = waits
 
-    def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
-        """Calls a program with arguments of this structure, and writes back.
+    def again(self, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """Calls a program with objects it was called with before, and writes back.
 
         Args:
-            tree: The arguments.
+            args: The arguments.
+            kwargs: The keyword arguments.
             run: The program, or a compiled stage of it.
 
         Returns:
-            The result; `MISFIT` if the arguments are of another structure; a `Left` if
-            there is more to write than values.
+            The result; `MISFIT` if they are others or have changed; a `Left` if there
+            is more to write than values.
         """
-        known, tops = None, ()
-        try:
-            if self._first >= 0:
-                tops = self._tops(tree)
-                known = self._known.get(id(tops[self._first]))
-            if known is not None and known.holds(tops):
-                variables = known.variables
-                plain = [*known.plain]
-                for place, number in self._waits:
-                    plain[place] = tops[number]
-            else:
-                known = None
-                leaves = self._flatten(tree)
-                variables, plain = self._pick(leaves), [*self._plain(leaves)]
-                if not self._fits(variables, plain):
-                    return MISFIT
-        except (ValueError, TypeError, KeyError):  # JAX's words for another structure
+        if self._first < 0:
             return MISFIT
-        if not all_leaves(plain):
+        tops = args
+        if kwargs or len(args) != self._count:
+            try:
+                tops = self._tops((args, kwargs))
+            except (ValueError, TypeError, KeyError):  # JAX's words for other trees
+                return MISFIT
+        known = self._known.get(id(tops[self._first]))
+        if known is None or not known.holds(tops):
             return MISFIT
+        variables = known.variables
+        plain = known.plain
+        if self._waits:
+            plain = [*plain]
+            for place, number in self._waits:
+                plain[place] = tops[number]
+            if not all_leaves(plain):
+                return MISFIT
         values = [variable._box[0] for variable in variables]
-        epoch = metadata_epoch[0]
         out, news, note = run(*self.program.parted(values, plain))
-        plan = self._plans.get(len(note)) or self._planned(len(note))
-        if not plan.is_simple:
-            return Left(out, self.program.updates(news, note))
+        written = known.written.get(len(note))
+        if written is None:
+            plan = self._planned(len(note))
+            if not plan.is_simple:
+                return Left(out, self.program.updates(news, note))
+            written = known.written[len(note)] = plan.pick(variables)
         trace = current_trace()
-        written = plan.pick(variables)
-        if known is None or known.trace is not trace:
+        if known.trace is not trace:
             _check_traces(written, trace)
         boxes = zip(news[0] if len(news) == 1 else chain.from_iterable(news))
         deque(map(set_box, written, boxes), 0)  # one call: all or nothing
-        if known is None and self._first >= 0:
-            self._remember(variables, plain, epoch, trace, tops)
+        return out
+
+    def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
+        """Calls a program with any arguments of this structure; as `again`."""
+        change = last_change[0]
+        try:
+            leaves = self._flatten(tree)
+        except (ValueError, TypeError, KeyError):
+            return MISFIT
+        variables, plain = self._pick(leaves), [*self._plain(leaves)]
+        if not self._fits(variables, plain) or not all_leaves(plain):
+            return MISFIT
+        values = [variable._box[0] for variable in variables]
+        out, news, note = run(*self.program.parted(values, plain))
+        plan = self._planned(len(note))
+        if not plan.is_simple:
+            return Left(out, self.program.updates(news, note))
+        written = plan.pick(variables)
+        _check_traces(written, current_trace())
+        deque(map(set_box, written, zip(chain.from_iterable(news))), 0)
+        self._remember(tree, variables, plain, change)
         return out
 
     def _planned(self, number: int) -> Plan:
-        written = self.program.written[number]
-        plan = self._plans[number] = Plan(written, self._own, self._metadata)
+        plan = self._plans.get(number)
+        if plan is None:
+            written = self.program.written[number]
+            plan = self._plans[number] = Plan(written, self._own, self._metadata)
         return plan
 
     def _fits(self, variables: Sequence[Any], plain: Sequence[Any]) -> bool:
@@ -281,12 +328,13 @@ class Recipe:
             and _are_different([plain[place] for place in self._inner])
         )
 
-    def _remember(
-        self, variables: Any, plain: Any, epoch: int, trace: Any, tops: Sequence[Any]
-    ) -> None:
+    def _remember(self, tree: Any, variables: Any, plain: Any, change: object) -> None:
         """Keeps objects for the next call, while the outermost ones live."""
-        held = [held_by(tops[number]) for number in self._roots]
-        if any(each is None for each in held):
+        if self._first < 0:
+            return
+        tops = self._tops(tree)
+        held = held_by([tops[number] for number in self._roots])
+        if held is None or last_change[0] is not change:
             return
         key, known = id(tops[self._first]), self._known
 
@@ -297,6 +345,7 @@ class Recipe:
             (number, weakref.ref(tops[number], forget), _read_flat(tops[number]))
             for number in self._roots
         ]
+        trace = current_trace()
         same = all(map(is_, map(get_trace, variables), repeat(trace)))
         kept = [*plain]
         for place, _ in self._waits:
@@ -304,7 +353,7 @@ class Recipe:
         if len(known) >= MAX_KNOWN:
             known.pop(list(known)[0], None)  # noqa: RUF015 - threads may change it
         level = trace if same else None
-        known[key] = Known(variables, kept, epoch, level, roots, held)  # pyright: ignore[reportArgumentType] - none is None
+        known[key] = Known(variables, kept, level, roots, held, change)
 
 
 def _check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:

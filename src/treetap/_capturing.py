@@ -5,6 +5,7 @@ Nothing is written on a Module or a class: values come out of the run itself, un
 transform, JAX's own included.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -90,8 +91,17 @@ def _named(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
         yield (key,), value
 
 
+def _is_gone(value: Any) -> bool:
+    """Whether the buffer of an array was given away."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and value.is_deleted()
+
+
 class restored:
-    """A block after which, if a capture refused, the Variables are as they were."""
+    """A block after which, if a capture refused, the Variables are as they were.
+
+    Where a program was given the buffers of the old values, the new ones stay.
+    """
 
     def __init__(self, fn: Any, args: Any, kwargs: Any):
         callee, given = callee_of(fn)
@@ -102,7 +112,10 @@ class restored:
         pass
 
     def __exit__(self, kind: Any, *exception: object) -> None:
-        if kind is not None and issubclass(kind, CaptureError):
+        if kind is None or not issubclass(kind, CaptureError):
+            return
+        boxes = (box for _, box, _ in self._before)
+        if not any(map(_is_gone, jax.tree.leaves(list(boxes)))):
             for variable, box, metadata in self._before:
                 set_box(variable, box)
                 if variable._metadata is not metadata:
@@ -173,7 +186,7 @@ def capture(
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs, roots_of(fn, args, kwargs))
-        with restored(fn, args, kwargs):
+        with restored(fn, args, kwargs), contextlib.closing(work.session):
             out = work.session.run(fn, *args, **kwargs)
             states = work.states()
         return (out, *states) if kinds else out

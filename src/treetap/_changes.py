@@ -12,14 +12,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from operator import is_
 from typing import Any, Literal
 
-from treetap._attributes import Node
 from treetap._errors import StructureError
 from treetap._metadata import MISSING
 from treetap._pytrees import attributes_of, flat_of
-from treetap._sharing import places
+from treetap._specs import GraphDef, objects_in
 from treetap._traces import set_on_purpose
 from treetap._trees import Path, show_path
 
@@ -85,23 +83,42 @@ class Structure:
     """Watches the objects in the arguments of a function while it runs.
 
     Args:
-        tree: The arguments.
+        nodes: The objects, in the order of their description.
+        definition: The description of the arguments.
         name: The transform, for messages.
         policy: What to do; as set for the block or the process by default.
     """
 
-    __slots__ = ("name", "nodes", "noted", "policy", "token")
+    __slots__ = (
+        "definition",
+        "flats",
+        "kept",
+        "name",
+        "nodes",
+        "noted",
+        "policy",
+        "token",
+    )
 
-    def __init__(self, tree: Any, name: str, policy: Policy | None = None):
+    def __init__(
+        self,
+        nodes: list[Any],
+        definition: GraphDef,
+        name: str,
+        policy: Policy | None = None,
+    ):
         self.name = name
         self.policy: Policy = policy or _policy.get() or _process[0]
-        self.nodes: list[tuple[Path, Any, dict[Any, Any], frozenset[Any]]] = []
-        seen: set[int] = set()
-        for path, value, _ in places(tree):
-            if isinstance(value, Node) and id(value) not in seen:
-                seen.add(id(value))
-                keys = frozenset(flat_of(value)[1][0].keys)
-                self.nodes.append((path, value, dict(attributes_of(value)), keys))
+        self.definition = definition
+        self.nodes = [] if self.policy == "ignore" else nodes
+        self.flats = list(map(flat_of, self.nodes))
+        # An object drops its children when it is changed; of one that does not, the
+        # attributes are kept.
+        self.kept = {
+            number: dict(attributes_of(node))
+            for number, node in enumerate(self.nodes)
+            if not (node._pytree__cached and node._pytree__is_pytree)
+        }
 
     def __enter__(self) -> None:
         self.noted: set[tuple[int, Any]] = set()
@@ -109,16 +126,30 @@ class Structure:
 
     def __exit__(self, kind: Any, *exception: object) -> None:
         set_on_purpose.reset(self.token)
-        if kind is not None or self.policy == "ignore":
+        if kind is not None:
             return
-        for path, node, before, data in self.nodes:
-            self._compare(path, node, before, data)
+        touched = [
+            number
+            for number, (node, flat) in enumerate(zip(self.nodes, self.flats))
+            if flat_of(node) is not flat
+        ]
+        if not touched:
+            return
+        paths = [path for path, _ in objects_in(self.definition.spec)]
+        for number in touched:
+            children, (layout, statics, _) = self.flats[number]
+            before = self.kept.get(number)
+            if before is None:
+                before = dict(zip(layout.keys, children))
+                before.update(zip(layout.static_names, statics))
+            data = frozenset(layout.keys)
+            self._compare(paths[number], self.nodes[number], before, data)
 
     def _compare(self, path: Path, node: Any, before: Any, data: Any) -> None:
         """Reports what became of the attributes of one object."""
         after = attributes_of(node)
         if before.keys() == after.keys() and all(
-            map(is_, before.values(), after.values())
+            before[key] is value for key, value in after.items()
         ):
             return
         data = data | frozenset(flat_of(node)[1][0].keys)

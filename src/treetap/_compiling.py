@@ -72,6 +72,7 @@ class Jit(Generic[P, R]):
         self._options = given
         self._programs: dict[Key, Program] = {}
         self._recipes: dict[Any, list[Recipe]] = {}
+        self._recent: Recipe | None = None  # what served the last call
         self._has_more = bool(self._statics)  # than what a call is given
         check_prefix(self.in_shardings, self._name, "in_shardings", mode)
         self._results = Results(self.out_shardings, mode, self._name, "out_shardings")
@@ -84,7 +85,7 @@ class Jit(Generic[P, R]):
             values,
             self._name,
             key.lanes,
-            keep=key.is_kept,
+            keep=key.kept(),
             results=self._results,
         )
 
@@ -110,6 +111,7 @@ class Jit(Generic[P, R]):
 
     def _forget(self, program: Program) -> None:
         """Drops the recipes of a program that is no longer kept."""
+        self._recent = None
         for recipes in self._recipes.values():
             recipes[:] = [recipe for recipe in recipes if recipe.program is not program]
 
@@ -162,6 +164,11 @@ class Jit(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""
+        recipe = self._recent
+        if recipe is not None:  # what served last
+            out = recipe.again(args, kwargs, recipe.program.run)
+            if out is not MISFIT:
+                return self._finished((args, kwargs), out)
         return self._call(args, kwargs)
 
     def _call(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
@@ -173,13 +180,19 @@ class Jit(Generic[P, R]):
             program = recipe.program
             if stage is not None and program is not stage.program:
                 continue
-            out = recipe(tree, program.run if stage is None else stage.run)
+            run = program.run if stage is None else stage.run
+            out = recipe.again(tree[0], tree[1], run)
             if out is MISFIT:
-                continue
-            if type(out) is not Left:
-                return out
-            return self._inputs(tree).finish(*out)
+                out = recipe(tree, run)
+            if out is not MISFIT:
+                if stage is None and not self._has_more:
+                    self._recent = recipe
+                return self._finished(tree, out)
         return self._call_anew(tree, statics, stage)
+
+    def _finished(self, tree: Any, out: Any) -> Any:
+        """The result, after what takes the long way has been written."""
+        return out if type(out) is not Left else self._inputs(tree).finish(*out)
 
     def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:
         """A call the long way, which leaves a recipe."""

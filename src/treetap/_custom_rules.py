@@ -8,7 +8,7 @@ may hold Variables, and their updates are written as everywhere.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Unpack
 
@@ -161,6 +161,7 @@ class _Rule:
             if not self.active[number] and not _is_numeric(value)
         }
         self.values = [x for n, x in enumerate(leaves) if n not in self.fixed]
+        self.written: Collection[int] = ()  # while that is found out
         self.written = self._written()
         self._check_written()
 
@@ -179,14 +180,10 @@ class _Rule:
                 f"returned a {type(pair).__name__}."
             )
         out, residual = pair
-        packed, updates = inside.finish(out, keep=self._keep)
+        packed, updates = inside.finish(out, keep=self.written)
         walk = Apart(residual, True, "custom_vjp")
         kept = WHOLE.pack(residual, walk, Spread("custom_vjp", "the residual"))
         return packed, kept, updates
-
-    def _keep(self, number: int) -> bool:
-        """Whether the function or its rule changes a Variable."""
-        return number in getattr(self, "written", ())
 
     def _all(self, values: Any) -> list[Any]:
         """All values in order: those JAX handles, and those it cannot."""
@@ -224,7 +221,7 @@ class _Rule:
 
     def _run(self, values: Any) -> Any:
         inputs, fun = self.inputs, self.owner.fun
-        return run(fun, inputs, self._all(values), "custom_vjp", keep=self._keep)
+        return run(fun, inputs, self._all(values), "custom_vjp", keep=self.written)
 
     def call(self) -> Any:
         """Runs through `jax.custom_vjp` and writes changed Variables back."""

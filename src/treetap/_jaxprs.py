@@ -163,8 +163,7 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
         "out_shardings": (*params["out_shardings"], *outs),
         "in_layouts": (*params["in_layouts"], *[None] * more_in),
         "out_layouts": (*params["out_layouts"], *[None] * more_out),
-        # What is recorded may be an operand itself: nothing is given away.
-        "donated_invars": (False,) * (len(params["donated_invars"]) + more_in),
+        "donated_invars": (*params["donated_invars"], *[False] * more_in),
     }
 
 

@@ -282,14 +282,18 @@ class Inside:
         name: The transform, for messages.
     """
 
-    __slots__ = ("before", "grafts", "leaves", "mode", "name", "tree")
+    __slots__ = (
+        *("before", "definition", "grafts", "leaves", "mode", "name", "nodes", "tree"),
+    )
 
     def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], name: str):
         self.name = name
         definition = source if isinstance(source, GraphDef) else source.definition
         self.mode = Mode(definition.graph)
         members: dict[int, Any] = {}
-        self.tree, self.leaves = regrow(definition, values, members)
+        self.definition = definition
+        self.nodes: list[Any] = []
+        self.tree, self.leaves = regrow(definition, values, members, nodes=self.nodes)
         self.before = [
             (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
             for leaf in self.leaves
@@ -300,9 +304,8 @@ class Inside:
 
     def watched(self, policy: Policy | None) -> Structure:
         """A block in which changes of structure that would be lost are noticed."""
-        return Structure(
-            self.tree, self.name, policy if self.grafts is None else "ignore"
-        )
+        policy = policy if self.grafts is None else "ignore"
+        return Structure(self.nodes, self.definition, self.name, policy)
 
     def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
@@ -335,7 +338,7 @@ class Inside:
         out: Any,
         lanes: Lanes | None = None,
         *,
-        keep: Callable[[int], bool] = lambda number: False,
+        keep: Collection[int] = (),
         only: Callable[[int], bool] = lambda number: True,
         results: Results = WHOLE,
         force: Collection[int] = (),
@@ -345,7 +348,7 @@ class Inside:
         Args:
             out: What the function returned.
             lanes: The lanes of the leaves; one for all by default.
-            keep: Tells which leaves come out even if nobody changed them.
+            keep: Leaves, by number, that come out even if nobody changed them.
             only: Tells which Variables come out at all.
             results: Where the results lie.
             force: Objects, by number, that come out as if they had changed.
@@ -354,10 +357,14 @@ class Inside:
         of_leaf = lanes.of_leaf if lanes else [0] * len(self.leaves)
         values: list[list[Any]] = [[] for _ in range(count)]
         written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
-        for number, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, Variable) or is_ref(leaf._box[0]):
+        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
+            if before is None:
                 continue
-            if only(number) and (self.changed(number) or keep(number)):
+            box, metadata = before
+            is_same = leaf._box is box and leaf._metadata is metadata
+            if (is_same and number not in keep) or is_ref(leaf._box[0]):
+                continue
+            if only(number) and (number in keep or has_changed(leaf, *before)):
                 values[of_leaf[number]].append(leaf._box[0])
                 written[of_leaf[number]].append((number, leaf._metadata))
         lists = tuple(map(tuple, written))
@@ -371,7 +378,7 @@ class Inside:
         walk = self.grafts.walk()
         known = len(walk.members)
         stay = not force  # where all branches must give alike, all gives all
-        own = {id(x): n for n, x in enumerate(self.leaves) if stay and not keep(n)}
+        own = {id(x): n for n, x in enumerate(self.leaves) if stay and n not in keep}
         grafts: list[Graft] = []
         for graft, leaves in self.grafts.collect(walk, lanes, own, force):
             grafts.append(graft)

@@ -214,7 +214,7 @@ def observe(
     def observed(*args: Any, **kwargs: Any) -> Any:
         roots = roots_of(fn, args, kwargs)
         work = _Observation(select, grads, roots, max_iterations)
-        with restored(fn, args, kwargs):
+        with restored(fn, args, kwargs), contextlib.closing(work.session):
             out = work.session.run(fn, *args, **kwargs)
             if not work.session.calls and work.session.asked is NO_OUTPUTS:
                 work.hear_all(fn, args, kwargs)

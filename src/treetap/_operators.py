@@ -11,8 +11,10 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def _binary(apply: Callable[[Any, Any], Any]) -> Any:
@@ -132,7 +134,9 @@ class ValueOperators:
         return format(self.get_value(), spec) if spec else str(self)
 
     def __jax_array__(self) -> Any:
-        return jnp.asarray(self.get_value())
+        value = self.get_value()
+        is_array = isinstance(value, Tracer) or isinstance(value, jax.Array)  # noqa: SIM101 - most are tracers, and that is told quicker
+        return value if is_array else jnp.asarray(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.get_value(), dtype=dtype, copy=copy)

@@ -7,7 +7,9 @@ changed values, and which they are.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from treetap._grafts import Lanes
 from treetap._layouts import kinds_of
 from treetap._lift import Updates, Written
 from treetap._settings import Mode
-from treetap._specs import GraphDef, statics_in
+from treetap._specs import GraphDef, has_hashable_statics, statics_in
 from treetap._trees import show_path
 from treetap._variables import Variable
 
@@ -45,12 +47,14 @@ class Key:
     def __hash__(self) -> int:
         return self._hash
 
-    def is_kept(self, number: int) -> bool:
-        """Whether a leaf comes out unchanged, too: donated, or placed (NNX's way)."""
-        if self.donated[number] or self.lanes is None:
-            return self.donated[number]
-        is_placed = self.lanes.prefixes[self.lanes.of_leaf[number]] is not None
-        return is_placed and self.definition.graph is Mode.UPDATES
+    def kept(self) -> Collection[int]:
+        """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
+        lanes = self.lanes
+        found = {number for number, flag in enumerate(self.donated) if flag}
+        if lanes is not None and self.definition.graph is Mode.UPDATES:
+            of_leaf = enumerate(lanes.of_leaf)
+            found |= {n for n, lane in of_leaf if lanes.prefixes[lane] is not None}
+        return found
 
 
 class Program:
@@ -75,20 +79,18 @@ class Program:
         self.written: list[Written] = []
         own = [isinstance(leaf, Variable) for leaf in leaves]
         numbers = range(len(leaves))
-        # (Variables first, then the rest) of (donated, kept)
-        groups = [
-            [n for n in numbers if own[n] is flag and key.donated[n] is donated]
-            for donated in (True, False)
-            for flag in (True, False)
-        ]
-        donated, kept = groups[0] + groups[1], groups[2] + groups[3]
-        self._donates = bool(donated)
-        place = {n: i for i, n in enumerate(n for n in numbers if own[n])}
-        other = {n: i for i, n in enumerate(n for n in numbers if not own[n])}
-        self._takes = tuple(
-            picker([places[n] for n in group])
-            for group, places in zip(groups, (place, other) * 2)
+        mine, others = (
+            list(compress(numbers, own)),
+            list(compress(numbers, map(not_, own))),
         )
+        flags = key.donated
+        self._donates = any(flags)
+        # (Variables first, then the rest) of (donated, kept), and where they are there
+        groups = [[n for n in x if flags[n]] for x in (mine, others)]
+        groups += [[n for n in x if not flags[n]] for x in (mine, others)]
+        place = {n: i for x in (mine, others) for i, n in enumerate(x)}
+        self._takes = tuple(picker([place[n] for n in group]) for group in groups)
+        donated, kept = groups[0] + groups[1], groups[2] + groups[3]
         places = {number: i for i, number in enumerate(donated + kept)}
         arrange = picker([places[number] for number in numbers])
 
@@ -142,6 +144,8 @@ def _refuse_donated_twice(donated: list[Any]) -> StructureError:
 
 def refuse_changing_statics(definition: GraphDef, name: str) -> None:
     """Refuses static values that could change without being noticed."""
+    if has_hashable_statics(definition.spec):
+        return
     for path, value in statics_in(definition):
         try:
             hash(value)

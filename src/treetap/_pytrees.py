@@ -34,7 +34,7 @@ from treetap._layouts import Sealed, Structure, layout_of, structure_of
 from treetap._marks import Marked
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import is_container, open_container
-from treetap._variables import Variable
+from treetap._variables import Variable, last_change
 
 Flat = tuple[tuple[Any, ...], Structure]
 
@@ -63,10 +63,11 @@ def unseal(node: Node, status: dict[Any, bool]) -> None:
     """Gives a changed object a status of its own, and forgets its children."""
     replace_status(node, status)
     set_spec(node, None)
-    try:  # noqa: SIM105 - `suppress` would cost more than the write that calls this
+    try:
         _drop_flat_slot(node)
     except AttributeError:
-        pass
+        return
+    last_change[0] = object()
 
 
 # Where an object is: the place of its parent, its key there (several, through plain
@@ -293,7 +294,7 @@ class Pytree(Node, _display.Shown, metaclass=PytreeMeta):
         held, status = state
         attributes = {name: found_by_name(value) for name, value in held.items()}
         attributes_of(self).update(attributes)
-        replace_status(self, dict(status))
+        unseal(self, dict(status))
         for name, value in attributes.items():
             adopt(value, name, self._pytree__place)
 

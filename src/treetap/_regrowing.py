@@ -21,13 +21,14 @@ from treetap._specs import (
 )
 from treetap._traces import current_trace, is_foreign, refuse_foreign_object
 from treetap._trees import close_container
-from treetap._variables import Variable, make
+from treetap._variables import Variable, last_change, make
 
 
 class _Regrowth:
     """One rebuilding: what was made by number, and the Variables in order."""
 
     def __init__(self, values: Iterable[Any], made: dict[int, Any], owners: Any):
+        self.nodes: list[Any] = []
         self.values: Iterator[Any] = iter(values)
         self.trace = current_trace()
         self.made = made
@@ -57,6 +58,7 @@ class _Regrowth:
     def object(self, spec: ObjectSpec) -> Any:
         owned = self.owners.get(spec.number)
         node = bare(spec.type, self.trace) if owned is None else owned
+        self.nodes.append(node)
         if spec.number is not None:
             self.made[spec.number] = node
         children = self.children(spec)
@@ -68,7 +70,15 @@ class _Regrowth:
         return node
 
     def children(self, spec: ObjectSpec) -> list[Any]:
-        return [self.any(child) for child in spec.children]
+        if spec.kinds is None:
+            return [self.any(child) for child in spec.children]
+        found = []  # Variables, none of them shared
+        for child, value in zip(spec.children, self.values):
+            if not isinstance(value, Variable):
+                value = make(child.type, value, child.metadata, self.trace)  # noqa: PLW2901 - around it
+            found.append(value)
+        self.leaves += found
+        return found
 
 
 def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
@@ -77,6 +87,7 @@ def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
         raise refuse_foreign_object(type(node).__name__)
     set_spec(node, None)
     fill(node, structure, children)
+    last_change[0] = object()
     adopt_all(node, structure, children)
 
 
@@ -85,6 +96,7 @@ def regrow(
     values: Iterable[Any],
     made: dict[int, Any] | None = None,
     owners: Mapping[int, Any] = MappingProxyType({}),
+    nodes: list[Any] | None = None,
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
 
@@ -93,12 +105,15 @@ def regrow(
         values: Bare values, or Variables, in order.
         made: Objects by number; shared by descriptions that were made in one walk.
         owners: Objects by number that are to be filled instead of made.
+        nodes: Gets the objects, as `objects_in` orders them.
 
     Returns:
         The object, and its leaves in order: new Variables (or those given), and the
         plain values.
     """
     work = _Regrowth(values, {} if made is None else made, owners)
+    if nodes is not None:
+        work.nodes = nodes
     return work.any(graphdef.spec), work.leaves
 
 

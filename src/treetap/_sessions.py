@@ -155,6 +155,23 @@ class Session:
 
         return tuple(root for root in self.roots if may_be(root))
 
+    def sparing(self, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+        """The parameters of a jit that gives no recorded value away."""
+        if not any(params["donated_invars"]):
+            return params
+        recorded = {id(x) for call in self.calls for x in call.values or ()}
+        pairs = zip(params["donated_invars"], operands)
+        donated = tuple(flag and id(value) not in recorded for flag, value in pairs)
+        return {**params, "donated_invars": donated}
+
+    def close(self) -> None:
+        """Lets go of what was heard, and of who listened.
+
+        They refer to one another, and would keep arrays until Python looks for such.
+        """
+        self.calls, self.tickets = [], {}
+        self.wants, self.feeds = (lambda call: False), (lambda call: None)
+
     def heard(self, spot: Spot, roots: tuple[Root, ...] | None = None) -> Call:
         """A call without its value yet."""
         key: Any = spot.scopes
@@ -303,6 +320,8 @@ class Listener(Through):
                 self.session.is_forward = True
                 if not self.session.keep:
                     return list(tracers[:-1])
+            if primitive.name == "jit":
+                params = self.session.sparing(params, tracers)
             if is_spotless(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
             parts = spots_below(primitive, params)
@@ -330,9 +349,7 @@ class Listener(Through):
         spots: list[Spot] = []
         slices: list[slice] = []
         here = session.scopes()
-        self.session.is_forward |= any(
-            _jaxprs.holds(b.jaxpr, linear_p) for b, _ in parts
-        )
+        self.session.is_forward |= any(survey(b.jaxpr).is_forward for b, _ in parts)
         for body, found in parts:
             base = len(spots)
             for spot in found:

@@ -101,33 +101,48 @@ class GraphDef:
 
 def outline(spec: Any) -> Any:
     """The hashable part of a description: types, names and sharing."""
-    match spec:
-        case ObjectSpec(_, kind, (layout, *_), children, _):
-            return kind, layout, tuple(map(outline, children))
-        case ContainerSpec(kind, keys, _, children):
-            return kind, keys, tuple(map(outline, children))
-        case VariableSpec(number, kind, _):
-            return number, kind
+    kind = type(spec)  # quicker than `match`, and done for every trace
+    if kind is VariableSpec:
+        return spec.number, spec.type
+    if kind is ObjectSpec:
+        return spec.type, spec.structure[0], tuple(map(outline, spec.children))
+    if kind is ContainerSpec:
+        return spec.type, spec.keys, tuple(map(outline, spec.children))
     return spec
+
+
+def has_hashable_statics(spec: Any) -> bool:
+    """Whether no static value of a description could change without being noticed."""
+    if type(spec) is ObjectSpec:
+        try:
+            hash(spec.structure[1])
+        except TypeError:
+            return False
+    elif type(spec) is not ContainerSpec:
+        return True
+    return all(map(has_hashable_statics, spec.children))
+
+
+def objects_in(spec: Any, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
+    """The objects of a description with their paths, outer ones first."""
+    match spec:
+        case ObjectSpec(_, _, (layout, *_), children, _):
+            yield path, spec
+            keys = layout.keys
+        case ContainerSpec(_, keys, _, children):
+            pass
+        case _:
+            return
+    for key, child in zip(keys, children):
+        yield from objects_in(child, (*path, key))
 
 
 def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
     """The static values of a description, with their paths."""
-
-    def found(spec: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-        match spec:
-            case ObjectSpec(_, _, (layout, statics, _), children, _):
-                keys = layout.keys
-                for name, value in zip(layout.static_names, statics):
-                    yield (*path, name), value
-            case ContainerSpec(_, keys, _, children):
-                pass
-            case _:
-                return
-        for key, child in zip(keys, children):
-            yield from found(child, (*path, key))
-
-    return found(definition.spec, ())
+    for path, spec in objects_in(definition.spec):
+        layout, statics, _ = spec.structure
+        for name, value in zip(layout.static_names, statics):
+            yield (*path, name), value
 
 
 def describe(spec: Any, label: str, depth: int) -> list[str]:

@@ -48,9 +48,10 @@ _VALUE_KEY = GetAttrKey("value")
 _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
-# Counts how often metadata of any Variable were replaced: while it stands, what was
-# found out about metadata holds.
-metadata_epoch = [0]
+# Another object whenever metadata of a Variable are replaced, or an object that JAX has
+# seen gets other children: while it stands, what was found out about those holds. No
+# number: threads that count at once could bring an old one back.
+last_change: list[object] = [object()]
 
 _array_types: set[type] = set()  # of concrete arrays met so far
 
@@ -291,7 +292,7 @@ class Variable(
         if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
         _set_metadata(self, metadata)
-        metadata_epoch[0] += 1
+        last_change[0] = object()
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Override to follow an axis that a mapping transform added."""

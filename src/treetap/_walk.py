@@ -11,6 +11,8 @@ What comes out of a loop or a mapping has its axis in front; what comes out of a
 is followed by whether the branch was taken, out of a `while` by how often it ran.
 """
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -128,6 +130,13 @@ class Survey:
         for var, index in self._tickets.items():
             if var in outputs:
                 self.spots[index] = self.spots[index]._replace(ticket=outputs[var])
+
+        self._jaxpr = weakref.ref(jaxpr)  # a survey is kept for as long as that
+
+    @functools.cached_property
+    def is_forward(self) -> bool:
+        """Whether something marked is differentiated forward in here."""
+        return _jaxprs.holds(self._jaxpr(), linear_p)
 
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack

@@ -106,6 +106,7 @@ ORDER = [
     "_layers.cells",
     "_layers.recurrence",
     "_sharding",
+    "_building",
     "metrics",
     "_training.equal_functions",
     "_training.optimizer",
