@@ -498,3 +498,30 @@ def test_threads_call_one_function_with_models_of_their_own():
     for thread in threads:
         thread.join()
     assert [int(model.count) for model in models] == [50] * 8
+
+
+def test_what_is_donated_stays_in_its_buffer():
+    """Programs on a GPU are prepared for addresses: others would cost time."""
+    model = Model()
+
+    @functools.partial(tt.jit, donate_argnums=(0, 1))
+    def step(model, moments):
+        moments = [0.9 * m + 1 for m in moments]
+        for variable, moment in zip(params(model), moments):
+            variable[...] -= 0.1 * moment
+        return 1.0, moments
+
+    def params(model):
+        found = tt.iter_graph(model, graph=True)
+        return [v for _, v in found if isinstance(v, tt.Param)]
+
+    def addresses(arrays):
+        return [array.unsafe_buffer_pointer() for array in arrays]
+
+    moments = [jnp.zeros(2) for _ in params(model)]
+    moments = step(model, moments)[1]
+    before = addresses([v[...] for v in params(model)]), addresses(moments)
+    for _ in range(3):
+        moments = step(model, moments)[1]
+        assert before[0] == addresses([v[...] for v in params(model)])
+        assert before[1] == addresses(moments)

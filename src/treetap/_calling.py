@@ -274,7 +274,7 @@ class Recipe:
             if not all_leaves(plain):
                 return MISFIT
         values = [variable._box[0] for variable in variables]
-        out, news, note = run(*self.program.parted(values, plain))
+        news, out, note = run(*self.program.parted(values, plain))
         written = known.written.get(len(note))
         if written is None:
             plan = self._planned(len(note))
@@ -299,7 +299,7 @@ class Recipe:
         if not self._fits(variables, plain) or not all_leaves(plain):
             return MISFIT
         values = [variable._box[0] for variable in variables]
-        out, news, note = run(*self.program.parted(values, plain))
+        news, out, note = run(*self.program.parted(values, plain))
         plan = self._planned(len(note))
         if not plan.is_simple:
             return Left(out, self.program.updates(news, note))

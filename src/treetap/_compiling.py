@@ -101,7 +101,7 @@ class Jit(Generic[P, R]):
             options["in_shardings"] = [lanes.prefixes[lane] for lane in lanes.of_leaf]
         if self.in_shardings is not None or self.out_shardings is not None:
             prefixes = tuple(lanes.prefixes if lanes else (None,))
-            options["out_shardings"] = (self._results.for_jax, prefixes, None)
+            options["out_shardings"] = (prefixes, self._results.for_jax, None)
         program = Program(key, leaves, self._traced, options)
         while len(self._programs) >= MAX_PROGRAMS:
             old = self._programs.pop(next(iter(self._programs)))
@@ -201,8 +201,8 @@ class Jit(Generic[P, R]):
             stage.check(program)
             program = stage.program
         recipe = recipe_for(tree, inputs, program)  # before anything is written
-        out, *updates = (program if stage is None else stage).run(*given)
-        out = inputs.finish(out, program.updates(*updates))
+        news, out, note = (program if stage is None else stage).run(*given)
+        out = inputs.finish(out, program.updates(news, note))
         self._learn(recipe, tree, statics)
         return out
 
@@ -214,8 +214,8 @@ class Jit(Generic[P, R]):
         inputs, program, given = self._prepared(*self._given(args, kwargs))
         copies, _ = regrow(inputs.definition, inputs.values())
         copied = Inputs(copies, self.mode, self._name)
-        out, *updates = program.run.eval_shape(*given)
-        return copied.finish(out, program.updates(*updates))
+        news, out, note = program.run.eval_shape(*given)
+        return copied.finish(out, program.updates(news, note))
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""

@@ -2,8 +2,8 @@
 """Programs: a `jax.jit` for each structure of the arguments of a function.
 
 A `Key` is what a program depends on beside the types of values. A `Program` takes the
-values in two flat lists, those to be donated and the rest, and returns the result,
-changed values, and which they are.
+values in two flat lists, those to be donated and the rest, and returns changed values,
+the result, and which they are.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Program:
     """A `jax.jit` for arguments of one structure.
 
     It takes two flat lists, of what is donated and of the rest: in each the values of
-    Variables first.
+    Variables first. It returns changed values, the result, and a note.
 
     Args:
         key: What it depends on.
@@ -98,7 +98,9 @@ class Program:
             out, updates = traced(key, arrange([*donated, *kept]))
             # Which ones were written is static. The number of a note of it stands for
             # it, as so many empty tuples: JAX makes those without a call into Python.
-            return out, updates.values, ((),) * self.note(updates.written)
+            # Variables come first, as they do among what is donated: JAX lets outputs
+            # take over buffers in order, so each stays where it is.
+            return updates.values, out, ((),) * self.note(updates.written)
 
         functools.update_wrapper(run, traced)
         if "in_shardings" in options:
