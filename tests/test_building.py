@@ -241,7 +241,7 @@ def test_references():
     np.testing.assert_array_equal(counter[...], np.ones(2))
 
 
-def test_effects_happen_once_in_their_order():
+def test_effects_happen_once():
     seen = []
 
     def make(*, rngs):

@@ -37,7 +37,7 @@ M = TypeVar("M")
 
 MAX_PROGRAMS = 1024  # kept, for this and later builds
 MAX_THREADS = 8  # that compile
-WIDE = 16  # elements: no vector that CPUs compute with has more
+WIDE = 16  # elements: narrower loops were seen to round otherwise, on CPUs
 
 
 def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
@@ -56,14 +56,13 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
 
     Every operation is compiled once for each shape, different ones at the same time; a
     second build of such a model compiles nothing. On one device that is all that is
-    saved: running takes the same time and memory as without `build`.
+    saved: running takes about the time and memory that it takes without `build`.
 
     Args:
         make: A class of Modules, or a function that returns a model. It is traced: it
             may not look at computed numbers (`float(x)`), and effects such as
-            `jax.debug.print` happen when the plan is run, in their order. Objects that
-            it changes have to be among the arguments. Inside a transform `make` is just
-            called.
+            `jax.debug.print` happen when the plan is run. Objects that it changes have
+            to be among the arguments. Inside a transform `make` is just called.
         *args: Its arguments, or trees of them.
         **kwargs: Its keyword arguments.
 
