@@ -17,6 +17,7 @@ import numpy as np
 import timing
 
 import treetap as tt
+from treetap._variables import pack_of
 
 try:
     import equinox as eqx
@@ -127,6 +128,17 @@ def after(run: Any, model: Any) -> Callable[[], Any]:
     return call
 
 
+def packed_call(run: Any, model: Any) -> Callable[[], Any]:
+    """The same with packs; to look at the model would unpack it."""
+
+    def call() -> Any:
+        run(model)
+        pack = pack_of(model.count)
+        return None if pack is None else pack.state.buffers
+
+    return call
+
+
 def contenders(
     size: int, write: Any, floor: type[FlatAll], functional: Any
 ) -> Contenders:
@@ -149,6 +161,7 @@ def contenders(
     tt.jit(write_all)(donated)
     run_donated = tt.jit(write, donate_argnums=0)
     found["treetap, donated"] = after(run_donated, donated)
+    found["treetap, packed"] = packed_call(tt.jit(write, pack=True), Model(layers))
     if nnx is None or eqx is None:
         return found
     tree, graph = NnxModel(layers), NnxModel(layers)
@@ -172,6 +185,7 @@ def contenders(
 
 TARGETS = {"every": {20: 1.3}, "one": {20: 1.45}}
 DEFAULT_TARGET = {"every": 1.2, "one": 1.3}
+PACKED_FROM, PACKED_TARGET = 500, 0.4
 
 
 def calls(rounds: int) -> list[timing.Row]:
@@ -181,11 +195,13 @@ def calls(rounds: int) -> list[timing.Row]:
         ("one", write_one, FlatOne, eqx_one),
     ):
         for size in SIZES:
-            target = TARGETS[kind].get(size, DEFAULT_TARGET[kind])
+            targets = {"treetap": TARGETS[kind].get(size, DEFAULT_TARGET[kind])}
+            if size >= PACKED_FROM:
+                targets["treetap, packed"] = PACKED_TARGET
             rows += timing.compare(
                 f"jit, {kind} Variable written, N={size}",
                 contenders(size, write, floor, functional),
-                {"treetap": target},
+                targets,
                 rounds,
             )
     return rows

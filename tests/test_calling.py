@@ -176,12 +176,14 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "jit", [tt.jit, functools.partial(tt.jit, graph=True), nnx.jit]
-)
+JITS = [tt.jit, functools.partial(tt.jit, graph=True), nnx.jit]
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("jit", JITS, ids=["tree", "graph", "updates"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_between_calls_is_noticed(change, jit):
-    step, model = jit(run), Model()
+def test_every_change_between_calls_is_noticed(change, jit, pack):
+    step, model = jit(run, pack=pack), Model()
     for _ in range(3):
         np.testing.assert_allclose(step(model), total(model))
     change(model)

@@ -17,7 +17,7 @@ holds on to Variables and objects only as long as the outermost ones live.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from treetap._variables import (
 from treetap._walks import nodes_below
 
 MAX_KNOWN = 16  # sets of objects that a recipe remembers
+MAX_MISFITS = 8  # calls that could not be packed, before it is tried no more
 MISFIT = object()  # arguments are not of a recipe's structure
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -114,8 +115,8 @@ class Known:
     """
 
     __slots__ = (
-        *("_change", "_held", "_metadata", "_roots"),
-        *("plain", "trace", "variables", "written"),
+        *("_change", "_held", "_metadata", "_roots", "misfits"),
+        *("packed", "plain", "trace", "variables", "written"),
     )
 
     def __init__(  # noqa: PLR0917 - made in one place
@@ -131,6 +132,8 @@ class Known:
         self.plain = plain
         self.trace = trace
         self.written: dict[int, Any] = {}  # Variables, by the number of a note
+        self.packed: Any = None  # a way to call with packs; False if there is none
+        self.misfits = 0
         self._metadata = list(map(get_metadata, variables))
         self._roots = roots
         self._held = held
@@ -195,15 +198,21 @@ class Recipe:
         tree: Arguments of that structure.
         leaves: Their leaves, Variables among them.
         program: The program.
+        packer: Makes calls with packs, if they are wanted.
     """
 
     __slots__ = (
         *("_count", "_first", "_flatten", "_inner", "_kinds", "_known", "_metadata"),
-        *("_own", "_pick", "_plain", "_plans", "_roots", "_tops", "_waits", "program"),
+        *("_own", "_pick", "_plain", "_plans", "_roots", "_tops", "_waits"),
+        *("packed", "packer", "program"),
     )
 
-    def __init__(self, tree: Any, leaves: Sequence[Any], program: Any):
+    def __init__(
+        self, tree: Any, leaves: Sequence[Any], program: Any, packer: Any = None
+    ):
         self.program = program
+        self.packer: Callable[..., Any] | None = packer
+        self.packed: dict[Any, Any] = {}  # programs for packs, by their layouts
         own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
         self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
         self._own = {number: place for place, number in enumerate(own)}
@@ -273,6 +282,10 @@ class Recipe:
                 plain[place] = tops[number]
             if not all_leaves(plain):
                 return MISFIT
+        if self.packer is not None and run is self.program.run:
+            out = self._with_packs(known, tops, plain)
+            if out is not MISFIT:
+                return out
         values = [variable._box[0] for variable in variables]
         news, out, note = run(*self.program.parted(values, plain))
         written = known.written.get(len(note))
@@ -308,6 +321,32 @@ class Recipe:
         deque(map(set_box, written, zip(chain.from_iterable(news))), 0)
         self._remember(tree, variables, plain, change)
         return out
+
+    def _with_packs(self, known: Known, tops: Sequence[Any], plain: Any) -> Any:
+        """A call in which small Variables travel in packs; `MISFIT` if they cannot."""
+        if known.packed is None and self.packer is not None:
+            roots = [tops[number] for number in self._roots]
+            known.packed = self.packer(self, known, roots) or False
+        if not known.packed:
+            return MISFIT
+        out = known.packed(plain)
+        if out is MISFIT:  # packed anew next time, if that is any good
+            known.misfits += 1
+            known.packed = None if known.misfits < MAX_MISFITS else False
+        return out
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The leaves that are Variables."""
+        return self._own
+
+    def by_number(self, variables: Sequence[Any]) -> dict[int, Any]:
+        """The Variables of arguments by the number of the leaf."""
+        return {number: variables[place] for number, place in self._own.items()}
+
+    def has_metadata(self, number: int, metadata: Any) -> bool:
+        """Whether the Variable that is this leaf comes out with the metadata it had."""
+        return metadata is self._metadata[self._own[number]]
 
     def _planned(self, number: int) -> Plan:
         plan = self._plans.get(number)
@@ -362,7 +401,9 @@ def _check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
             raise refuse_foreign_variable(type(variable).__name__)
 
 
-def recipe_for(tree: Any, inputs: Inputs, program: Any) -> Recipe | None:
+def recipe_for(
+    tree: Any, inputs: Inputs, program: Any, packer: Any = None
+) -> Recipe | None:
     """A recipe for arguments that went the long way; None if there can be none.
 
     Shared parts are only found on the long way. So where they are allowed, there is a
@@ -376,7 +417,7 @@ def recipe_for(tree: Any, inputs: Inputs, program: Any) -> Recipe | None:
         return None
     if any(isinstance(leaf, Node) for leaf in leaves):
         return None
-    recipe = Recipe(tree, leaves, program)
+    recipe = Recipe(tree, leaves, program, packer)
     plain = [leaf for leaf in leaves if not _is_variable(leaf)]
     return recipe if _are_different([plain[place] for place in recipe._inner]) else None
 

@@ -138,10 +138,9 @@ class Structure:
         paths = [path for path, _ in objects_in(self.definition.spec)]
         for number in touched:
             children, (layout, statics, _) = self.flats[number]
-            before = self.kept.get(number)
-            if before is None:
-                before = dict(zip(layout.keys, children))
-                before.update(zip(layout.static_names, statics))
+            before = dict(zip(layout.keys, children))
+            before.update(zip(layout.static_names, statics))
+            before = self.kept.get(number, before)
             data = frozenset(layout.keys)
             self._compare(paths[number], self.nodes[number], before, data)
 

@@ -8,8 +8,6 @@ the result, and which they are.
 
 import functools
 from collections.abc import Collection, Sequence
-from itertools import compress
-from operator import not_
 from typing import Any
 
 import jax
@@ -70,19 +68,19 @@ class Program:
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
-    __slots__ = ("_donates", "_takes", "key", "run", "written")
+    __slots__ = ("_donates", "_takes", "key", "options", "run", "traced", "written")
 
     def __init__(
         self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
     ):
         self.key = key
+        self.traced = traced
+        self.options = dict(options)
         self.written: list[Written] = []
         own = [isinstance(leaf, Variable) for leaf in leaves]
         numbers = range(len(leaves))
-        mine, others = (
-            list(compress(numbers, own)),
-            list(compress(numbers, map(not_, own))),
-        )
+        mine = [n for n in numbers if own[n]]
+        others = [n for n in numbers if not own[n]]
         flags = key.donated
         self._donates = any(flags)
         # (Variables first, then the rest) of (donated, kept), and where they are there
@@ -128,11 +126,11 @@ class Program:
         own, other, kept, rest = self._takes
         donated = [*own(values), *other(plain)]
         if len(set(map(id, donated))) != len(donated):
-            raise _refuse_donated_twice(donated)
+            raise refuse_donated_twice(donated)
         return donated, [*kept(values), *rest(plain)]
 
 
-def _refuse_donated_twice(donated: list[Any]) -> StructureError:
+def refuse_donated_twice(donated: list[Any]) -> StructureError:
     """The error for one array that two donated Variables hold."""
     seen: set[int] = set()
     twice = next(x for x in donated if id(x) in seen or seen.add(id(x)))

@@ -54,6 +54,7 @@ _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 last_change: list[object] = [object()]
 
 _array_types: set[type] = set()  # of concrete arrays met so far
+_SLOTS = ("_metadata", "_pack", "_trace")
 
 
 class _Defaults:
@@ -102,9 +103,10 @@ class Variable(
         (3, 3.5)
     """
 
-    __slots__ = ("__weakref__", "_box", "_metadata", "_trace")
+    __slots__ = ("__weakref__", "_box", "_metadata", "_pack", "_trace")
 
-    _box: tuple[A]  # as JAX wants the children of a node
+    _box: tuple[A]  # as JAX wants the children of a node; none while it is packed
+    _pack: Any  # what holds the value then
     _metadata: dict[str, Any]
     _trace: Any
 
@@ -252,8 +254,10 @@ class Variable(
         return np.shape(value)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only when the class knows no such name.
-        if name in ("_box", "_metadata", "_trace") or (name[:2] == name[-2:] == "__"):
+        # Reached only when the class knows no such name, or a slot is empty.
+        if name == "_box":
+            return self._pack.read(self)
+        if name in _SLOTS or (name[:2] == name[-2:] == "__"):
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata and name not in _ARRAY_ATTRIBUTES:
@@ -397,6 +401,34 @@ set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"]
 get_box: Callable[[Variable[Any]], tuple[Any]] = attrgetter("_box")
 get_metadata: Callable[[Variable[Any]], Any] = attrgetter("_metadata")
 get_trace: Callable[[Variable[Any]], Any] = attrgetter("_trace")
+# Of packed Variables: see `Pack`.
+set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
+del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__
+_slot_of_box = Variable.__dict__["_box"].__get__
+_slot_of_pack = Variable.__dict__["_pack"].__get__
+
+
+def own_box(variable: Variable[Any]) -> tuple[Any] | None:
+    """The box of a Variable; None while it has none of its own."""
+    try:
+        return _slot_of_box(variable)
+    except AttributeError:
+        return None
+
+
+def pack_of(variable: Variable[Any]) -> Any:
+    """The pack a Variable belongs to, or None."""
+    try:
+        return _slot_of_pack(variable)
+    except AttributeError:
+        return None
+
+
+def bare_variable() -> Variable[Any]:
+    """A Variable with a box and nothing else."""
+    return object.__new__(Variable)
+
+
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
 _set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 
