@@ -147,10 +147,6 @@ class Structure:
     def _compare(self, path: Path, node: Any, before: Any, data: Any) -> None:
         """Reports what became of the attributes of one object."""
         after = attributes_of(node)
-        if before.keys() == after.keys() and all(
-            before[key] is value for key, value in after.items()
-        ):
-            return
         data = data | frozenset(flat_of(node)[1][0].keys)
         for key in sorted({*before, *after}, key=str):
             old, new = before.get(key, MISSING), after.get(key, MISSING)
