@@ -136,6 +136,8 @@ def packed_call(run: Any, model: Any) -> Callable[[], Any]:
         pack = pack_of(model.count)
         return None if pack is None else pack.state.buffers
 
+    for _ in range(5):  # until it is compiled
+        call()
     return call
 
 
@@ -143,22 +145,25 @@ def contenders(
     size: int, write: Any, floor: type[FlatAll], functional: Any
 ) -> Contenders:
     layers = size // 2
-    settled = jax.jit(flat_all)
+    settle = tt.jit(write_all)  # arrays that came out of a program are slower to pass
 
-    def flat() -> FlatAll:
-        return floor(settled([array() for _ in range(size)] + [jnp.zeros(())]))
+    def made() -> Any:
+        model = Model(layers)
+        settle(model)
+        return model
 
-    model = Model(layers)
-    for _ in range(2):
-        tt.jit(write_all)(model)
+    def flat(model: Any) -> FlatAll:
+        count, *arrays = jax.tree.leaves(model)
+        return floor([*arrays, count])
+
+    model = made()
     run = tt.jit(write)
     found: Contenders = {
-        "jax.jit, flat list": flat(),
-        "the same again": flat(),
+        "jax.jit, flat list": flat(model),  # the same arrays: where they are counts
+        "the same again": flat(made()),
         "treetap": after(run, model),
     }
-    donated = Model(layers)
-    tt.jit(write_all)(donated)
+    donated = made()
     run_donated = tt.jit(write, donate_argnums=0)
     found["treetap, donated"] = after(run_donated, donated)
     found["treetap, packed"] = packed_call(tt.jit(write, pack=True), Model(layers))
@@ -272,16 +277,48 @@ def lines(rows: list[timing.Row]) -> str:
     return "\n".join(found)
 
 
+def plot(rows: list[timing.Row], path: pathlib.Path) -> None:
+    """Draws the cost of a call against the number of Variables."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for panel, kind in zip(panels, ("every", "one")):
+        mine = [row for row in rows if f", {kind} " in row.group]
+        names = dict.fromkeys(row.name for row in mine)
+        for name in names:
+            if name == "the same again":
+                continue
+            times = [row.microseconds for row in mine if row.name == name]
+            is_ours = name.startswith("treetap")
+            width, dots = (2.2, "o-") if is_ours or "flat" in name else (1.0, "o--")
+            panel.loglog(SIZES, times, dots, linewidth=width, markersize=3, label=name)
+        panel.set_title(f"{kind} Variable written", fontsize=10)
+        panel.set_xlabel("Variables")
+        panel.set_xticks(SIZES, [str(size) for size in SIZES])
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("µs per call")
+    panels[1].legend(fontsize=7, loc="upper left")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path, help="an SVG file")
     options = parser.parse_args()
     called = calls(options.rounds)
     rows = called + traces(max(3, options.rounds // 3))
     print(timing.table(rows))
     print()
     print(lines(called))
+    if options.plot:
+        plot(called, options.plot)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))

@@ -213,7 +213,7 @@ def measure_time(options: argparse.Namespace) -> Report:
     }
     arrays = {width: models.initial(models.SIZES[width]) for width in options.width}
     start = time.monotonic()
-    for kind in models.KINDS:
+    for kind in options.kinds:
         for width in options.width:
             before = time.monotonic()
             if before - start > options.seconds:
@@ -309,6 +309,7 @@ def measure_all(options: argparse.Namespace) -> Report:
         environment = {**os.environ, **cache}
         widths = map(str, options.width)
         only = ["--only", *options.only] if options.only else []
+        only += ["--kinds", *options.kinds]
         command = child(options, "time", path, "--width", *widths, *only)
         subprocess.run(command, env=environment, check=True)
         report = json.loads(path.read_text())
@@ -396,6 +397,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--small", action="store_true", help="only a tiny decoder")
     parser.add_argument("--only", nargs="+", choices=names, help="and the floor")
+    parser.add_argument("--kinds", nargs="+", choices=models.KINDS, help="of program")
     parser.add_argument("--measure", choices=["all", "time", "memory"], default="all")
     parser.add_argument("--json", type=pathlib.Path, help="written after each part")
     parser.add_argument("--markdown", type=pathlib.Path, help="tables go there too")
@@ -403,6 +405,7 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=400, help="begin nothing new after that"
     )
     options = parser.parse_args()
+    options.kinds = options.kinds or list(models.KINDS)
     options.width = options.width or ([models.SMALL] if options.small else [1024, 256])
     if options.measure == "memory" and [
         *map(len, (options.width, options.only or []))

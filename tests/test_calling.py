@@ -527,3 +527,104 @@ def test_what_is_donated_stays_in_its_buffer():
         moments = step(model, moments)[1]
         assert before[0] == addresses([v[...] for v in params(model)])
         assert before[1] == addresses(moments)
+
+
+def add_one(model):
+    for leaf in (model.a, model.b):
+        leaf.w[...] += 1
+
+
+WRITES = {
+    "item": lambda m: m.a.w.__setitem__(..., 5.0),
+    "value": lambda m: m.a.w.set_value(jnp.full(2, 5.0)),
+    "raw": lambda m: m.a.w.set_raw_value(jnp.full(2, 5.0)),
+    "copy_from": lambda m: m.a.w.copy_from(tt.Param(jnp.full(2, 5.0))),
+    "update": lambda m: tt.update(m, {"a": {"w": jnp.full(2, 5.0)}}),
+    "jit": lambda m: tt.jit(lambda m: m.a.w.__setitem__(..., 5.0))(m),
+    "jit of a part": lambda m: tt.jit(lambda a: a.w.__setitem__(..., 5.0))(m.a),
+    "packed": lambda m: [PACKED(m) for _ in range(3)],
+    "partial": lambda m: tt.jit_partial(lambda m: m.a.w.__setitem__(..., 5.0), m)(),
+    "vmap": lambda m: tt.vmap(fill, in_axes=(None, 0), axis_size=1)(
+        m, jnp.full(1, 5.0)
+    ),
+    "scan": lambda m: tt.fori_loop(0, 2, lambda _, m: (fill(m, 5.0), m)[1], m),
+}
+
+
+def fill(model, value):
+    model.a.w[...] = jnp.full(2, 5.0)
+
+
+PACKED = tt.jit(lambda m: m.a.w.__setitem__(..., 5.0), pack=True)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_whoever_writes_between_calls_is_seen(how):
+    """A call may use the values that the last one left, if nobody has written."""
+    step, model = tt.jit(add_one), Model()
+    for _ in range(4):
+        step(model)
+    WRITES[how](model)
+    for _ in range(3):
+        step(model)
+    assert model.a.w[0] == 8.0
+    assert model.b.w[0] == 9.0
+
+
+def test_values_that_are_kept_are_those_of_the_variables():
+    step, model = tt.jit(add_one), Model()
+    for _ in range(4):
+        step(model)
+    old = weakref.ref(model.a.w[...])
+    gc.collect()
+    gc.disable()
+    try:
+        step(model)
+        assert old() is None
+        old = weakref.ref(model.a.w[...])
+        model.a.w[...] = 2.0
+        assert old() is None
+        step(model)
+        old = weakref.ref(model.b.w[...])
+        model.b = Leaf()
+        step(model), step(model)
+        assert old() is None
+        old = weakref.ref(model.a.w[...])
+        del model
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_tracers_are_not_kept():
+    step = tt.jit(add_one)
+
+    @tt.jit
+    def outer(model):
+        for _ in range(4):
+            step(model)
+
+    model = Model()
+    with jax.checking_leaks():
+        outer(model)
+    assert model.a.w[0] == 5.0
+
+
+def test_threads_that_write_are_not_overlooked():
+    step = tt.jit(lambda m: m.a.w[...].sum() + m.b.w[...].sum())
+    model, wrong = Model(), []
+
+    def work(number):
+        for _ in range(200):
+            model.a.w[...] = jnp.full(2, float(number))
+            step(model)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(50):
+        model.a.w[...] = jnp.full(2, float(number))
+        wrong.append(step(model) != 2 * number + 4)
+    assert not any(wrong)

@@ -28,13 +28,15 @@ from jax.tree_util import all_leaves
 from treetap._attributes import Node
 from treetap._graphs import has_shared
 from treetap._lift import Inputs, Updates, Written
-from treetap._traces import current_trace, refuse_foreign_variable
+from treetap._traces import EAGER, current_trace, refuse_foreign_variable
 from treetap._variables import (
     Variable,
     get_metadata,
     get_trace,
     last_change,
+    last_values,
     set_box,
+    write_boxes,
 )
 from treetap._walks import nodes_below
 
@@ -157,6 +159,38 @@ class Known:
                 return False
         return True
 
+    def values(self) -> list[Any]:
+        """The values of the Variables: those the last call left, if all else rested."""
+        kept = last_values.pop(None, None)
+        if kept is not None and kept[0] is self:
+            return kept[1]
+        return [variable._box[0] for variable in self.variables]
+
+    def write(
+        self, written: Any, places: Sequence[int] | None, news: Any, values: list[Any]
+    ) -> None:
+        """Writes what a program returned, and keeps values for the next call.
+
+        Args:
+            written: The Variables it has changed.
+            places: Where these are among all; None if all are, in order.
+            news: Their values.
+            values: The values of all Variables before.
+        """
+        trace = current_trace()
+        if self.trace is not trace:
+            _check_traces(written, trace)
+        new = news[0] if len(news) == 1 else list(chain.from_iterable(news))
+        deque(map(set_box, written, zip(new)), 0)  # one call: all or nothing
+        if places is None:
+            values = new
+        else:
+            for place, value in zip(places, new):
+                values[place] = value
+        kept = self, values
+        if trace is not EAGER or last_values.setdefault(None, kept) is not kept:
+            last_values[None] = None  # somebody else wrote, or it is not to be kept
+
     def _is_same(self, tops: Sequence[Any]) -> bool:
         """Whether objects have the children they had, and Variables their metadata."""
         nodes, flats, _ = self._held
@@ -172,16 +206,19 @@ class Plan:
 
     Attributes:
         is_simple: Whether values are all there is to write.
-        pick: Takes the written Variables out of all.
+        places: Which Variables are written; None if all are, in order.
+        pick: Takes them out of all.
     """
 
-    __slots__ = ("is_simple", "pick")
+    __slots__ = ("is_simple", "pick", "places")
 
     def __init__(self, written: Written, own: dict[int, int], metadata: Sequence[Any]):
         pairs = list(chain.from_iterable(written.lanes))
         self.is_simple = not written.grafts and not written.is_packed
         self.is_simple &= all(facts is metadata[own[number]] for number, facts in pairs)
-        self.pick = picker([own[number] for number, _ in pairs])
+        places = [own[number] for number, _ in pairs]
+        self.places = None if places == list(range(len(own))) else places
+        self.pick = picker(places)
 
 
 class Left(NamedTuple):
@@ -274,7 +311,6 @@ class Recipe:
         known = self._known.get(id(tops[self._first]))
         if known is None or not known.holds(tops):
             return MISFIT
-        variables = known.variables
         plain = known.plain
         if self._waits:
             plain = [*plain]
@@ -286,19 +322,15 @@ class Recipe:
             out = self._with_packs(known, tops, plain)
             if out is not MISFIT:
                 return out
-        values = [variable._box[0] for variable in variables]
+        values = known.values()
         news, out, note = run(*self.program.parted(values, plain))
         written = known.written.get(len(note))
         if written is None:
             plan = self._planned(len(note))
             if not plan.is_simple:
                 return Left(out, self.program.updates(news, note))
-            written = known.written[len(note)] = plan.pick(variables)
-        trace = current_trace()
-        if known.trace is not trace:
-            _check_traces(written, trace)
-        boxes = zip(news[0] if len(news) == 1 else chain.from_iterable(news))
-        deque(map(set_box, written, boxes), 0)  # one call: all or nothing
+            written = known.written[len(note)] = plan.pick(known.variables), plan.places
+        known.write(written[0], written[1], news, values)
         return out
 
     def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
@@ -318,7 +350,7 @@ class Recipe:
             return Left(out, self.program.updates(news, note))
         written = plan.pick(variables)
         _check_traces(written, current_trace())
-        deque(map(set_box, written, zip(chain.from_iterable(news))), 0)
+        write_boxes(written, zip(chain.from_iterable(news)))
         self._remember(tree, variables, plain, change)
         return out
 
@@ -379,6 +411,7 @@ class Recipe:
 
         def forget(_: Any) -> None:
             known.pop(key, None)
+            last_values[None] = None
 
         roots = [
             (number, weakref.ref(tops[number], forget), _read_flat(tops[number]))

@@ -27,7 +27,7 @@ from treetap._sessions import Call, Session
 from treetap._states import State, flat_items
 from treetap._traces import current_trace
 from treetap._trees import Path, show_path
-from treetap._variables import Variable, make, set_box
+from treetap._variables import Variable, make, write_boxes
 
 
 def callee_of(fn: Any) -> tuple[Any, list[Any]]:
@@ -117,7 +117,7 @@ class restored:
         boxes = (box for _, box, _ in self._before)
         if not any(map(_is_gone, jax.tree.leaves(list(boxes)))):
             for variable, box, metadata in self._before:
-                set_box(variable, box)
+                write_boxes((variable,), (box,))
                 if variable._metadata is not metadata:
                     variable._replace_metadata(metadata)
 

@@ -18,7 +18,7 @@ from treetap._regrowing import regrow
 from treetap._settings import Mode
 from treetap._sharing import places
 from treetap._trees import show_path
-from treetap._variables import Variable, set_box
+from treetap._variables import Variable, write_boxes
 
 
 class JitPartial(Jit[..., Any]):
@@ -116,7 +116,7 @@ def cached_partial(
         if after.definition != inputs.definition:
             regrow(inputs.definition, inputs.leaves, owners=nodes)
             for variable, box, metadata in before:
-                set_box(variable, box)
+                write_boxes((variable,), (box,))
                 variable._replace_metadata(metadata)
             raise StructureError(
                 "cached_partial: the structure of the fixed arguments changed from\n"

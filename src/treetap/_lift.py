@@ -15,7 +15,6 @@ before it runs. With graph updates, objects whose structure changed ride along.
 
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -39,7 +38,7 @@ from treetap._specs import GraphDef
 from treetap._traces import current_trace, refuse_foreign_variable
 from treetap._trees import show_path
 from treetap._values import is_ref
-from treetap._variables import Variable, raw_values, set_box
+from treetap._variables import Variable, raw_values, write_boxes
 
 
 class Options(TypedDict, total=False):
@@ -239,7 +238,7 @@ class Inputs:
                 if metadata is not variable._metadata:
                     changes.append((variable, metadata))
         steps = plant(updates.written.grafts, supplies, self.leaves, made)
-        deque(map(set_box, variables, boxes), 0)  # one call: all or nothing
+        write_boxes(variables, boxes)
         for variable, metadata in changes:
             variable._replace_metadata(metadata)
         for step in steps:

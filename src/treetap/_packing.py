@@ -8,7 +8,6 @@ as ever. A call that does not fit is made the usual way.
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from treetap._packs import Group, Pack, State, layout_of
 from treetap._programs import refuse_donated_twice
 from treetap._pytrees import variables_below
 from treetap._traces import EAGER, current_trace
-from treetap._variables import Variable, pack_of, set_box
+from treetap._variables import Variable, pack_of, write_boxes
 
 SMALL = 4096  # bytes
 MAX_PROGRAMS = 16  # kept by a recipe, one for each layout of packs
@@ -214,7 +213,7 @@ class PackedCall:
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
-            deque(map(set_box, targets, zip(news)), 0)  # one call: all or nothing
+            write_boxes(targets, zip(news))
             for (pack, members), state in zip(self._packs, before):
                 pack.settle(members, state)
         return out

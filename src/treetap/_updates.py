@@ -5,7 +5,6 @@ Every function here plans first and writes afterwards. What does not fit is foun
 nothing has changed yet, and the writes themselves cannot fail.
 """
 
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
@@ -39,7 +38,7 @@ from treetap._values import is_ref
 from treetap._variables import (
     Variable,
     get_box,
-    set_box,
+    write_boxes,
 )
 
 _aval_of = attrgetter("aval")
@@ -198,7 +197,7 @@ class _Plan:
         """Makes the planned writes."""
         variables = chain(self.ready, self.variables)
         boxes = chain(self.boxes, zip(self.values))
-        deque(map(set_box, variables, boxes), 0)  # one call: all or nothing
+        write_boxes(variables, boxes)
         for variable, metadata in self.metadata:
             variable._replace_metadata(metadata)
         for change in self.others:

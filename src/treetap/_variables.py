@@ -13,6 +13,7 @@ Three rules hold everywhere:
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -52,6 +53,11 @@ _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 # seen gets other children: while it stands, what was found out about those holds. No
 # number: threads that count at once could bring an old one back.
 last_change: list[object] = [object()]
+
+# The values a compiled call left, for the next one: under `None`, while nobody has
+# written since. Every write into a Variable that is there already says so, before and
+# after; threads and interrupts then leave nothing old. See `Recipe.again`.
+last_values: dict[None, Any] = {}
 
 _array_types: set[type] = set()  # of concrete arrays met so far
 _SLOTS = ("_metadata", "_pack", "_trace")
@@ -224,7 +230,7 @@ class Variable(
         value = copy_containers(value)
         if index is not MISSING:
             value = with_item(current, index, value)
-        set_box(self, (value,))
+        write_boxes((self,), ((value,),))
 
     def get_raw_value(self) -> Any:
         """Returns what is stored: no copy, no override; the Ref when there is one."""
@@ -234,7 +240,7 @@ class Variable(
         """Stores `value` as it is, past `set_value` overrides; the trace is checked."""
         if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
-        set_box(self, (value,))
+        write_boxes((self,), ((value,),))
 
     def __getitem__(self, index: Any) -> Any:
         return self.get_value(index=index)
@@ -395,12 +401,20 @@ class Variable(
         return _display.Parts(comment, shown)
 
 
-# C-level access for code that handles many Variables: `map(set_box, variables,
-# zip(values))` writes them all in one call.
+# C-level access for code that handles many Variables. `set_box` is for new ones.
 set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
 get_box: Callable[[Variable[Any]], tuple[Any]] = attrgetter("_box")
 get_metadata: Callable[[Variable[Any]], Any] = attrgetter("_metadata")
 get_trace: Callable[[Variable[Any]], Any] = attrgetter("_trace")
+
+
+def write_boxes(variables: Iterable[Any], boxes: Iterable[tuple[Any]]) -> None:
+    """Writes into Variables, in one call: all or nothing."""
+    last_values[None] = None
+    deque(map(set_box, variables, boxes), 0)
+    last_values[None] = None
+
+
 # Of packed Variables: see `Pack`.
 set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
 del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__

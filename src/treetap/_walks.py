@@ -79,55 +79,71 @@ class _Visit:
 INSIDE, DONE = 1, 2
 
 
-def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
-    """The objects of type `wanted` in a tree or graph, with their paths."""
-    found: list[Pair] = []
-    met: dict[int, int] = {}  # by identity: INSIDE or DONE
-    is_wanted: dict[type, bool] = {}  # `isinstance` of an abstract class is slow
+class _NodesBelow:
+    """A walk to objects. No closures that know each other: they would keep the root."""
 
-    def visit_node(path: Path, node: Any) -> None:
+    __slots__ = ("found", "graph", "is_wanted", "met", "name", "root", "wanted")
+
+    def __init__(self, root: Any, wanted: type, graph: bool, name: str):
+        self.root = root
+        self.wanted = wanted
+        self.graph = graph
+        self.name = name
+        self.found: list[Pair] = []
+        self.met: dict[int, int] = {}  # by identity: INSIDE or DONE
+        self.is_wanted: dict[
+            type, bool
+        ] = {}  # `isinstance` of an abstract class is slow
+
+    def node(self, path: Path, node: Any) -> None:
+        met, graph = self.met, self.graph
         before = met.get(id(node))
         if before is not None:
             if graph:
                 return
             if before is INSIDE:
-                raise refuse_shared(name, root, node)
+                raise refuse_shared(self.name, self.root, node)
         met[id(node)] = INSIDE
         try:
             children, (layout, *_) = cached_flat(node)
         except AttributeError:
             if not (graph or node._pytree__is_pytree):
-                raise refuse_pytree_false(name, root, node) from None
+                raise refuse_pytree_false(self.name, self.root, node) from None
             children, (layout, *_) = node._refresh()
-        visit(path, layout.keys, children)  # a shared Variable is found in here
+        self.children(path, layout.keys, children)  # a shared Variable is found in here
         met[id(node)] = DONE
         if before is not None and has_leaves(node):
-            raise refuse_shared(name, root, node)
+            raise refuse_shared(self.name, self.root, node)
         kind = type(node)
-        if kind not in is_wanted:
-            is_wanted[kind] = issubclass(kind, wanted)
-        if is_wanted[kind]:
-            found.append((path, node))
+        if kind not in self.is_wanted:
+            self.is_wanted[kind] = issubclass(kind, self.wanted)
+        if self.is_wanted[kind]:
+            self.found.append((path, node))
 
-    def visit(path: Path, keys: Any, children: Any) -> None:
+    def children(self, path: Path, keys: Any, children: Any) -> None:
+        met = self.met
         for key, child in zip(keys, children):
             if isinstance(child, Variable):
                 if id(child) not in met:
                     met[id(child)] = DONE
-                elif not graph:
-                    raise refuse_shared(name, root, child)
+                elif not self.graph:
+                    raise refuse_shared(self.name, self.root, child)
             elif isinstance(child, Node):
-                visit_node((*path, key), child)
+                self.node((*path, key), child)
             elif is_container(child):
                 opened = open_container(child)
-                visit((*path, key), opened.keys, opened.children)
+                self.children((*path, key), opened.keys, opened.children)
 
+
+def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
+    """The objects of type `wanted` in a tree or graph, with their paths."""
+    walk = _NodesBelow(root, wanted, graph, name)
     if isinstance(root, Node):
-        visit_node((), root)
+        walk.node((), root)
     elif not isinstance(root, Variable) and is_container(root):
         opened = open_container(root)
-        visit((), opened.keys, opened.children)
-    return found
+        walk.children((), opened.keys, opened.children)
+    return walk.found
 
 
 def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:

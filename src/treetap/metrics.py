@@ -7,7 +7,6 @@ transform too. `update` takes one batch by keyword, `compute` gives the result s
 """
 
 import dataclasses
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from treetap._errors import StructureError
 from treetap._filters import Filter
 from treetap._pytrees import Pytree, variables_below
 from treetap._splitting import split
-from treetap._variables import A, Variable, get_box, set_box
+from treetap._variables import A, Variable, get_box, write_boxes
 
 __all__ = [
     "Accuracy",
@@ -430,7 +429,7 @@ class MultiMetric(Metric):
                 mask = masks.get(name)
                 metric.update(**kwargs, **({} if mask is None else {"mask": mask}))
         except BaseException:
-            deque(map(set_box, variables, boxes), 0)
+            write_boxes(variables, boxes)
             raise
 
     def compute(self) -> dict[str, Any]:

@@ -270,3 +270,17 @@ def lines_of_code(path: pathlib.Path) -> int:
 
 def test_the_lift_and_the_transforms_stay_small():
     assert sum(lines_of_code(MODULES[name]) for name in LIFT_AND_TRANSFORMS) < 2_500
+
+
+def test_who_writes_into_variables_says_so():
+    """`set_box` is for new Variables: a write to one that is there must be noticed."""
+    users = {
+        room
+        for room, path in MODULES.items()
+        if any(
+            isinstance(node, ast.ImportFrom)
+            and any(alias.name == "set_box" for alias in node.names)
+            for node in ast.walk(tree_of(path))
+        )
+    }
+    assert users == {"_calling", "_packs"}
