@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from treetap._arguments import Positions, put_statics, take_statics
 from treetap._attributes import Node
@@ -40,10 +41,16 @@ def _has_derivative(leaf: Any) -> bool:
     """Whether a leaf takes part in differentiation: not an integer or key Variable."""
     if not isinstance(leaf, Variable):
         return True
-    if is_ref(leaf._box[0]):
-        return False
-    leaves = jax.tree.leaves(leaf._box[0])
-    return all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
+    value = leaf._box[0]
+    if isinstance(value, Tracer) and not is_ref(value):
+        return _is_inexact(value.dtype)
+    leaves = jax.tree.leaves(value)
+    return not is_ref(value) and all(_is_inexact(jnp.result_type(x)) for x in leaves)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 class _Split:

@@ -29,7 +29,7 @@ from treetap._graphs import Apart
 from treetap._listening import listening
 from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
-from treetap._pytrees import opened
+from treetap._pytrees import opened, variables_below
 from treetap._regrowing import regrow
 from treetap._results import WHOLE, Results, has_packed, unpack
 from treetap._settings import Mode, resolve_mode
@@ -310,9 +310,10 @@ class Inside:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
         own = {id(leaf) for leaf in self.leaves if isinstance(leaf, Variable)}
         trace = current_trace()
-        for path, value, _ in places({"out": out}):
-            if not isinstance(value, Variable):
-                continue
+        found = variables_below(out)
+        is_clear = all(v._trace is trace and id(v) not in own for v in found)
+        pairs = () if is_clear else places({"out": out})
+        for path, value, _ in (x for x in pairs if isinstance(x[1], Variable)):
             if id(value) in own:
                 raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
             if value._trace is not trace and not value._metadata["ref"]:

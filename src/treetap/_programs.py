@@ -103,10 +103,8 @@ class Program:
         functools.update_wrapper(run, traced)
         if "in_shardings" in options:
             given = options["in_shardings"]
-            options["in_shardings"] = (
-                [given[n] for n in donated],
-                [given[n] for n in kept],
-            )
+            pair = [given[n] for n in donated], [given[n] for n in kept]
+            options["in_shardings"] = pair
         self.run = jax.jit(run, donate_argnums=0, **options)
 
     def note(self, written: Written) -> int:
