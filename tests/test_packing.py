@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treetap as tt
 from meshes import mesh_of
-from treetap import _packing
 from treetap._variables import own_box, pack_of
 
 
@@ -497,5 +496,5 @@ def test_modes(graph):
 
 
 def test_the_default_size():
-    assert _packing.SMALL == 4096
-    assert functools.partial(tt.jit, pack=True)(step)._packer is not None
+    assert tt.jit(step)._packer is None
+    assert tt.jit(step, pack=True)._packer.keywords == {"limit": 4096}

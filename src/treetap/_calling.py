@@ -335,6 +335,9 @@ class Recipe:
 
     def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
         """Calls a program with any arguments of this structure; as `again`."""
+        out = self.again(tree[0], tree[1], run)
+        if out is not MISFIT:
+            return out
         change = last_change[0]
         try:
             leaves = self._flatten(tree)

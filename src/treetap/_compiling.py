@@ -22,7 +22,6 @@ from treetap._lift import (
     transform,
 )
 from treetap._metadata import MISSING
-from treetap._packing import packer_for
 from treetap._prefixes import check_prefix, spread
 from treetap._programs import Key, Program, refuse_changing_statics
 from treetap._regrowing import regrow
@@ -74,7 +73,11 @@ class Jit(Generic[P, R]):
         self._options = given
         self._programs: dict[Key, Program] = {}
         self._recipes: dict[Any, list[Recipe]] = {}
-        self._packer = packer_for(given.pop("pack", False), self._name)
+        self._packer: Callable[..., Any] | None = None
+        if (pack := given.pop("pack", False)) is not False:
+            from treetap._packing import packer_for  # few ask for it
+
+            self._packer = packer_for(pack, self._name)
         self._recent: Recipe | None = None  # what served the last call
         self._has_more = bool(self._statics)  # than what a call is given
         check_prefix(self.in_shardings, self._name, "in_shardings", mode)
@@ -160,8 +163,7 @@ class Jit(Generic[P, R]):
             return None
         chosen = self.in_shardings
         if isinstance(chosen, tuple | list):
-            left = iter(chosen)
-            args = inputs.tree["args"]
+            left, args = iter(chosen), inputs.tree["args"]
             chosen = tuple(None if arg is HOLE else next(left) for arg in args)
         return inputs.spread({"args": chosen, "kwargs": None}, "in_shardings")[1]
 
@@ -184,9 +186,7 @@ class Jit(Generic[P, R]):
             if stage is not None and program is not stage.program:
                 continue
             run = program.run if stage is None else stage.run
-            out = recipe.again(tree[0], tree[1], run)
-            if out is MISFIT:
-                out = recipe(tree, run)
+            out = recipe(tree, run)
             if out is not MISFIT:
                 if stage is None and not self._has_more:
                     self._recent = recipe

@@ -19,7 +19,7 @@ from treetap._sharing import refuse_pytree_false, refuse_shared
 from treetap._traces import current_trace
 from treetap._trees import is_container, open_container
 from treetap._values import is_ref
-from treetap._variables import Variable, twin
+from treetap._variables import Variable, array_types, twin
 
 
 def _same(value: Any) -> Any:
@@ -95,12 +95,16 @@ class Rebuild:
         made = self.made[identity] = bare(type(node), self.trace)
         before = self.leaves
         children, structure = flat_of(node)
-        new = []
+        new, done, variable = [], self.made, self.variable
         for child in children:
-            if isinstance(child, Variable):
-                new.append(self.variable_at(child))
-            else:
+            if not isinstance(child, Variable):
                 new.append(self.any(child))
+            elif id(child) in done:
+                new.append(self.again(child))
+            else:  # as `variable_at`, which would be a call for each
+                self.leaves += 1
+                copied = done[id(child)] = variable(child)
+                new.append(copied)
         fill(made, structure, new)
         adopt_all(made, structure, new)
         if self.leaves == before and not self.graph:
@@ -159,7 +163,8 @@ def clone(
 
     def copy_variable(variable: Variable[Any]) -> Variable[Any]:
         raw = variable._box[0]
-        if arrays or not isinstance(raw, jax.Array):
+        is_array = type(raw) in array_types or isinstance(raw, jax.Array)
+        if arrays or not is_array:
             return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
         return twin(variable, trace)
 

@@ -262,7 +262,5 @@ def packer_for(pack: Any, name: str) -> Callable[..., PackedCall | None] | None:
         raise TypeError(
             f"{name}: `pack` is True, False or a number of bytes, got {pack!r}."
         )
-    if pack is False or pack == 0:
-        return None
     limit = SMALL if pack is True else int(pack)
-    return functools.partial(packed_call, limit=limit)
+    return functools.partial(packed_call, limit=limit) if limit else None

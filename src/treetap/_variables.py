@@ -59,7 +59,7 @@ last_change: list[object] = [object()]
 # after; threads and interrupts then leave nothing old. See `Recipe.again`.
 last_values: dict[None, Any] = {}
 
-_array_types: set[type] = set()  # of concrete arrays met so far
+array_types: set[type] = set()  # of concrete arrays met so far
 _SLOTS = ("_metadata", "_pack", "_trace")
 
 
@@ -126,7 +126,7 @@ class Variable(
         **metadata: Any,
     ):
         is_plain = not (metadata or hijax or ref or _Defaults.ref)
-        is_plain &= eager_sharding is None and type(value) in _array_types
+        is_plain &= eager_sharding is None and type(value) in array_types
         if is_plain and using_eager_sharding():  # the common case, made quickly
             set_box(self, (self.create_value(value),))
             _set_metadata(self, PLAIN)
@@ -158,7 +158,7 @@ class Variable(
         """Makes the value and stores it, once the arguments are known to be good."""
         if isinstance(value, jax.Array):
             if not isinstance(value, Tracer):
-                _array_types.add(type(value))
+                array_types.add(type(value))
         elif isinstance(value, Marked):
             raise MetadataError(
                 f"{type(self).__name__}: the value is {value!r}. `data` and `static` "
