@@ -134,8 +134,14 @@ if _TYPE_CHECKING:
     from treetap import initializers as initializers
     from treetap import metrics as metrics
     from treetap import nnx as nnx
+    from treetap._blaming import Blame as Blame
+    from treetap._blaming import blame as blame
+    from treetap._blaming import watch as watch
     from treetap._building import build as build
     from treetap._capturing import capture as capture
+    from treetap._comparing.comparison import Comparison as Comparison
+    from treetap._comparing.comparison import Difference as Difference
+    from treetap._comparing.comparison import compare as compare
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
     from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
@@ -208,6 +214,20 @@ if _TYPE_CHECKING:
     from treetap._observing import sites as sites
     from treetap._records import Record as Record
     from treetap._records import Site as Site
+    from treetap._reducers import AbsMax as AbsMax
+    from treetap._reducers import AllFinite as AllFinite
+    from treetap._reducers import DeadUnits as DeadUnits
+    from treetap._reducers import DeadUnitsFound as DeadUnitsFound
+    from treetap._reducers import Histogram as Histogram
+    from treetap._reducers import HistogramFound as HistogramFound
+    from treetap._reducers import Moments as Moments
+    from treetap._reducers import MomentsFound as MomentsFound
+    from treetap._reducers import NonFinite as NonFinite
+    from treetap._reducers import NonFiniteFound as NonFiniteFound
+    from treetap._reducers import Norm as Norm
+    from treetap._reducers import Reducer as Reducer
+    from treetap._reducers import TopK as TopK
+    from treetap._reducers import TopKFound as TopKFound
     from treetap._report.summary import Summary as Summary
     from treetap._report.summary import summary as summary
     from treetap._report.summary import tabulate as tabulate
@@ -217,6 +237,11 @@ if _TYPE_CHECKING:
     from treetap._sharding import get_named_sharding as get_named_sharding
     from treetap._sharding import get_partition_spec as get_partition_spec
     from treetap._sharding import with_partitioning as with_partitioning
+    from treetap._storing.arrays import StoredArray as StoredArray
+    from treetap._storing.records import load_record as load_record
+    from treetap._storing.records import save_record as save_record
+    from treetap._storing.stores import Store as Store
+    from treetap._storing.writers import StoreWriter as StoreWriter
     from treetap._training.averaging import EMA as EMA
     from treetap._training.optimizer import OptArray as OptArray
     from treetap._training.optimizer import Optimizer as Optimizer
@@ -267,7 +292,17 @@ _ROOMS = {
     "_files.weights": "load_weights save_weights",
     "_files.rules": "tensor",
     "_files.checkpoints": "restore_checkpoint save_checkpoint",
+    "_reducers": (
+        "AbsMax AllFinite DeadUnits DeadUnitsFound Histogram HistogramFound Moments "
+        "MomentsFound NonFinite NonFiniteFound Norm Reducer TopK TopKFound"
+    ),
+    "_blaming": "Blame blame watch",
     "_report.summary": "Summary summary tabulate",
+    "_comparing.comparison": "Comparison Difference compare",
+    "_storing.arrays": "StoredArray",
+    "_storing.records": "load_record save_record",
+    "_storing.stores": "Store",
+    "_storing.writers": "StoreWriter",
 }
 _LATER = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
@@ -290,20 +325,27 @@ __all__ = [
     "EMA",
     "PARTITION_NAME",
     "RNN",
+    "AbsMax",
     "AliasError",
     "All",
+    "AllFinite",
     "Any",
     "AttributeStatusError",
     "BatchNorm",
     "BatchStat",
     "Bidirectional",
+    "Blame",
     "Cache",
     "CaptureError",
     "Carry",
+    "Comparison",
     "Conv",
     "ConvTranspose",
     "CycleError",
+    "DeadUnits",
+    "DeadUnitsFound",
     "Dict",
+    "Difference",
     "Dropout",
     "Einsum",
     "Embed",
@@ -314,6 +356,8 @@ __all__ = [
     "GraphDef",
     "GraphState",
     "GroupNorm",
+    "Histogram",
+    "HistogramFound",
     "InstanceNorm",
     "Intermediate",
     "LSTMCell",
@@ -327,8 +371,13 @@ __all__ = [
     "MetadataError",
     "Metric",
     "Module",
+    "Moments",
+    "MomentsFound",
     "MultiHeadAttention",
     "MultiMetric",
+    "NonFinite",
+    "NonFiniteFound",
+    "Norm",
     "Not",
     "Nothing",
     "OfType",
@@ -346,6 +395,7 @@ __all__ = [
     "RMSNorm",
     "RNNCellBase",
     "Record",
+    "Reducer",
     "RngCount",
     "RngKey",
     "RngState",
@@ -357,8 +407,13 @@ __all__ = [
     "Site",
     "SpectralNorm",
     "State",
+    "Store",
+    "StoreWriter",
+    "StoredArray",
     "StructureError",
     "Summary",
+    "TopK",
+    "TopKFound",
     "TraceContextError",
     "TreetapError",
     "Variable",
@@ -369,6 +424,7 @@ __all__ = [
     "as_abstract",
     "as_pure",
     "avg_pool",
+    "blame",
     "build",
     "call",
     "capture",
@@ -377,6 +433,7 @@ __all__ = [
     "checkify",
     "clone",
     "combine_masks",
+    "compare",
     "compat",
     "cond",
     "custom_vjp",
@@ -415,6 +472,7 @@ __all__ = [
     "jit_partial",
     "jvp",
     "leaky_relu",
+    "load_record",
     "load_weights",
     "log_sigmoid",
     "log_softmax",
@@ -448,6 +506,7 @@ __all__ = [
     "restore_checkpoint",
     "restore_int_paths",
     "save_checkpoint",
+    "save_record",
     "save_weights",
     "scan",
     "selu",
@@ -491,6 +550,7 @@ __all__ = [
     "view_info",
     "vjp",
     "vmap",
+    "watch",
     "while_loop",
     "with_attributes",
     "with_metadata",

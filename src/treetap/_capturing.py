@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from treetap import _jaxprs
 from treetap._attributes import Node
@@ -93,7 +94,7 @@ def _named(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
 
 def _is_gone(value: Any) -> bool:
     """Whether the buffer of an array was given away."""
-    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return is_array and value.is_deleted()
 
 

@@ -155,6 +155,10 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
         probe = jax.make_jaxpr(jax.jit(lambda x: x))(1.0)
         _unspecified.append(probe.jaxpr.eqns[0].params["in_shardings"][0])
     free = _unspecified[0]
+    body = opened(jaxpr)[0]
+    recorded = {atom for atom in body.outvars if not isinstance(atom, Literal)}
+    pairs = zip(params["donated_invars"], body.invars)
+    donated = [flag and var not in recorded for flag, var in pairs]
     ins, outs = (free,) * more_in, (free,) * more_out
     return {
         **params,
@@ -163,7 +167,7 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
         "out_shardings": (*params["out_shardings"], *outs),
         "in_layouts": (*params["in_layouts"], *[None] * more_in),
         "out_layouts": (*params["out_layouts"], *[None] * more_out),
-        "donated_invars": (*params["donated_invars"], *[False] * more_in),
+        "donated_invars": (*donated, *[False] * more_in),
     }
 
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from treetap._lift import Inside, inputs_of
 from treetap._listening import Asked
 from treetap._methods import method_names
 from treetap._records import Record, Site
+from treetap._reducers import as_reducers
+from treetap._reductions import Reduction, measured
 from treetap._selectors import Select, as_select, refuse_nothing, site_text
 from treetap._sessions import Call, Session
 from treetap._settings import Mode
@@ -73,7 +76,7 @@ class _Heard:
 class _Observation:
     """One run: what is selected, and what else there was."""
 
-    def __init__(self, select: Any, grads: bool, roots: Any, iterations: int = 0):
+    def __init__(self, select: Any, grads: bool, roots: Any, **options: Any):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
         self.passed: list[Call] = []
@@ -82,7 +85,7 @@ class _Observation:
         if self.chosen is not None and self.chosen.names is not None:
             asked = EVERYTHING if self.chosen.names & method_names else NO_OUTPUTS
         self.session = Session(
-            asked, roots, wants=self.wants, gradients=grads, iterations=iterations
+            asked, roots, wants=self.wants, gradients=grads, **options
         )
 
     def wants(self, call: Call) -> bool:
@@ -118,7 +121,9 @@ class _Observation:
         tree = call.label.tree
         return Site(
             value=jax.tree.unflatten(tree, call.values or []) if values else None,
-            grad=self.gradient(call) if self.grads else None,
+            grad=self.gradient(call) if self.grads and self.session.values else None,
+            reduced=_in_tree(tree, call.states),
+            grad_reduced=self.gradient_states(call),
             taken=call.flags.get("taken"),
             count=call.flags.get("count"),
             path=call.where.path,
@@ -132,6 +137,24 @@ class _Observation:
 
     def gradient(self, call: Call) -> Any:
         """The gradient of a call's value: zeros where the loss uses nothing of it."""
+
+        def leaf(found: dict[int, Any], n: int) -> Any:
+            return found.get(n, _jaxprs.zeros_of(call.avals[n]))
+
+        return self.by_order(call, call.gradients, leaf)
+
+    def gradient_states(self, call: Call) -> Any:
+        """What was measured of the gradient of a call's value."""
+        if not self.grads or call.states is None:
+            return None
+
+        def leaf(found: dict[int, Any], n: int) -> Any:
+            return found[n] if n in found else _of_zeros(call, n)
+
+        return self.by_order(call, call.gradient_states, leaf)
+
+    def by_order(self, call: Call, given: dict[int, Any], leaf: Any) -> Any:
+        """What there is for each order of differentiation, in the value's tree."""
         inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.avals]
         if not any(inexact):
             return None
@@ -142,8 +165,7 @@ class _Observation:
 
         def by_leaf(found: dict[int, Any]) -> Any:
             leaves = [
-                found.get(n, _jaxprs.zeros_of(aval)) if inexact[n] else None
-                for n, aval in enumerate(call.avals)
+                leaf(found, n) if flag else None for n, flag in enumerate(inexact)
             ]
             return jax.tree.unflatten(call.label.tree, leaves)
 
@@ -152,8 +174,22 @@ class _Observation:
         ):
             raise _refuse_gradient(call)
         orders = range(1, call.order + 1)
-        found = tuple(by_leaf(call.gradients.get(order, {})) for order in orders)
+        found = tuple(by_leaf(given.get(order, {})) for order in orders)
         return found[0] if len(found) == 1 else found
+
+
+def _in_tree(tree: Any, states: list[Any] | None) -> Any:
+    return None if states is None else jax.tree.unflatten(tree, states)
+
+
+def _of_zeros(call: Call, n: int) -> Any:
+    """What is measured of a gradient of zeros, apart as the value's."""
+    assert call.states is not None
+    like = call.states[n]
+    zeros = measured(like.reducers, _jaxprs.zeros_of(call.own[n]), (), 0)
+    axes = jnp.shape(like.seen)
+    zeros = jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes, *x.shape)), zeros)
+    return replace(zeros, seen=like.seen)
 
 
 _WHY = (
@@ -182,8 +218,9 @@ def observe(
     fn: Callable[..., Any],
     select: Any = None,
     *,
-    values: bool = True,
+    values: bool | None = None,
     grads: bool = False,
+    reduce: Any = None,
     max_iterations: int = 0,
 ) -> Callable[..., Any]:
     """A function that also returns a Record of the values on the way.
@@ -193,8 +230,12 @@ def observe(
             `jax.value_and_grad(loss)`.
         select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
             function, or a list of them; all by default.
-        values: Whether to keep the values.
-        grads: Whether to keep their gradients; `fn` must differentiate.
+        values: Whether to keep the values; by default, unless they are reduced.
+        grads: Whether to keep their gradients; `fn` must differentiate. With `reduce`
+            they are measured, too, and kept if values are.
+        reduce: Statistics to take of values and gradients where they are, inside loops
+            too: reducers such as `Moments()`, a list of them, or a mapping from names
+            to them. They are in `site.stats` and `site.grad_stats`.
         max_iterations: Keep this many iterations of a `while` loop, along a new axis,
             instead of the last one; `site.count` says how many there were.
 
@@ -210,15 +251,22 @@ def observe(
         (6.0, 12.0)
     """
     refuse_uncallable(fn, "observe")
+    reduction = None if reduce is None else Reduction(as_reducers(reduce))
+    keeps = reduction is None if values is None else values
+    options = {
+        "iterations": max_iterations,
+        "values": keeps or reduction is None,
+        "reduction": reduction,
+    }
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         roots = roots_of(fn, args, kwargs)
-        work = _Observation(select, grads, roots, max_iterations)
+        work = _Observation(select, grads, roots, **options)
         with restored(fn, args, kwargs), contextlib.closing(work.session):
             out = work.session.run(fn, *args, **kwargs)
             if not work.session.calls and work.session.asked is NO_OUTPUTS:
                 work.hear_all(fn, args, kwargs)
-            return out, work.record(values)
+            return out, work.record(keeps)
 
     return keep_name(observed, fn)
 

@@ -104,7 +104,7 @@ def layout_of(
             found.setdefault(kind, []).append(variable)
     members: list[Variable[Any]] = []
     groups: list[Group] = []
-    for kind, own in found.items():
+    for (dtype, is_weak, sharding), own in found.items():
         if len(own) == 1:
             continue  # a buffer of its own, as it is
         places = range(len(members), len(members) + len(own))
@@ -112,7 +112,7 @@ def layout_of(
         shapes = tuple(variable._box[0].shape for variable in own)
         sizes = [math.prod(shape) for shape in shapes]
         offsets = tuple(itertools.accumulate(sizes, initial=0))
-        groups.append(Group(*kind, places, shapes, offsets))
+        groups.append(Group(dtype, is_weak, sharding, places, shapes, offsets))
     return tuple(members), tuple(groups)
 
 

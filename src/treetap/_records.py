@@ -3,15 +3,17 @@
 
 import html
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
 from treetap import _display
 from treetap._errors import CaptureError
+from treetap._reductions import Reduced
 from treetap._selectors import as_select, refuse_nothing, site_text
 from treetap._states import State
 from treetap._trees import Path
@@ -27,6 +29,8 @@ class Site:
         grad: Its gradient, or None; a tuple by order under repeated differentiation.
         taken: In a branch, whether the branch was taken.
         count: In a `while` loop, how often it ran; the value is the last one.
+        reduced: What reducers know of the value, or None: see `stats`.
+        grad_reduced: What they know of its gradient, or None.
         path: The Module it is in.
         name: Its name: of the method, or the one given.
         index: How many calls of the same site came before.
@@ -41,6 +45,8 @@ class Site:
     grad: Any = None
     taken: Any = None
     count: Any = None
+    reduced: Any = None
+    grad_reduced: Any = None
     path: Path = field(default=(), metadata={"static": True})
     name: str = field(default="", metadata={"static": True})
     index: int = field(default=0, metadata={"static": True})
@@ -55,6 +61,47 @@ class Site:
         return site_text(self.path, self.name, self.index)
 
     @property
+    def stats(self) -> dict[str, Any]:
+        """Statistics by the names of their reducers; those of a tree are in trees.
+
+        Iterations of a scan and shards are apart, along first axes; see `total`.
+        """
+        return _stats(self.reduced)
+
+    @property
+    def grad_stats(self) -> Any:
+        """Statistics of the gradient; a tuple by order, as `grad`."""
+        if self.grad is None and isinstance(self.grad_reduced, tuple):
+            return tuple(_stats(order) for order in self.grad_reduced)
+        return _stats(self.grad_reduced)
+
+    def merge(self, other: "Site") -> "Site":
+        """The statistics of both: of another microbatch, or step."""
+        mine, others = _identity(self), _identity(other)
+        if mine != others:
+            raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
+        if self.value is not None or self.grad is not None:
+            raise CaptureError(
+                f"Site.merge: {self.text} has values, and only statistics can be "
+                "merged. Observe with `reduce=` and without `values=True`."
+            )
+        return replace(
+            self,
+            taken=_either(self.taken, other.taken, jnp.logical_or),
+            count=_either(self.count, other.count, jnp.add),
+            reduced=_merged(self.text, self.reduced, other.reduced),
+            grad_reduced=_merged(self.text, self.grad_reduced, other.grad_reduced),
+        )
+
+    def total(self) -> "Site":
+        """The same with its statistics over all iterations and shards together."""
+        whole = {
+            name: jax.tree.map(_total, getattr(self, name), is_leaf=_is_reduced)
+            for name in ("reduced", "grad_reduced")
+        }
+        return replace(self, **whole)
+
+    @property
     def shape(self) -> Any:
         """The shape of the value; a tree of shapes if it is one of arrays."""
         return jax.tree.map(np.shape, self.value)
@@ -66,12 +113,16 @@ class Site:
 
     @property
     def nbytes(self) -> int:
-        """How much memory the value takes."""
-        return _display.size_of(self.value)[1]
+        """How much memory the value and its statistics take."""
+        kept = self.value, self.reduced, self.grad_reduced
+        return sum(_display.size_of(part)[1] for part in kept)
 
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)
-        types = ", ".join(dict.fromkeys(_type_text(leaf) for leaf in leaves))
+        held = jax.tree.leaves(self.reduced, is_leaf=_is_reduced)
+        texts = [_type_text(leaf) for leaf in leaves]
+        texts += [name for reduced in held for name, _ in reduced.reducers]
+        types = ", ".join(dict.fromkeys(texts))
         under = ", ".join(self.wraps)
         size = _display.readable_bytes(self.nbytes)
         return self.text, self.how, types, size, under
@@ -80,6 +131,45 @@ class Site:
         text, how, types, size, under = self._cells()
         tail = f", under {under}" if under else ""
         return f"Site({text!r}, {how}, {types}, {size}{tail})"
+
+
+def _is_reduced(value: Any) -> bool:
+    return isinstance(value, Reduced)
+
+
+def _total(reduced: Any) -> Any:
+    return reduced.total()
+
+
+def _stats(tree: Any) -> dict[str, Any]:
+    """Results by name, each in the tree of the value."""
+    held, structure = jax.tree.flatten(tree, is_leaf=_is_reduced)
+    found = [reduced.stats for reduced in held]
+    names = [name for name, _ in held[0].reducers] if held else []
+    return {
+        name: jax.tree.unflatten(structure, [stats[name] for stats in found])
+        for name in names
+    }
+
+
+def _identity(site: Site) -> tuple[Any, ...]:
+    return site.text, site.how, site.wraps, site.module
+
+
+def _either(first: Any, second: Any, join: Any) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    return join(first, second)
+
+
+def _merged(text: str, first: Any, second: Any) -> Any:
+    trees = [jax.tree.flatten(x, is_leaf=_is_reduced) for x in (first, second)]
+    if trees[0][1] != trees[1][1]:
+        raise CaptureError(
+            f"Site.merge: {text} has statistics of different structure in the two."
+        )
+    pairs = zip(trees[0][0], trees[1][0])
+    return jax.tree.unflatten(trees[0][1], [a.merge(b) for a, b in pairs])
 
 
 _COLUMNS = ("site", "how", "type", "size", "under")
@@ -150,9 +240,60 @@ class Record:
             raise refuse_nothing(chosen, texts, "Record.select")
         return Record(found)
 
+    def merge(self, *others: "Record") -> "Record":
+        """The statistics of several runs together: of microbatches, or of steps.
+
+        Args:
+            *others: Records of the same sites.
+
+        Examples:
+            >>> import jax.numpy as jnp, treetap as tt
+            >>> watch = tt.observe(lambda x: tt.tap(x, "x"), reduce=[tt.AbsMax()])
+            >>> records = [watch(jnp.array(x))[1] for x in (1.0, -3.0, 2.0)]
+            >>> float(records[0].merge(*records[1:])["x"].stats["abs_max"])
+            3.0
+        """
+        sites = self.sites
+        for other in others:
+            if len(other) != len(sites):
+                raise CaptureError(
+                    f"Record.merge: one record has {len(sites)} sites, another "
+                    f"{len(other)}. Merge records of the same function."
+                )
+            sites = tuple(a.merge(b) for a, b in zip(sites, other.sites))
+        return Record(sites)
+
+    def total(self) -> "Record":
+        """The statistics over all iterations and shards together, site by site."""
+        return Record(tuple(site.total() for site in self.sites))
+
+    def first_nonfinite(self) -> str | None:
+        """The first site that is not all finite, after `watch`; values first.
+
+        Gradients come in the order in which they are made: the last site's first.
+        """
+        pairs = [("", site.text, site.reduced) for site in self.sites]
+        pairs += [
+            ("gradient of ", site.text, site.grad_reduced)
+            for site in reversed(self.sites)
+        ]
+        for what, text, tree in pairs:
+            for reduced in jax.tree.leaves(tree, is_leaf=_is_reduced):
+                if "all_finite" not in dict(reduced.reducers):
+                    raise CaptureError(
+                        f"Record.first_nonfinite: {text} was not measured by "
+                        "`AllFinite`. Observe with `watch`."
+                    )
+                is_bad = reduced.seen & ~jnp.asarray(reduced.stats["all_finite"])
+                places = np.argwhere(np.asarray(is_bad))
+                if len(places):
+                    place = places[0].tolist()
+                    return f"{what}{text}" + (f" at {place}" if place else "")
+        return None
+
     @property
     def nbytes(self) -> int:
-        """How much memory all values take."""
+        """How much memory all values and statistics take."""
         return sum(site.nbytes for site in self.sites)
 
     def to_state(self) -> State:

@@ -17,8 +17,11 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap import _jaxprs, _walk_rules
+from treetap._calls import Call
 from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
+from treetap._reductions import Reduction
+from treetap._retaps import again_p
 from treetap._scopes import Root, Where, open_scopes, resolve, rooted
 from treetap._taps import Label, current_guards, gradient_p, linear_p, tap_p
 from treetap._traces import Through
@@ -42,49 +45,6 @@ from treetap._walk import (
 del _walk_rules  # imported for its rules
 
 
-class Call:
-    """A value that was heard.
-
-    Attributes:
-        label: What the tap said of it.
-        where: The Module it was in.
-        index: How many with the same path and name came before.
-        wraps: The operations around it that shape its value.
-        order: How often it was differentiated.
-        avals: Types of its leaves.
-        values: Its leaves, or None if they were not asked for.
-        flags: What else is known: `"taken"`, `"count"`.
-        gradients: Cotangents by order of differentiation: a dict from leaf to value.
-    """
-
-    __slots__ = (
-        *("avals", "flags", "gradients", "index", "label", "order"),
-        *("values", "where", "wraps"),
-    )
-
-    def __init__(self, spot: Spot, where: Where):
-        self.label = spot.label
-        self.where = where
-        self.index = 0
-        self.wraps = spot.wraps
-        self.order = spot.order
-        count = len(spot.avals) - len(spot.flags)
-        self.avals = spot.avals[:count]
-        self.values: list[Any] | None = None
-        self.flags: dict[str, Any] = {}
-        self.gradients: dict[int, dict[int, Any]] = {}
-
-    def fill(self, spot: Spot, values: Any) -> None:
-        """Gives the call what its spot gave: leaves, then flags."""
-        count = len(self.avals)
-        self.values = list(values[:count])
-        for flag, value in zip(spot.flags, values[count:]):
-            if flag == "taken" and flag in self.flags:
-                self.flags[flag] = jnp.logical_and(self.flags[flag], value)
-            else:
-                self.flags[flag] = value
-
-
 class Session:
     """What one capture asks for and has heard.
 
@@ -95,6 +55,8 @@ class Session:
         feeds: What is to be added to the value of a call.
         gradients: Whether gradients are to be recorded.
         iterations: How many iterations of a `while` loop to keep; 0 for the last one.
+        values: Whether values and gradients themselves come out.
+        reduction: What is measured of them, if anything.
     """
 
     def __init__(
@@ -106,17 +68,21 @@ class Session:
         feeds: Callable[[Call], list[Any] | None] = lambda call: None,
         gradients: bool = False,
         iterations: int = 0,
+        values: bool = True,
+        reduction: Reduction | None = None,
     ):
         self.asked = asked
         self.roots = roots
         self.wants = wants
         self.feeds = feeds
         self.gradients = gradients
-        self.iterations = iterations
+        self.values = values
+        self.reduction = reduction
+        self.taking = Choice(values, False, iterations, reduction)
         self.calls: list[Call] = []
         self.counts: dict[Any, int] = {}
         self.places: dict[tuple[Any, ...], Where] = {}
-        self.tickets: dict[int, tuple[Any, Call]] = {}
+        self.tickets: dict[int, tuple[Any, Any, Any]] = {}
         self.keep = False
         self.is_forward = False  # whether something is differentiated forward
         self.unmatched: set[str] = set()  # gradients whose values were not found
@@ -194,9 +160,11 @@ class Session:
         """Keeps a value that is there already, at the capture's own level."""
         if not self.is_heard(label):
             return
-        call = self.heard(Spot(label, 0, open_scopes(self.number), tuple(values)))
+        own = tuple(values)
+        spot = Spot(label, 0, open_scopes(self.number), own, own)
+        call = self.heard(spot)
         if self.wants(call):
-            call.values = values
+            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
             self.calls.append(call)
 
     def heard_here(self, label: Label, arrays: list[Any]) -> list[Any]:
@@ -206,11 +174,11 @@ class Session:
         values = [*arrays, *current_guards()]
         flags = ("taken",) * (len(values) - len(arrays))
         scopes = open_scopes(self.number)
-        spot = Spot(label, 0, scopes, tuple(values), flags=flags)
+        spot = Spot(label, 0, scopes, tuple(values), tuple(arrays), flags=flags)
         call = self.heard(spot)
         values = values_at(tap_p, values, self.feeds(call))
         if self.wants(call):
-            call.fill(spot, values)
+            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
             self.calls.append(call)
         return values[: len(arrays)]
 
@@ -223,12 +191,13 @@ class Session:
         return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
 
     def planned(
-        self, spots: list[Spot], values: Sequence[Any] | None = None
+        self, spots: list[Spot], ins: Sequence[Any], values: Any = None
     ) -> tuple[list[Any], list[Choice], list[Any]]:
         """The calls (or None) at some spots, the plan, and what to feed.
 
         Args:
             spots: Where taps are.
+            ins: The operands of the operation they are in.
             values: The operands of the jit they are in, if they are in one. (Other
                 operations do not get arrays as they were handed over.)
         """
@@ -239,33 +208,55 @@ class Session:
         plan: list[Choice] = []
         feeds: list[Any] = []
         for spot in spots:
+            if spot.is_again and not spot.is_gradient:
+                feed = self.fed_again(spot, ins, feeds)
+                calls.append(None)
+                plan.append(Choice(False, feed is not None))
+                feeds.append(feed)
+                continue
             if spot.is_gradient:
                 calls.append(None)
-                plan.append(Choice(self.gradients, False))
+                choice = self.taking if self.gradients else Choice(False, False)
+                plan.append(choice._replace(iterations=0))
                 feeds.append(None)
                 continue
             call = self.heard(spot, roots) if self.is_heard(spot.label) else None
             feed = self.feeds(call) if call is not None else None
             wanted = call is not None and self.wants(call)
             calls.append(call if wanted else None)
-            plan.append(Choice(wanted, feed is not None, self.iterations))
+            choice = self.taking if wanted else Choice(False, False)
+            plan.append(choice._replace(feed=feed is not None))
             feeds.append(feed)
         return calls, plan, feeds
 
+    def fed_again(self, spot: Spot, ins: Sequence[Any], feeds: list[Any]) -> Any:
+        """What is added to a value that is computed again: what was the first time."""
+        if spot.of is not None:
+            return feeds[spot.of]
+        if spot.source is not None and id(ins[spot.source]) in self.tickets:
+            return self.tickets[id(ins[spot.source])][2]
+        return None
+
     def settle(
-        self, spots: list[Spot], calls: list[Any], found: list[Any], outs: Any, ins: Any
+        self,
+        spots: list[Spot],
+        planned: tuple[list[Any], Any, list[Any]],
+        found: list[Any],
+        outs: Any,
+        ins: Any,
     ) -> None:
         """Keeps what an operation gave: values, then gradients by their tickets."""
+        calls, _, feeds = planned
         for spot, call, values in zip(spots, calls, found):
             if call is None or values is None:
                 continue
-            call.fill(spot, values)
+            call.fill(spot, values, self.taking)
             self.calls.append(call)
-        for spot, call in zip(spots, calls):
+        for spot, call, feed in zip(spots, calls, feeds):
             if spot.ticket is not None and spot.order:
                 # One of its own: JAX may give one array for several equal results.
                 ticket = outs[spot.ticket] = jnp.add(outs[spot.ticket], 0)
-                self.tickets[id(ticket)] = ticket, call
+                self.tickets[id(ticket)] = ticket, call, feed
         for spot, values in zip(spots, found):
             if not spot.is_gradient or values is None:
                 continue
@@ -273,12 +264,11 @@ class Session:
             if spot.of is not None:
                 call = calls[spot.of]
             elif spot.source is not None and id(ins[spot.source]) in self.tickets:
-                _, call = self.tickets[id(ins[spot.source])]
+                call = self.tickets[id(ins[spot.source])][1]
             else:
                 self.unmatched.add(spot.label.name)
             if call is not None:
-                held = call.gradients.setdefault(spot.order, {})
-                held.update(zip(spot.leaves or (), values))
+                call.fill_gradient(spot, values, self.taking)
 
 
 def _is_open(spot: Spot) -> bool:
@@ -314,7 +304,7 @@ class Listener(Through):
         """Hands an operation on, or stops at it."""
         parent = self.parent_trace
         with set_current_trace(parent):
-            if primitive is tap_p or primitive is gradient_p:
+            if primitive in (tap_p, gradient_p, again_p):
                 return self._tap(primitive, list(tracers), params)
             if primitive is linear_p:
                 self.session.is_forward = True
@@ -333,15 +323,15 @@ class Listener(Through):
         session = self.session
         spot = spot_of(primitive, params, values, current_name_stack())
         spot = spot._replace(scopes=session.scopes(), outer=0)
-        if spot.is_gradient:
-            spot = spot._replace(source=len(values) - 1)
-        else:
+        if spot.is_tap:
             spot = spot._replace(ticket=len(values))
-        calls, plan, feeds = session.planned([spot])
-        values = values_at(primitive, values, feeds[0])
+        else:
+            spot = spot._replace(source=len(values) - 1)
+        planned = session.planned([spot], values)
+        values = values_at(primitive, values, planned[2][0])
         outs = after_spot(primitive, params, values, session.keep)
-        found = recorded(primitive, values) if plan[0].record else None
-        session.settle([spot], calls, [found], outs, values)
+        found = recorded(primitive, values, planned[1][0], spot)
+        session.settle([spot], planned, [found], outs, values)
         return outs
 
     def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
@@ -361,7 +351,8 @@ class Listener(Through):
                 spots.append(spot._replace(**moved))
             slices.append(slice(base, len(spots)))
         handed = values if primitive.name == "jit" else None
-        calls, plan, feeds = session.planned(spots, handed)
+        planned = session.planned(spots, values, handed)
+        _, plan, feeds = planned
         step = Step(
             primitive,
             params,
@@ -373,7 +364,7 @@ class Listener(Through):
         )
         outs, found = RULES[primitive.name].run(step)
         flat = [values for part in found for values in part]
-        session.settle(spots, calls, flat, outs, values)
+        session.settle(spots, planned, flat, outs, values)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
@@ -453,7 +444,8 @@ class Listener(Through):
                 return _jaxprs.evaluate(body.jaxpr, body.consts, values)
             here = session.scopes()
             spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
-            calls, plan, feeds = session.planned(spots)
+            planned = session.planned(spots, values)
+            _, plan, feeds = planned
             outs, found = run(body, list(values), tuple(plan), feeds, session.keep)
-            session.settle(spots, calls, found, outs, list(values))
+            session.settle(spots, planned, found, outs, list(values))
             return outs

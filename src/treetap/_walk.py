@@ -14,15 +14,18 @@ is followed by whether the branch was taken, out of a `while` by how often it ra
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from treetap import _jaxprs
 from treetap._errors import CaptureError
 from treetap._jaxprs import Body
+from treetap._retaps import again_p
 from treetap._taps import TICKET, Label, gradient_p, linear_p, tap_p
 
 
@@ -34,6 +37,7 @@ class Spot(NamedTuple):
         order: How often it was differentiated.
         scopes: The names of the scopes around it, outermost first.
         avals: Types of its values: the leaves, then one for each flag.
+        own: Types of the leaves at the tap itself.
         outer: How many of its first axes are of mappings further out than the jaxpr.
         wraps: The operations around it that shape its value, outermost first.
         flags: What follows the leaves: `"taken"` or `"count"`.
@@ -41,12 +45,14 @@ class Spot(NamedTuple):
         of: For a gradient, the spot of its value, if that is in the same jaxpr.
         source: For a gradient, the input that brings the ticket of its value.
         ticket: The output that takes its ticket out.
+        is_again: Whether it is a tap's value computed again, or the gradient of one.
     """
 
     label: Label
     order: int
     scopes: tuple[str, ...]
     avals: tuple[Any, ...]
+    own: tuple[Any, ...]
     outer: int = 0
     wraps: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
@@ -54,11 +60,17 @@ class Spot(NamedTuple):
     of: int | None = None
     source: int | None = None
     ticket: int | None = None
+    is_again: bool = False
 
     @property
     def is_gradient(self) -> bool:
         """Whether this is a cotangent."""
         return self.leaves is not None
+
+    @property
+    def is_tap(self) -> bool:
+        """Whether this is a value, told for the first time."""
+        return self.leaves is None and not self.is_again
 
     def seen_from(self, name_stack: Any) -> "Spot":
         """The spot as seen from outside an operation with this name stack."""
@@ -93,11 +105,29 @@ class Choice(NamedTuple):
         record: Whether its value comes out.
         feed: Whether something is added to it.
         iterations: In a `while` loop, how many iterations are kept; 0 for the last one.
+        reduce: What is measured of it, a `Reduction`; its states come out first.
     """
 
     record: bool
     feed: bool
     iterations: int = 0
+    reduce: Any = None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anything comes out."""
+        return self.record or self.reduce is not None
+
+    def states_at(self, spot: Spot) -> int:
+        """How many arrays the states are, at a spot."""
+        return 0 if self.reduce is None else self.reduce.width(spot.own)
+
+    def width_at(self, spot: Spot) -> int:
+        """How many arrays come out at a spot: states, leaves and flags."""
+        if not self.is_heard:
+            return 0
+        rest = spot.avals if self.record else spot.flags
+        return self.states_at(spot) + len(rest)
 
 
 Plan = tuple[Choice, ...]
@@ -110,17 +140,24 @@ class Survey:
     Attributes:
         spots: All of them, in order of execution.
         parts: By equation, its bodies with the range of their spots; none for a tap.
+        taps: By equation that is a tap, its spot.
+        results: By equation, the spot of its results, where these are spots.
+        entry: The spot of the inputs, where they are one.
     """
+
+    entry: int | None = None
 
     def __init__(self, jaxpr: Any):
         self.spots: list[Spot] = []
         self.parts: dict[int, list[tuple[Body, slice]]] = {}
+        self.taps: dict[int, int] = {}
+        self.results: dict[int, int] = {}
         # Variables that hold a ticket, by spot, and those an input is handed on in.
         self._tickets: dict[Any, int] = {}
         self._inputs = {var: n for n, var in enumerate(jaxpr.invars)}
         for n, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive in (tap_p, gradient_p):
-                self.parts[n] = []
+            if eqn.primitive in (tap_p, gradient_p, again_p):
+                self.taps[n] = len(self.spots)
                 self._add_tap(eqn)
                 continue
             if found := spots_below(eqn.primitive, eqn.params):
@@ -141,10 +178,10 @@ class Survey:
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
         spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
-        if spot.is_gradient:
-            spot = self._traced_back(spot, eqn.invars[-1])
-        else:
+        if spot.is_tap:
             self._tickets[eqn.outvars[-1]] = len(self.spots)
+        else:
+            spot = self._traced_back(spot, eqn.invars[-1])
         self.spots.append(spot)
 
     def _add_body(self, eqn: Any, body: Body, found: list[Spot]) -> tuple[Body, slice]:
@@ -209,18 +246,28 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     label, order = params["label"], params["order"]
     if primitive is tap_p:
         guards = len(avals) - label.tree.num_leaves
-        return Spot(label, order, scopes, avals, outer, flags=("taken",) * guards)
-    return Spot(label, order, scopes, avals[:-1], outer, leaves=params["leaves"])
+        own = avals[: label.tree.num_leaves]
+        return Spot(label, order, scopes, avals, own, outer, flags=("taken",) * guards)
+    own, leaves = avals[:-1], params.get("leaves")
+    is_again = primitive is again_p or params.get("is_again", False)
+    found = Spot(label, order, scopes, own, own, outer, is_again=is_again)
+    return found if leaves is None else found._replace(leaves=leaves)
 
 
-_surveys: "WeakKeyDictionary[Any, Survey]" = WeakKeyDictionary()
+# What the walk takes for a spot; another class looks at other things than taps.
+lens: ContextVar[type[Survey]] = ContextVar("lens", default=Survey)
+_surveys: "dict[type, WeakKeyDictionary[Any, Survey]]" = {}
 
 
 def survey(jaxpr: Any) -> Survey:
     """The spots of an open jaxpr."""
-    found = _surveys.get(jaxpr)
+    kind = lens.get()
+    known = _surveys.get(kind)
+    if known is None:
+        known = _surveys[kind] = WeakKeyDictionary()
+    found = known.get(jaxpr)
     if found is None:
-        found = _surveys[jaxpr] = Survey(jaxpr)
+        found = known[jaxpr] = kind(jaxpr)
     return found
 
 
@@ -333,7 +380,9 @@ def shaped_found(plan: Plan, spots: Sequence[Spot], flat: Sequence[Any]) -> list
     """The inverse of `flat_found`."""
     supply = iter(flat)
     return [
-        [next(supply) for _ in spot.avals] if choice.record else None
+        [next(supply) for _ in range(choice.width_at(spot))]
+        if choice.is_heard
+        else None
         for choice, spot in zip(plan, spots)
     ]
 
@@ -347,23 +396,27 @@ def run(
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts))
     env.update(zip(jaxpr.invars, values))
     found: list[Any] = [None] * len(work.spots)
-    place = 0
+
+    def note(place: int, values: Any) -> None:
+        numbers = [value for value in values if is_inexact(value)]
+        found[place] = recorded(None, numbers, plan[place], work.spots[place])
+
+    if work.entry is not None:
+        note(work.entry, values)
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [_jaxprs.read(env, atom) for atom in eqn.invars]
         parts = work.parts.get(n)
         with _jaxprs.in_context_of(eqn):
             if eqn.primitive is linear_p and not keep:
                 outs = ins[:-1]
+            elif n in work.taps:
+                place = work.taps[n]
+                tapped = values_at(eqn.primitive, ins, feeds[place])
+                outs = after_spot(eqn.primitive, eqn.params, tapped, keep)
+                spot = work.spots[place]
+                found[place] = recorded(eqn.primitive, tapped, plan[place], spot)
             elif parts is None:
                 outs = _jaxprs.bind(eqn.primitive, ins, eqn.params)
-            elif not parts:
-                feed, choice = feeds[place], plan[place]
-                tapped = values_at(eqn.primitive, ins, feed)
-                outs = after_spot(eqn.primitive, eqn.params, tapped, keep)
-                found[place] = (
-                    recorded(eqn.primitive, tapped) if choice.record else None
-                )
-                place += 1
             else:
                 step = Step(
                     eqn.primitive,
@@ -377,9 +430,16 @@ def run(
                 outs, inner = RULES[eqn.primitive.name].run(step)
                 for (_, part), values_found in zip(parts, inner):
                     found[part] = values_found
-                place = parts[-1][1].stop
+            if n in work.results:
+                note(work.results[n], outs)
         env.update(zip(eqn.outvars, outs))
     return [_jaxprs.read(env, atom) for atom in jaxpr.outvars], found
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value is an array of numbers that may be not finite."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def values_at(primitive: Any, values: list[Any], feed: Sequence[Any] | None) -> Any:
@@ -394,12 +454,21 @@ def after_spot(primitive: Any, params: Any, values: list[Any], keep: bool) -> li
     """The results of a tap; it stays in for a capture further out."""
     if keep:
         return list(primitive.bind(*values, **params))
-    return values[:-1] if primitive is gradient_p else [*values, TICKET]
+    return [*values, TICKET] if primitive is tap_p else values[:-1]
 
 
-def recorded(primitive: Any, values: list[Any]) -> list[Any]:
-    """What is recorded of the operands of a tap."""
-    return list(values[:-1] if primitive is gradient_p else values)
+def recorded(primitive: Any, values: list[Any], choice: Choice, spot: Spot) -> Any:
+    """What comes out of the operands of a tap: states, leaves, flags; or None."""
+    if not choice.is_heard:
+        return None
+    count = len(spot.own)
+    leaves, guards = list(values[:count]), list(values[count:])
+    if primitive is gradient_p:
+        guards = []  # what follows the leaves is the ticket
+    kept = leaves if choice.record else []
+    if choice.reduce is None:
+        return kept + guards
+    return [*choice.reduce.measure(leaves, guards), *kept, *guards]
 
 
 _rewritten: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()

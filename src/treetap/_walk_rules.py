@@ -2,6 +2,7 @@
 """One rule for each operation that holds jaxprs: how a plan goes through it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from treetap._errors import CaptureError
 from treetap._jaxprs import Body
 from treetap._walk import (
     RULES,
+    Choice,
     Rule,
     Spot,
     Step,
@@ -68,9 +70,13 @@ def _remat(step: Step) -> Any:
 
 
 def _outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
-    """For each value that is recorded, where the axis of an operation belongs."""
-    pairs = zip(plan, spots)
-    return [spot.outer for choice, spot in pairs if choice.record for _ in spot.avals]
+    """For each value that comes out, where the axis of an operation belongs."""
+    places: list[int] = []
+    for choice, spot in zip(plan, spots):
+        states = choice.states_at(spot)
+        places += [choice.reduce.rows] * states if states else []
+        places += [spot.outer] * (choice.width_at(spot) - states)
+    return places
 
 
 def _fed_outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
@@ -97,19 +103,36 @@ def _scan(step: Step) -> Any:
         shaped = shaped_feeds(plan, spots, fed)
         operands = [*consts, *carry, *values]
         outs, found = run(body, operands, plan, shaped, step.keep)
-        return outs[:num_carry], (outs[num_carry:], flat_found(found))
+        stacked, places[:] = _distinct([*outs[num_carry:], *flat_found(found)])
+        return outs[:num_carry], stacked
 
+    places: list[int] = []
     options = _jaxprs.scan_options(step.params)
     fed = [
         jnp.moveaxis(value, outer, 0)
         for value, outer in zip(flat_feeds(feeds), _fed_outers(plan, spots))
     ]
-    carry, (outs, found) = jax.lax.scan(one, list(carry), (mapped, fed), **options)
+    carry, stacked = jax.lax.scan(one, list(carry), (mapped, fed), **options)
+    stacked = [stacked[place] for place in places]
+    count = len(body.jaxpr.outvars) - num_carry
     found = [
         jnp.moveaxis(value, 0, min(outer, value.ndim - 1))
-        for value, outer in zip(found, _outers(plan, spots))
+        for value, outer in zip(stacked[count:], _outers(plan, spots))
     ]
-    return [*carry, *outs], [shaped_found(plan, spots, found)]
+    return [*carry, *stacked[:count]], [shaped_found(plan, spots, found)]
+
+
+def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Values without repetition, and where each of them went.
+
+    What differentiation keeps of a marked value is kept once, not before and after.
+    """
+    kept: dict[int, int] = {}
+    distinct: list[Any] = []
+    for value in values:
+        if kept.setdefault(id(value), len(distinct)) == len(distinct):
+            distinct.append(value)
+    return distinct, [kept[id(value)] for value in values]
 
 
 def _while_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
@@ -117,24 +140,17 @@ def _while_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
 
 
 def _while(step: Step) -> Any:
-    """The last value of each spot, or the first so many, and how often it ran."""
-    body, plan, feeds, spots = _only(step)
-    made = rewritten(body, plan, feeds, step.keep)
+    """Of each spot the last value, or the first so many, or states; and the count."""
+    body, asked, feeds, spots = _only(step)
     num_cond, num_body = step.params["cond_nconsts"], step.params["body_nconsts"]
     consts = step.values[num_cond : num_cond + num_body]
     carry = step.values[num_cond + num_body :]
     fed, count = flat_feeds(feeds), len(carry)
     cond, cond_consts = _jaxprs.opened(step.params["cond_jaxpr"])
     rows = tuple(cond.outvars[0].aval.shape)  # of a loop under vmap
-    sizes = [
-        choice.iterations
-        for choice, spot in zip(plan, spots)
-        for _ in (spot.avals if choice.record else ())
-    ]
-    kept = [
-        _buffer(aval, size, len(rows))
-        for aval, size in zip(made.out_avals[count:], sizes)
-    ]
+    plan = tuple(_by_row(choice, len(rows)) for choice in asked)
+    made = rewritten(body, plan, feeds, step.keep)
+    kept = _buffers(plan, spots, made.out_avals[count:], len(rows))
     counter = jnp.zeros(rows, jnp.int32)
     avals = [jax.typeof(x) for x in (*carry, *kept, counter)]
 
@@ -146,10 +162,7 @@ def _while(step: Step) -> Any:
         held, rest = values[: num_body + len(fed)], values[num_body + len(fed) :]
         operands = [*held[:num_body], *rest[:count], *held[num_body:]]
         outs = _jaxprs.evaluate(*_jaxprs.opened(made), operands)
-        new = [
-            _stored(old, value, rest[-1], size)
-            for old, value, size in zip(rest[count:-1], outs[count:], sizes)
-        ]
+        new = _renewed(plan, spots, rest[count:-1], outs[count:], rest[-1])
         return [*outs[:count], *new, rest[-1] + 1]
 
     cond_avals = [var.aval for var in cond.invars[:num_cond]]
@@ -162,12 +175,37 @@ def _while(step: Step) -> Any:
     }
     values = [*step.values[:num_cond], *consts, *fed, *carry, *kept, counter]
     outs = _jaxprs.bind(step.primitive, values, params)
-    supply = iter(outs[count:-1])
-    found = [
-        [*(next(supply) for _ in spot.avals), outs[-1]] if choice.record else None
-        for choice, spot in zip(plan, spots)
-    ]
-    return list(outs[:count]), [found]
+    found = shaped_found(plan, spots, outs[count:-1])
+    pairs = zip(asked, plan, spots, found)
+    return list(outs[:count]), [[_ended(*pair, outs[-1]) for pair in pairs]]
+
+
+def _by_row(choice: Choice, rows: int) -> Choice:
+    """What is to be done where rows of a mapped loop end one by one."""
+    if choice.reduce is None or choice.reduce.rows >= rows:
+        return choice
+    return choice._replace(reduce=choice.reduce.by_row(rows))
+
+
+def _ended(asked: Choice, choice: Choice, spot: Spot, found: Any, counter: Any) -> Any:
+    """What a loop gives for a spot: states with its rows together; then the count."""
+    if found is None:
+        return None
+    count = choice.states_at(spot)
+    states = found[:count]
+    if count and asked is not choice:
+        states = asked.reduce.joined(spot.own, states, choice.reduce.rows)
+    return [*states, *found[count:], counter]
+
+
+def _buffers(plan: Any, spots: Any, avals: Sequence[Any], rows: int) -> list[Any]:
+    """What a loop begins with: states that have seen nothing, and zeros."""
+    sizes: list[int] = []
+    for choice, spot in zip(plan, spots):
+        states = choice.states_at(spot)
+        sizes += [0] * states
+        sizes += [choice.iterations] * (choice.width_at(spot) - states)
+    return [_buffer(aval, size, rows) for aval, size in zip(avals, sizes)]
 
 
 def _buffer(aval: Any, size: int, rows: int) -> Any:
@@ -176,6 +214,22 @@ def _buffer(aval: Any, size: int, rows: int) -> Any:
     if not size:
         return zeros
     return jnp.stack([zeros] * size, axis=rows)  # after the rows of a mapped loop
+
+
+def _renewed(plan: Any, spots: Any, old: Any, new: Any, counter: Any) -> list[Any]:
+    """What is held of a loop after one more iteration."""
+    made: list[Any] = []
+    pairs = zip(shaped_found(plan, spots, old), shaped_found(plan, spots, new))
+    for choice, spot, (before, after) in zip(plan, spots, pairs):
+        count = choice.states_at(spot)
+        if count:
+            made += choice.reduce.merge(spot.own, before[:count], after[:count])
+        if choice.is_heard:
+            made += [
+                _stored(held, value, counter, choice.iterations)
+                for held, value in zip(before[count:], after[count:])
+            ]
+    return made
 
 
 def _stored(old: Any, value: Any, counter: Any, size: int) -> Any:
@@ -349,6 +403,8 @@ def _shard_map(step: Step) -> Any:
         own = [jnp.squeeze(value, outer) for value, outer in zip(fed, fed_outers)]
         shaped = shaped_feeds(plan, spots, own)
         outs, found = run(body, list(values), plan, shaped, step.keep)
+        if step.params["check_vma"]:
+            found = [_once(*one, axes) for one in zip(plan, spots, found)]
         flat = [
             jnp.expand_dims(value, min(outer, value.ndim))
             for value, outer in zip(flat_found(found), outers)
@@ -365,6 +421,31 @@ def _shard_map(step: Step) -> Any:
     )
     outs, found = mapped(tuple(step.values), flat_feeds(feeds))
     return list(outs), [shaped_found(plan, spots, found)]
+
+
+def _once(choice: Choice, spot: Spot, found: Any, axes: tuple[Any, ...]) -> Any:
+    """States that count once for shards that have the same value."""
+    count = choice.states_at(spot)
+    if not count:
+        return found
+    held = choice.reduce.shaped(spot.own, found[:count])
+    held = [one if one is None else _seen_once(one, axes) for one in held]
+    return [*jax.tree.leaves(held), *found[count:]]
+
+
+def _seen_once(reduced: Any, axes: tuple[Any, ...]) -> Any:
+    varying = {axis for leaf in jax.tree.leaves(reduced) for axis in _varying(leaf)}
+    seen = reduced.seen
+    for axis in axes:
+        if axis not in varying:
+            seen = seen & (jax.lax.axis_index(axis) == 0)
+    return replace(reduced, seen=seen)
+
+
+def _varying(value: Any) -> Any:
+    kind = jax.typeof(value)
+    held = getattr(kind, "vma", None)
+    return kind.mat.varying if held is None else held
 
 
 RULES.update(

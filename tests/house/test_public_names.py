@@ -82,6 +82,11 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
         *("set_sow_outside_capture", "Summary", "summary", "promote_dtype"),
         *("load_weights", "save_weights", "tensor", "flip_sequences"),
         *("restore_checkpoint", "save_checkpoint", "WeightsError", "build"),
+        *("Comparison", "Difference", "compare", "load_record", "save_record"),
+        *("Store", "StoreWriter", "StoredArray", "Blame", "blame", "watch"),
+        *("AbsMax", "AllFinite", "DeadUnits", "DeadUnitsFound", "Histogram"),
+        *("HistogramFound", "Moments", "MomentsFound", "NonFinite", "NonFiniteFound"),
+        *("Norm", "Reducer", "TopK", "TopKFound"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions
 
