@@ -21,8 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap import _jaxprs
-from treetap._capturing import _named as named_arguments
-from treetap._capturing import callee_of, keep_name, refuse_uncallable, roots_of
+from treetap._capturing import (
+    callee_of,
+    keep_name,
+    named_arguments,
+    refuse_uncallable,
+    roots_of,
+)
 from treetap._faults import (
     DETAILING,
     NAN,

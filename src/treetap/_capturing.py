@@ -65,14 +65,14 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     if not alone:
         return (Root((), kind_text(callee), callee),)
     found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
-    found += _named(fn, args, kwargs)
+    found += named_arguments(fn, args, kwargs)
     roots = [(name, list(find_roots(value))) for name, value in found]
     own = () if callee is None else (Root((), kind_text(callee), callee),)
     more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
     return (*own, *(root for root in more if root.node is not callee))
 
 
-def _named(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
+def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
     """The arguments of a call by name, or by position where they have none."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
