@@ -20,14 +20,6 @@ from treetap._attributes import has_data as has_data
 from treetap._attributes import is_data as is_data
 from treetap._attributes import register_data_type as register_data_type
 from treetap._attributes import static as static
-from treetap._axis_names import PARTITION_NAME as PARTITION_NAME
-from treetap._axis_names import transform_metadata as transform_metadata
-from treetap._batching import pmap as pmap
-from treetap._batching import shard_map as shard_map
-from treetap._batching import vmap as vmap
-from treetap._branching import checkify as checkify
-from treetap._branching import cond as cond
-from treetap._branching import switch as switch
 from treetap._changes import set_structure_policy as set_structure_policy
 from treetap._changes import structure_policy as structure_policy
 from treetap._compiling import jit as jit
@@ -36,12 +28,6 @@ from treetap._containers import List as List
 from treetap._containers import Sequential as Sequential
 from treetap._copies import as_pure as as_pure
 from treetap._copies import clone as clone
-from treetap._custom_rules import custom_vjp as custom_vjp
-from treetap._differentiating import grad as grad
-from treetap._differentiating import jvp as jvp
-from treetap._differentiating import remat as remat
-from treetap._differentiating import value_and_grad as value_and_grad
-from treetap._differentiating import vjp as vjp
 from treetap._errors import AliasError as AliasError
 from treetap._errors import AttributeStatusError as AttributeStatusError
 from treetap._errors import CaptureError as CaptureError
@@ -61,9 +47,6 @@ from treetap._filters import OfType as OfType
 from treetap._filters import PathContains as PathContains
 from treetap._filters import PathIn as PathIn
 from treetap._filters import WithTag as WithTag
-from treetap._fixing import jit_partial as jit_partial
-from treetap._inspecting import eval_shape as eval_shape
-from treetap._inspecting import make_jaxpr as make_jaxpr
 from treetap._kinds import BatchStat as BatchStat
 from treetap._kinds import Cache as Cache
 from treetap._kinds import Intermediate as Intermediate
@@ -72,8 +55,6 @@ from treetap._kinds import Perturbation as Perturbation
 from treetap._kinds import RngCount as RngCount
 from treetap._kinds import RngKey as RngKey
 from treetap._kinds import RngState as RngState
-from treetap._looping import fori_loop as fori_loop
-from treetap._looping import while_loop as while_loop
 from treetap._metadata import VariableMetadata as VariableMetadata
 from treetap._metadata import with_metadata as with_metadata
 from treetap._modules import Module as Module
@@ -85,12 +66,6 @@ from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
 from treetap._randomness import Rngs as Rngs
 from treetap._randomness import RngStream as RngStream
-from treetap._reseeding import fork_rngs as fork_rngs
-from treetap._reseeding import reseed as reseed
-from treetap._reseeding import split_rngs as split_rngs
-from treetap._reseeding import with_rngs as with_rngs
-from treetap._scanning import Carry as Carry
-from treetap._scanning import scan as scan
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
 from treetap._settings import use_eager_sharding as use_eager_sharding
@@ -123,9 +98,6 @@ from treetap._updates import set_metadata as set_metadata
 from treetap._updates import update as update
 from treetap._updates import with_vars as with_vars
 from treetap._variables import Variable as Variable
-from treetap._views import view as view
-from treetap._views import view_info as view_info
-from treetap._views import with_attributes as with_attributes
 from treetap._walks import iter_graph as iter_graph
 from treetap._walks import recursive_map as recursive_map
 
@@ -134,14 +106,28 @@ if _TYPE_CHECKING:
     from treetap import initializers as initializers
     from treetap import metrics as metrics
     from treetap import nnx as nnx
+    from treetap._axis_names import PARTITION_NAME as PARTITION_NAME
+    from treetap._axis_names import transform_metadata as transform_metadata
+    from treetap._batching import pmap as pmap
+    from treetap._batching import shard_map as shard_map
+    from treetap._batching import vmap as vmap
     from treetap._blaming import Blame as Blame
     from treetap._blaming import blame as blame
     from treetap._blaming import watch as watch
+    from treetap._branching import checkify as checkify
+    from treetap._branching import cond as cond
+    from treetap._branching import switch as switch
     from treetap._building import build as build
     from treetap._capturing import capture as capture
     from treetap._comparing.comparison import Comparison as Comparison
     from treetap._comparing.comparison import Difference as Difference
     from treetap._comparing.comparison import compare as compare
+    from treetap._custom_rules import custom_vjp as custom_vjp
+    from treetap._differentiating import grad as grad
+    from treetap._differentiating import jvp as jvp
+    from treetap._differentiating import remat as remat
+    from treetap._differentiating import value_and_grad as value_and_grad
+    from treetap._differentiating import vjp as vjp
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
     from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
@@ -149,6 +135,9 @@ if _TYPE_CHECKING:
     from treetap._files.rules import tensor as tensor
     from treetap._files.weights import load_weights as load_weights
     from treetap._files.weights import save_weights as save_weights
+    from treetap._fixing import jit_partial as jit_partial
+    from treetap._inspecting import eval_shape as eval_shape
+    from treetap._inspecting import make_jaxpr as make_jaxpr
     from treetap._layers.activations import PReLU as PReLU
     from treetap._layers.activations import celu as celu
     from treetap._layers.activations import elu as elu
@@ -210,6 +199,8 @@ if _TYPE_CHECKING:
     from treetap._layers.recurrence import flip_sequences as flip_sequences
     from treetap._layers.reparametrization import SpectralNorm as SpectralNorm
     from treetap._layers.reparametrization import WeightNorm as WeightNorm
+    from treetap._looping import fori_loop as fori_loop
+    from treetap._looping import while_loop as while_loop
     from treetap._observing import observe as observe
     from treetap._observing import sites as sites
     from treetap._records import Record as Record
@@ -231,6 +222,12 @@ if _TYPE_CHECKING:
     from treetap._report.summary import Summary as Summary
     from treetap._report.summary import summary as summary
     from treetap._report.summary import tabulate as tabulate
+    from treetap._reseeding import fork_rngs as fork_rngs
+    from treetap._reseeding import reseed as reseed
+    from treetap._reseeding import split_rngs as split_rngs
+    from treetap._reseeding import with_rngs as with_rngs
+    from treetap._scanning import Carry as Carry
+    from treetap._scanning import scan as scan
     from treetap._selectors import Select as Select
     from treetap._sharding import as_abstract as as_abstract
     from treetap._sharding import get_abstract_model as get_abstract_model
@@ -247,12 +244,26 @@ if _TYPE_CHECKING:
     from treetap._training.optimizer import Optimizer as Optimizer
     from treetap._training.optimizer import OptState as OptState
     from treetap._training.optimizer import OptVariable as OptVariable
+    from treetap._views import view as view
+    from treetap._views import view_info as view_info
+    from treetap._views import with_attributes as with_attributes
     from treetap.metrics import Metric as Metric
     from treetap.metrics import MultiMetric as MultiMetric
 
 # Imported when they are asked for: a program waits only for what it uses.
 _MODULES = ("compat", "initializers", "metrics", "nnx")
 _ROOMS = {
+    "_axis_names": "PARTITION_NAME transform_metadata",
+    "_batching": "pmap shard_map vmap",
+    "_branching": "checkify cond switch",
+    "_custom_rules": "custom_vjp",
+    "_fixing": "jit_partial",
+    "_inspecting": "eval_shape make_jaxpr",
+    "_looping": "fori_loop while_loop",
+    "_reseeding": "fork_rngs reseed split_rngs with_rngs",
+    "_scanning": "Carry scan",
+    "_views": "view view_info with_attributes",
+    "_differentiating": "grad jvp remat value_and_grad vjp",
     "_emitting": "set_sow_outside_capture tap",
     "_capturing": "capture",
     "_observing": "observe sites",
