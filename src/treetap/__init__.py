@@ -22,10 +22,6 @@ from treetap._attributes import register_data_type as register_data_type
 from treetap._attributes import static as static
 from treetap._changes import set_structure_policy as set_structure_policy
 from treetap._changes import structure_policy as structure_policy
-from treetap._compiling import jit as jit
-from treetap._containers import Dict as Dict
-from treetap._containers import List as List
-from treetap._containers import Sequential as Sequential
 from treetap._copies import as_pure as as_pure
 from treetap._copies import clone as clone
 from treetap._errors import AliasError as AliasError
@@ -61,11 +57,8 @@ from treetap._modules import Module as Module
 from treetap._modules import iter_children as iter_children
 from treetap._modules import iter_modules as iter_modules
 from treetap._placement import logical_axis_rules as logical_axis_rules
-from treetap._prefixes import prefix as prefix
 from treetap._pytrees import Pytree as Pytree
 from treetap._pytrees import check_pytree as check_pytree
-from treetap._randomness import Rngs as Rngs
-from treetap._randomness import RngStream as RngStream
 from treetap._settings import set_graph_mode as set_graph_mode
 from treetap._settings import set_graph_updates as set_graph_updates
 from treetap._settings import use_eager_sharding as use_eager_sharding
@@ -122,6 +115,10 @@ if _TYPE_CHECKING:
     from treetap._comparing.comparison import Comparison as Comparison
     from treetap._comparing.comparison import Difference as Difference
     from treetap._comparing.comparison import compare as compare
+    from treetap._compiling import jit as jit
+    from treetap._containers import Dict as Dict
+    from treetap._containers import List as List
+    from treetap._containers import Sequential as Sequential
     from treetap._custom_rules import custom_vjp as custom_vjp
     from treetap._differentiating import grad as grad
     from treetap._differentiating import jvp as jvp
@@ -203,6 +200,9 @@ if _TYPE_CHECKING:
     from treetap._looping import while_loop as while_loop
     from treetap._observing import observe as observe
     from treetap._observing import sites as sites
+    from treetap._prefixes import prefix as prefix
+    from treetap._randomness import Rngs as Rngs
+    from treetap._randomness import RngStream as RngStream
     from treetap._records import Record as Record
     from treetap._records import Site as Site
     from treetap._reducers import AbsMax as AbsMax
@@ -253,6 +253,10 @@ if _TYPE_CHECKING:
 # Imported when they are asked for: a program waits only for what it uses.
 _MODULES = ("compat", "initializers", "metrics", "nnx")
 _ROOMS = {
+    "_compiling": "jit",
+    "_prefixes": "prefix",
+    "_containers": "Dict List Sequential",
+    "_randomness": "Rngs RngStream",
     "_axis_names": "PARTITION_NAME transform_metadata",
     "_batching": "pmap shard_map vmap",
     "_branching": "checkify cond switch",
