@@ -7,9 +7,9 @@ every submodule under its Hugging Face name, and the logits. All parameters are 
 biases and norms too: an error in any of them shows. The tests and the examples read
 these files and need neither torch nor transformers; to make them again:
 
-    python -m venv /tmp/hf
-    /tmp/hf/bin/pip install torch==2.13.0 transformers==5.18.0 safetensors numpy
-    /tmp/hf/bin/python examples/reference/make_reference.py
+    python -m venv .venv-reference
+    .venv-reference/bin/pip install torch==2.13.0 transformers==5.18.0 safetensors numpy
+    .venv-reference/bin/python examples/reference/make_reference.py
 """
 
 import argparse
