@@ -476,11 +476,18 @@ def rows(
 
 @contextlib.contextmanager
 def hasty_compiling() -> Iterator[None]:
-    """Compiles with less care for speed: these programs run once."""
+    """Compiles with less care for speed: these programs run once.
+
+    They are forgotten at the end. JAX keeps even the programs of eager operations, and
+    those of careless compiling may round otherwise than those that other tests expect.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+        jax.clear_caches()
 
 
 # Rows for each way of handling state.
