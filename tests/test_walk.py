@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 import treetap as tt
 from meshes import mesh_of
 from treetap import _jaxprs
+from treetap._feeding import Adding
 from treetap._listening import Asked, listening
 from treetap._walk import Choice, run, survey
 
@@ -48,7 +49,7 @@ def test_a_plan_takes_one_value_and_feeds_another():
         return tt.tap(tt.tap(x * 2, "a") * 3, "b")
 
     body = marked(call, 1.0)
-    plan = Choice(False, True), Choice(True, False)
+    plan = Choice(False, Adding(1)), Choice(True)
     outs, found = run(body, [1.0], plan, [[10.0], None], False)
     assert float(outs[0]) == 36.0
     assert found[0] is None
@@ -58,7 +59,7 @@ def test_a_plan_takes_one_value_and_feeds_another():
 @pytest.mark.parametrize("keep", [False, True])
 def test_taps_stay_only_for_a_capture_further_out(keep):
     body = marked(lambda x: jax.jit(lambda x: tt.tap(x, "a"))(x), 1.0)
-    plan = (Choice(True, False),)
+    plan = (Choice(True),)
 
     def again(x):
         return run(body, [x], plan, [None], keep)

@@ -96,6 +96,7 @@ from treetap._walks import recursive_map as recursive_map
 
 if _TYPE_CHECKING:
     from treetap import compat as compat
+    from treetap import edits as edits
     from treetap import initializers as initializers
     from treetap import metrics as metrics
     from treetap import nnx as nnx
@@ -125,6 +126,7 @@ if _TYPE_CHECKING:
     from treetap._differentiating import remat as remat
     from treetap._differentiating import value_and_grad as value_and_grad
     from treetap._differentiating import vjp as vjp
+    from treetap._editing import edit as edit
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
     from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
@@ -251,7 +253,7 @@ if _TYPE_CHECKING:
     from treetap.metrics import MultiMetric as MultiMetric
 
 # Imported when they are asked for: a program waits only for what it uses.
-_MODULES = ("compat", "initializers", "metrics", "nnx")
+_MODULES = ("compat", "edits", "initializers", "metrics", "nnx")
 _ROOMS = {
     "_compiling": "jit",
     "_prefixes": "prefix",
@@ -271,6 +273,7 @@ _ROOMS = {
     "_emitting": "set_sow_outside_capture tap",
     "_capturing": "capture",
     "_observing": "observe sites",
+    "_editing": "edit",
     "_records": "Record Site",
     "_selectors": "Select",
     "_layers.linear": "Linear LinearGeneral Einsum",
@@ -455,6 +458,8 @@ __all__ = [
     "data",
     "dataclass",
     "dot_product_attention",
+    "edit",
+    "edits",
     "elu",
     "eval_shape",
     "filter_state",

@@ -244,7 +244,7 @@ class _Suspect:
         with looking():
             spots = survey(self.body.jaxpr).spots
             if self.sorts is None:
-                plan = (Choice(False, False, 0, SORTING),) * len(spots)
+                plan = (Choice(False, None, 0, SORTING),) * len(spots)
                 self.sorts = program(self.body, plan)
             findings = Findings(self.body, jax.device_get(self.sorts(*values)))
             atoms = self.body.jaxpr.outvars
@@ -298,7 +298,7 @@ class _Suspect:
             return {}
         asked = {frame.base + spot for spot, _ in wanted.values()}
         spots = survey(self.body.jaxpr).spots
-        detailing = Choice(False, False, 0, DETAILING)
+        detailing = Choice(False, None, 0, DETAILING)
         plan = tuple(detailing if n in asked else NOT for n in range(len(spots)))
         found = jax.device_get(program(self.body, plan)(*values))
 

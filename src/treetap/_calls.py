@@ -18,7 +18,8 @@ class Call:
     """A value that was heard.
 
     Attributes:
-        label: What the tap said of it.
+        spot: The tap.
+        label: What it said of the value.
         where: The Module it was in.
         index: How many with the same path and name came before.
         wraps: The operations around it that shape its value.
@@ -35,10 +36,11 @@ class Call:
 
     __slots__ = (
         *("avals", "flags", "gradient_states", "gradients", "index", "label"),
-        *("order", "own", "parts", "states", "values", "where", "wraps"),
+        *("order", "own", "parts", "spot", "states", "values", "where", "wraps"),
     )
 
     def __init__(self, spot: Spot, where: Where):
+        self.spot = spot
         self.label = spot.label
         self.where = where
         self.index = 0

@@ -19,6 +19,7 @@ from treetap import _jaxprs
 from treetap._attributes import Node
 from treetap._emitting import LEAF, kind_given
 from treetap._errors import CaptureError
+from treetap._feeding import Adding, Fed
 from treetap._listening import Asked, append
 from treetap._metadata import PLAIN
 from treetap._pytrees import variables_below
@@ -219,7 +220,7 @@ class _Capture:
         self.used.add(key)
         return call.label.kind in self.kinds
 
-    def feeds(self, call: Call) -> list[Any] | None:
+    def feeds(self, call: Call) -> Fed | None:
         """What `perturb` adds to a value."""
         if call.label.how != "perturb":
             return None
@@ -245,7 +246,7 @@ class _Capture:
                 f"and type {given_types}, the value there has {types}. Make `init` by "
                 "a capture of the same call."
             )
-        return leaves
+        return Fed(Adding(len(leaves)), leaves)
 
     def states(self) -> list[State]:
         """One State for each kind that was asked for."""

@@ -14,12 +14,13 @@ import numpy as np
 from jax.extend.core import find_top_trace, set_current_trace
 
 from treetap._attributes import Node
+from treetap._editable import editable
 from treetap._errors import CaptureError, StructureError
 from treetap._kinds import kind_of_name
 from treetap._listening import listening
 from treetap._scopes import inside, is_inside
 from treetap._sessions import Listener
-from treetap._taps import Label, bind_tap
+from treetap._taps import Label, bind_tap, tap_p
 from treetap._traces import set_on_purpose
 from treetap._variables import Variable
 
@@ -91,6 +92,12 @@ def refuse_uncarried(label: Label, leaves: list[Any]) -> CaptureError:
     )
 
 
+def _editable(label: Label, leaves: list[Any]) -> list[Any]:
+    """Leaves that flow on, marked so that they may be edited."""
+    arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    return editable(label, arrays)
+
+
 def tap(value: T, name: str) -> T:
     """Marks a value, anywhere in any function, so that a capture can find it.
 
@@ -111,8 +118,12 @@ def tap(value: T, name: str) -> T:
     """
     check_name(name, "tap")
     asked = listening.value
-    if asked is None or not asked.taps:
+    if asked is None or not (asked.taps or asked.edits):
         return value
+    if asked.edits:
+        value = _edited_tap(value, name)
+        if not asked.taps:
+            return value
     if _is_array(value):
         return _bound(Label(name, None, "tap", LEAF), [value])[0]
     leaves, tree = jax.tree.flatten(value)
@@ -126,8 +137,22 @@ def tap(value: T, name: str) -> T:
     return jax.tree.unflatten(tree, kept)
 
 
+def _edited_tap(value: T, name: str) -> T:
+    """A tapped value that may be edited, if it is made of arrays."""
+    leaves, tree = jax.tree.flatten(value)
+    if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
+        return value
+    out = _editable(Label(name, None, "tap", tree), leaves)
+    return jax.tree.unflatten(tree, out)
+
+
 def output(name: str, value: Any) -> Any:
     """Marks the result of a method; what flows on is the marked value."""
+    asked = listening.value
+    if asked.edits > 1:
+        value = _edited_output(name, value)
+        if asked.outputs is None:
+            return value
     if _is_array(value):
         return _bound(Label(name, None, "output", LEAF), [value])[0]
     leaves, tree = jax.tree.flatten(value)
@@ -139,6 +164,16 @@ def output(name: str, value: Any) -> Any:
         _record_only(name, leaves, tree)
         return value
     return jax.tree.unflatten(tree, _bound(Label(name, None, "output", tree), leaves))
+
+
+def _edited_output(name: str, value: Any) -> Any:
+    """A result that may be edited, if it is made of arrays alone."""
+    leaves, tree = jax.tree.flatten(value)
+    objects = jax.tree.leaves(value, is_leaf=_is_object)
+    if not leaves or not all(map(_is_array, leaves)) or any(map(_is_object, objects)):
+        return value
+    out = _editable(Label(name, None, "output", tree), leaves)
+    return jax.tree.unflatten(tree, out)
 
 
 def _is_object(value: Any) -> bool:
@@ -171,6 +206,9 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
     asked = listening.value
     if asked is None:
         return _sow_outside(module, kind, name, value, reduce)
+    if asked.edits:
+        with nullcontext() if is_inside(module) else inside(module):
+            _mark_sown(name, kind, value)
     if not asked.hears(kind):
         return False
     leaves, tree = ([value], LEAF) if _is_array(value) else jax.tree.flatten(value)
@@ -181,6 +219,14 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
         with inside(module):
             _say(label, leaves)
     return True
+
+
+def _mark_sown(name: str, kind: Any, value: Any) -> None:
+    """Marks what does not flow on, so that an edit of it can be refused."""
+    leaves, tree = jax.tree.flatten(value)
+    if leaves and all(_is_array(leaf) or _is_number(leaf) for leaf in leaves):
+        label = Label(name, kind, "sow", tree, is_edit=True)
+        tap_p.bind(*map(jnp.asarray, leaves), label=label, order=0, rows=0)
 
 
 def _say(label: Label, leaves: list[Any]) -> None:
@@ -196,7 +242,7 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
     asked = listening.value
     if asked is None:
         return _perturb_outside(module, kind, name, value)
-    if not asked.hears(kind):
+    if not asked.hears(kind) and not asked.edits:
         return value
     leaves, tree = jax.tree.flatten(value)
     if not all(_is_array(leaf) or _is_number(leaf) for leaf in leaves):
@@ -206,7 +252,11 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
         )
     label = Label(name, kind, "perturb", tree)
     with nullcontext() if is_inside(module) else inside(module):
-        return jax.tree.unflatten(tree, _bound(label, leaves))
+        if asked.edits:
+            leaves = _editable(label, leaves)
+        if asked.hears(kind):
+            leaves = _bound(label, leaves)
+        return jax.tree.unflatten(tree, leaves)
 
 
 # Outside a capture: NNX's former way, an attribute on the Module.

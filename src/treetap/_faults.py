@@ -140,7 +140,7 @@ class Detailing:
 
 SORTING = Reduction((("sort", Sorting()),))
 DETAILING = Reduction((("detail", Detailing()),))
-NOT = Choice(False, False)
+NOT = Choice(False)
 
 
 def program(body: Body, plan: tuple[Choice, ...]) -> Any:

@@ -216,12 +216,16 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
-    """A value in a shard_map, varying over all its axes."""
+def varying(value: Any) -> Any:
+    """The axes of a shard_map that a value varies over."""
     kind = jax.typeof(value)
     held = getattr(kind, "vma", None)
-    if held is None:
-        held = kind.mat.varying
+    return kind.mat.varying if held is None else held
+
+
+def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
+    """A value in a shard_map, varying over all its axes."""
+    held = varying(value)
     missing = tuple(axis for axis in axes if axis not in held)
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 

@@ -21,11 +21,14 @@ class Asked(NamedTuple):
             Taps of another sort have a class of their own, heard only if it is named.
         outputs: The kind that method outputs are taken as, or None.
         taps: Whether the free function `tap` is heard.
+        edits: Whether values that flow on may be edited: 0 for none, 1 for all but the
+            outputs of methods, 2 for those too.
     """
 
     kinds: frozenset[type] | None
     outputs: type | None
     taps: bool
+    edits: int = 0
 
     def hears(self, kind: type) -> bool:
         """Whether a kind of Variable, or another sort of tap, is asked for."""

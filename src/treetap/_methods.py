@@ -82,7 +82,9 @@ def run_method(  # noqa: PLR0917 - on the way of every call
             out = fn(self, *args, **kwargs)
         else:
             out = around(name, fn, self, args, kwargs)
-        return out if asked.outputs is None else output(name, out)
+        if asked.outputs is None and asked.edits < 2:  # noqa: PLR2004 - see `Asked`
+            return out
+        return output(name, out)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ EVERYTHING = Asked(None, Intermediate, True)
 NO_OUTPUTS = Asked(None, None, True)
 
 
-class _Heard:
+class Heard:
     """A call in the form that selectors look at."""
 
     __slots__ = ("_call", "how", "index", "kind", "module", "name", "path", "wraps")
@@ -90,7 +90,7 @@ class _Observation:
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
-        if self.chosen is None or self.chosen(_Heard(call)):
+        if self.chosen is None or self.chosen(Heard(call)):
             return True
         self.passed.append(call)
         return False
@@ -103,7 +103,7 @@ class _Observation:
     def record(self, values: bool) -> Record:
         """What was heard."""
         if self.chosen is not None and not self.session.calls:
-            texts = self.near or [_Heard(call).text for call in self.passed]
+            texts = self.near or [Heard(call).text for call in self.passed]
             raise refuse_nothing(self.chosen, texts, "observe")
         sites = [self.site(call, values) for call in self.session.calls]
         if (

@@ -45,7 +45,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     found = tuple(n for n, one in enumerate(moved) if type(one) is not ad.Zero)
     params["order"] += bool(found)
     out = again_p.bind(*primals, **params)
-    if found:
+    if found and not params["label"].is_edit:
         values = [moved[n] for n in found]
         params = {**params, "leaves": found, "is_again": True}
         for n, value in zip(found, linear_p.bind(*values, primals[-1], **params)):

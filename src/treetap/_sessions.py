@@ -8,7 +8,7 @@ gradients find the call they belong to by its ticket.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,22 @@ from jax.extend.source_info_util import current_name_stack
 
 from treetap import _jaxprs, _walk_rules
 from treetap._calls import Call
+from treetap._errors import CaptureError
+from treetap._feeding import Fed
 from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
 from treetap._reductions import Reduction
-from treetap._retaps import again_p
 from treetap._scopes import Root, Where, open_scopes, resolve, rooted
-from treetap._taps import Label, current_guards, gradient_p, linear_p, tap_p
+from treetap._taps import Label, current_guards, linear_p, tap_p
 from treetap._traces import Through
 from treetap._variables import raw_values
 from treetap._walk import (
+    MARKS,
     RULES,
     Choice,
     Spot,
     Step,
-    after_spot,
+    at_spot,
     is_spotless,
     recorded,
     run,
@@ -39,7 +41,6 @@ from treetap._walk import (
     spot_of,
     spots_below,
     survey,
-    values_at,
 )
 
 del _walk_rules  # imported for its rules
@@ -52,11 +53,13 @@ class Session:
         asked: Which taps are to be emitted.
         roots: The Modules among the arguments.
         wants: Whether the value of a call is to be recorded.
-        feeds: What is to be added to the value of a call.
+        feeds: What is to be fed into the value of a call, see `_feeding`; or None.
         gradients: Whether gradients are to be recorded.
         iterations: How many iterations of a `while` loop to keep; 0 for the last one.
         values: Whether values and gradients themselves come out.
         reduction: What is measured of them, if anything.
+        edits: Whether it edits, and hears the marks of what may be edited.
+        on_call: Told of each call that was recorded.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class Session:
         roots: tuple[Root, ...] = (),
         *,
         wants: Callable[[Call], bool] = lambda call: True,
-        feeds: Callable[[Call], list[Any] | None] = lambda call: None,
+        feeds: Callable[[Call], Fed | None] = lambda call: None,
         gradients: bool = False,
         iterations: int = 0,
         values: bool = True,
         reduction: Reduction | None = None,
+        edits: bool = False,
+        on_call: Callable[[Call], None] = lambda call: None,
     ):
         self.asked = asked
         self.roots = roots
@@ -78,7 +83,9 @@ class Session:
         self.gradients = gradients
         self.values = values
         self.reduction = reduction
-        self.taking = Choice(values, False, iterations, reduction)
+        self.edits = edits
+        self.on_call = on_call
+        self.taking = Choice(values, None, iterations, reduction)
         self.calls: list[Call] = []
         self.counts: dict[Any, int] = {}
         self.places: dict[tuple[Any, ...], Where] = {}
@@ -86,6 +93,7 @@ class Session:
         self.keep = False
         self.is_forward = False  # whether something is differentiated forward
         self.unmatched: set[str] = set()  # gradients whose values were not found
+        self.edited: set[str] = set()  # names of values that are edited
         self.number = 0  # among the captures around
         self.depth = 0
 
@@ -156,6 +164,11 @@ class Session:
         self.counts[key] = call.index + 1
         return call
 
+    def add(self, call: Call) -> None:
+        """Keeps a call that is complete but for its gradients."""
+        self.calls.append(call)
+        self.on_call(call)
+
     def note(self, label: Label, values: list[Any]) -> None:
         """Keeps a value that is there already, at the capture's own level."""
         if not self.is_heard(label):
@@ -165,7 +178,7 @@ class Session:
         call = self.heard(spot)
         if self.wants(call):
             call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
-            self.calls.append(call)
+            self.add(call)
 
     def heard_here(self, label: Label, arrays: list[Any]) -> list[Any]:
         """Does at once what a tap at the capture's own level leads to."""
@@ -176,14 +189,17 @@ class Session:
         scopes = open_scopes(self.number)
         spot = Spot(label, 0, scopes, tuple(values), tuple(arrays), flags=flags)
         call = self.heard(spot)
-        values = values_at(tap_p, values, self.feeds(call))
+        fed = self.feeds(call)
+        values = values if fed is None else fed.how.added(values, fed.arrays)
         if self.wants(call):
             call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
-            self.calls.append(call)
+            self.add(call)
         return values[: len(arrays)]
 
     def is_heard(self, label: Label) -> bool:
         """Whether taps of this sort are asked for; they may be for another capture."""
+        if label.is_edit or self.edits:
+            return label.is_edit and self.edits
         if label.how == "tap":
             return self.asked.taps
         if label.how == "output":
@@ -192,7 +208,7 @@ class Session:
 
     def planned(
         self, spots: list[Spot], ins: Sequence[Any], values: Any = None
-    ) -> tuple[list[Any], list[Choice], list[Any]]:
+    ) -> "Planned":
         """The calls (or None) at some spots, the plan, and what to feed.
 
         Args:
@@ -206,57 +222,63 @@ class Session:
             roots = self.roots_among(values)
         calls: list[Any] = []
         plan: list[Choice] = []
-        feeds: list[Any] = []
+        held: list[Any] = []  # what is fed, there or where the ticket goes
         for spot in spots:
-            if spot.is_again and not spot.is_gradient:
-                feed = self.fed_again(spot, ins, feeds)
-                calls.append(None)
-                plan.append(Choice(False, feed is not None))
-                feeds.append(feed)
-                continue
+            call, choice, fed = None, Choice(False), None
             if spot.is_gradient:
-                calls.append(None)
-                choice = self.taking if self.gradients else Choice(False, False)
-                plan.append(choice._replace(iterations=0))
-                feeds.append(None)
-                continue
-            call = self.heard(spot, roots) if self.is_heard(spot.label) else None
-            feed = self.feeds(call) if call is not None else None
-            wanted = call is not None and self.wants(call)
-            calls.append(call if wanted else None)
-            choice = self.taking if wanted else Choice(False, False)
-            plan.append(choice._replace(feed=feed is not None))
-            feeds.append(feed)
-        return calls, plan, feeds
+                if self.gradients:
+                    choice = self.taking._replace(iterations=0)
+            elif not spot.is_tap:
+                fed = self.fed_again(spot, ins, held)
+            elif self.is_heard(spot.label):
+                heard = self.heard(spot, roots)
+                fed = self.feeds(heard)
+                if self.edits and fed is not None:
+                    self.edited.add(spot.label.name)
+                if self.wants(heard):
+                    call, choice = heard, self.taking
+            calls.append(call)
+            held.append(fed)
+            if fed is not None and spot.is_edit == self.edits:
+                choice = choice._replace(feed=fed.how)
+            plan.append(choice)
+        return Planned(calls, plan, held)
 
-    def fed_again(self, spot: Spot, ins: Sequence[Any], feeds: list[Any]) -> Any:
-        """What is added to a value that is computed again: what was the first time."""
+    def fed_again(self, spot: Spot, ins: Sequence[Any], held: list[Any]) -> Any:
+        """What is fed where a ticket goes: what the tap stands for."""
         if spot.of is not None:
-            return feeds[spot.of]
+            return held[spot.of]
         if spot.source is not None and id(ins[spot.source]) in self.tickets:
             return self.tickets[id(ins[spot.source])][2]
+        if spot.is_edit and spot.label.name in self.edited:
+            raise CaptureError(
+                f"edit: {spot.label.name!r} is edited, and cannot be followed to where "
+                "it is differentiated. Differentiate outside: `jax.grad(edit(f, ...))`."
+            )
         return None
 
     def settle(
         self,
         spots: list[Spot],
-        planned: tuple[list[Any], Any, list[Any]],
+        planned: "Planned",
         found: list[Any],
         outs: Any,
         ins: Any,
     ) -> None:
         """Keeps what an operation gave: values, then gradients by their tickets."""
-        calls, _, feeds = planned
+        calls, _, held = planned
         for spot, call, values in zip(spots, calls, found):
             if call is None or values is None:
                 continue
             call.fill(spot, values, self.taking)
-            self.calls.append(call)
-        for spot, call, feed in zip(spots, calls, feeds):
-            if spot.ticket is not None and spot.order:
-                # One of its own: JAX may give one array for several equal results.
-                ticket = outs[spot.ticket] = jnp.add(outs[spot.ticket], 0)
-                self.tickets[id(ticket)] = ticket, call, feed
+            self.add(call)
+        for spot, call, fed in zip(spots, calls, held):
+            if spot.ticket is not None and (spot.order or spot.label.is_edit):
+                ticket = outs[spot.ticket]
+                if not self.keep:  # who listens further out has done so, and knows it
+                    # One of its own: JAX may give one array for several equal results.
+                    ticket = outs[spot.ticket] = jnp.add(ticket, 0)
+                self.tickets[id(ticket)] = ticket, call, fed
         for spot, values in zip(spots, found):
             if not spot.is_gradient or values is None:
                 continue
@@ -276,12 +298,37 @@ def _is_open(spot: Spot) -> bool:
     return any("~" in scope for scope in spot.scopes)
 
 
+class Planned(NamedTuple):
+    """What is to be done at some spots.
+
+    Attributes:
+        calls: The calls that are wanted, or None.
+        plan: What is done there.
+        held: What their tickets stand for: see `_feeding`; or None.
+    """
+
+    calls: list[Any]
+    plan: list[Choice]
+    held: list[Fed | None]
+
+    @property
+    def feeds(self) -> list[Any]:
+        """The arrays that are fed at each."""
+        pairs = zip(self.plan, self.held)
+        return [fed.arrays if fed and choice.feed else None for choice, fed in pairs]
+
+
 def united(first: Asked, second: Asked) -> Asked:
     """What is emitted when two captures listen, one inside the other."""
     kinds = None
     if first.kinds is not None and second.kinds is not None:
         kinds = first.kinds | second.kinds
-    return Asked(kinds, first.outputs or second.outputs, first.taps or second.taps)
+    return Asked(
+        kinds,
+        first.outputs or second.outputs,
+        first.taps or second.taps,
+        max(first.edits, second.edits),
+    )
 
 
 class Listener(Through):
@@ -304,7 +351,7 @@ class Listener(Through):
         """Hands an operation on, or stops at it."""
         parent = self.parent_trace
         with set_current_trace(parent):
-            if primitive in (tap_p, gradient_p, again_p):
+            if primitive in MARKS:
                 return self._tap(primitive, list(tracers), params)
             if primitive is linear_p:
                 self.session.is_forward = True
@@ -328,9 +375,9 @@ class Listener(Through):
         else:
             spot = spot._replace(source=len(values) - 1)
         planned = session.planned([spot], values)
-        values = values_at(primitive, values, planned[2][0])
-        outs = after_spot(primitive, params, values, session.keep)
-        found = recorded(primitive, values, planned[1][0], spot)
+        choice, feed = planned.plan[0], planned.feeds[0]
+        values, outs = at_spot(primitive, params, values, choice, feed, session.keep)
+        found = recorded(primitive, values, choice, spot)
         session.settle([spot], planned, [found], outs, values)
         return outs
 
@@ -352,7 +399,7 @@ class Listener(Through):
             slices.append(slice(base, len(spots)))
         handed = values if primitive.name == "jit" else None
         planned = session.planned(spots, values, handed)
-        _, plan, feeds = planned
+        plan, feeds = planned.plan, planned.feeds
         step = Step(
             primitive,
             params,
@@ -445,7 +492,7 @@ class Listener(Through):
             here = session.scopes()
             spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
             planned = session.planned(spots, values)
-            _, plan, feeds = planned
-            outs, found = run(body, list(values), tuple(plan), feeds, session.keep)
+            plan = tuple(planned.plan)
+            outs, found = run(body, list(values), plan, planned.feeds, session.keep)
             session.settle(spots, planned, found, outs, list(values))
             return outs

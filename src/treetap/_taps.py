@@ -70,6 +70,8 @@ class Label(NamedTuple):
         how: `"sow"`, `"perturb"`, `"tap"` or `"output"`.
         tree: The structure of the value.
         reduce: For `sow`, how to add a value to those before, and what to begin with.
+        is_edit: Whether it is the mark of a value that may be edited, see `_editable`, and
+            not of one that is heard.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Label(NamedTuple):
     how: str
     tree: Any
     reduce: Any = None
+    is_edit: bool = False
 
 
 tap_p = Primitive("tap")
@@ -127,8 +130,22 @@ def _to_front(value: Any, dim: Any) -> tuple[Any, Any]:
     return jnp.moveaxis(value, dim, 0), 0
 
 
+def all_mapped(values: Any, dims: Any) -> tuple[list[Any], list[int]]:
+    """Values that all have the axis of a mapping, in front."""
+    sizes = [x.shape[dim] for x, dim in zip(values, dims) if dim is not None]
+    moved = [
+        jnp.broadcast_to(value, (sizes[0], *value.shape))
+        if dim is None
+        else jnp.moveaxis(value, dim, 0)
+        for value, dim in zip(values, dims)
+    ]
+    return moved, [0] * len(moved)
+
+
 def _batch_tap(values: Any, dims: Any, **params: Any) -> Any:
     """A mapped value has the axis in front, and `rows` counts such axes."""
+    if params["label"].is_edit:
+        values, dims = all_mapped(values, dims)
     moved = [_to_front(value, dim) for value, dim in zip(values, dims)]
     params["rows"] += 1
     out = tap_p.bind(*(value for value, _ in moved), **params)
@@ -160,7 +177,7 @@ def _tap_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     params["order"] += bool(found)
     *out, ticket = tap_p.bind(*primals, **params)
     moved = list(tangents)
-    if found:
+    if found and not params["label"].is_edit:
         values = [tangents[n] for n in found]
         new = linear_p.bind(*values, ticket, **params, leaves=found)
         for n, value in zip(found, new):

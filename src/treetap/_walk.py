@@ -23,7 +23,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from treetap import _jaxprs
+from treetap._editable import edit_p, unedited
 from treetap._errors import CaptureError
+from treetap._feeding import Feeds, flat_feeds, shaped_feeds
 from treetap._jaxprs import Body
 from treetap._retaps import again_p
 from treetap._taps import TICKET, Label, gradient_p, linear_p, tap_p
@@ -46,6 +48,9 @@ class Spot(NamedTuple):
         source: For a gradient, the input that brings the ticket of its value.
         ticket: The output that takes its ticket out.
         is_again: Whether it is a tap's value computed again, or the gradient of one.
+        rows: How many of its own first axes are of mappings.
+        sizes: Of the axes that operations around it add, outermost first.
+        is_edit: Whether it is where a value may be edited; its tap comes before.
     """
 
     label: Label
@@ -61,6 +66,9 @@ class Spot(NamedTuple):
     source: int | None = None
     ticket: int | None = None
     is_again: bool = False
+    rows: int = 0
+    sizes: tuple[int, ...] = ()
+    is_edit: bool = False
 
     @property
     def is_gradient(self) -> bool:
@@ -70,7 +78,7 @@ class Spot(NamedTuple):
     @property
     def is_tap(self) -> bool:
         """Whether this is a value, told for the first time."""
-        return self.leaves is None and not self.is_again
+        return not (self.is_gradient or self.is_again or self.is_edit)
 
     def seen_from(self, name_stack: Any) -> "Spot":
         """The spot as seen from outside an operation with this name stack."""
@@ -82,14 +90,16 @@ class Spot(NamedTuple):
 
     def wrapped(self, name: str, size: int | None = None, flag: str = "") -> "Spot":
         """The spot as seen from outside an operation that adds an axis or a flag."""
-        avals = self.avals
+        avals, sizes = self.avals, self.sizes
         if size is not None:
+            sizes = size, *sizes
             avals = tuple(_with_axis(aval, size, self.outer) for aval in avals)
         if flag:
             kind = bool if flag == "taken" else "int32"
             avals = (*avals, jax.ShapeDtypeStruct((), kind))
         flags = (*self.flags, flag) if flag else self.flags
-        return self._replace(avals=avals, wraps=(name, *self.wraps), flags=flags)
+        wraps = name, *self.wraps
+        return self._replace(avals=avals, wraps=wraps, flags=flags, sizes=sizes)
 
 
 def _with_axis(aval: Any, size: int, outer: int) -> Any:
@@ -103,13 +113,13 @@ class Choice(NamedTuple):
 
     Attributes:
         record: Whether its value comes out.
-        feed: Whether something is added to it.
+        feed: How something is fed into it: see `_feeding`; or None.
         iterations: In a `while` loop, how many iterations are kept; 0 for the last one.
         reduce: What is measured of it, a `Reduction`; its states come out first.
     """
 
     record: bool
-    feed: bool
+    feed: Any = None
     iterations: int = 0
     reduce: Any = None
 
@@ -131,7 +141,6 @@ class Choice(NamedTuple):
 
 
 Plan = tuple[Choice, ...]
-Feeds = Sequence[Sequence[Any] | None]
 
 
 class Survey:
@@ -156,7 +165,7 @@ class Survey:
         self._tickets: dict[Any, int] = {}
         self._inputs = {var: n for n, var in enumerate(jaxpr.invars)}
         for n, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive in (tap_p, gradient_p, again_p):
+            if eqn.primitive in MARKS:
                 self.taps[n] = len(self.spots)
                 self._add_tap(eqn)
                 continue
@@ -243,14 +252,17 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     scopes = scopes_in(name_stack)
     outer = max(0, params["rows"] - mappings_in(name_stack))
     avals = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
-    label, order = params["label"], params["order"]
+    label, order, rows = params["label"], params.get("order", 0), params["rows"]
     if primitive is tap_p:
         guards = len(avals) - label.tree.num_leaves
         own = avals[: label.tree.num_leaves]
-        return Spot(label, order, scopes, avals, own, outer, flags=("taken",) * guards)
+        flags = ("taken",) * guards
+        return Spot(label, order, scopes, avals, own, outer, flags=flags, rows=rows)
     own, leaves = avals[:-1], params.get("leaves")
     is_again = primitive is again_p or params.get("is_again", False)
-    found = Spot(label, order, scopes, own, own, outer, is_again=is_again)
+    found = Spot(label, order, scopes, own, own, outer, is_again=is_again, rows=rows)
+    if primitive is edit_p:
+        return found._replace(is_edit=True)
     return found if leaves is None else found._replace(leaves=leaves)
 
 
@@ -331,6 +343,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {}
+MARKS = (tap_p, gradient_p, again_p, edit_p)
 
 
 class Step(NamedTuple):
@@ -353,22 +366,6 @@ class Step(NamedTuple):
     plans: list[Plan]
     feeds: list[Feeds]
     keep: bool
-
-
-def flat_feeds(feeds: Feeds) -> list[Any]:
-    """What is fed, in one list."""
-    return [value for feed in feeds if feed is not None for value in feed]
-
-
-def shaped_feeds(plan: Plan, spots: Sequence[Spot], flat: Sequence[Any]) -> Feeds:
-    """The inverse of `flat_feeds`."""
-    supply = iter(flat)
-    return [
-        [next(supply) for _ in spot.label.tree.num_leaves * [0]]
-        if choice.feed
-        else None
-        for choice, spot in zip(plan, spots)
-    ]
 
 
 def flat_found(found: Sequence[Any]) -> list[Any]:
@@ -411,8 +408,9 @@ def run(
                 outs = ins[:-1]
             elif n in work.taps:
                 place = work.taps[n]
-                tapped = values_at(eqn.primitive, ins, feeds[place])
-                outs = after_spot(eqn.primitive, eqn.params, tapped, keep)
+                tapped, outs = at_spot(
+                    eqn.primitive, eqn.params, ins, plan[place], feeds[place], keep
+                )
                 spot = work.spots[place]
                 found[place] = recorded(eqn.primitive, tapped, plan[place], spot)
             elif parts is None:
@@ -442,18 +440,25 @@ def is_inexact(value: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def values_at(primitive: Any, values: list[Any], feed: Sequence[Any] | None) -> Any:
-    """The operands of a tap, with what is fed added to them."""
-    if feed is None:
-        return values
-    fed = [value + more for value, more in zip(values, feed)]
-    return fed + values[len(fed) :]
+def at_spot(  # noqa: PLR0917 - all that there is to a tap
+    primitive: Any, params: Any, values: Any, choice: Choice, feed: Any, keep: bool
+) -> tuple[Any, Any]:
+    """The operands of a tap with what is fed, and its results."""
+    if primitive is edit_p and choice.feed is not None:
+        return values, choice.feed.edited(params, values, feed, keep)
+    if feed is not None:
+        values = choice.feed.added(values, feed)
+    return values, _after_spot(primitive, params, values, keep)
 
 
-def after_spot(primitive: Any, params: Any, values: list[Any], keep: bool) -> list[Any]:
+def _after_spot(
+    primitive: Any, params: Any, values: list[Any], keep: bool
+) -> list[Any]:
     """The results of a tap; it stays in for a capture further out."""
     if keep:
         return list(primitive.bind(*values, **params))
+    if primitive is edit_p:
+        return unedited(values, params)
     return [*values, TICKET] if primitive is tap_p else values[:-1]
 
 
@@ -484,7 +489,7 @@ def rewritten(body: Body, plan: Plan, feeds: Feeds, keep: bool) -> Any:
         count = len(body.jaxpr.invars)
 
         def fn(*values: Any) -> list[Any]:
-            given = shaped_feeds(plan, spots, values[count:])
+            given = shaped_feeds(plan, values[count:])
             outs, found = run(body, values[:count], plan, given, keep)
             return [*outs, *flat_found(found)]
 

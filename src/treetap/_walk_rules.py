@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from treetap import _jaxprs
 from treetap._errors import CaptureError
+from treetap._feeding import flat_feeds, shaped_feeds
 from treetap._jaxprs import Body
 from treetap._walk import (
     RULES,
@@ -17,11 +18,9 @@ from treetap._walk import (
     Rule,
     Spot,
     Step,
-    flat_feeds,
     flat_found,
     rewritten,
     run,
-    shaped_feeds,
     shaped_found,
     survey,
 )
@@ -79,12 +78,10 @@ def _outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
     return places
 
 
-def _fed_outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
-    """The same for each value that is fed."""
-    pairs = [
-        (spot.label.tree.num_leaves, spot) for c, spot in zip(plan, spots) if c.feed
-    ]
-    return [spot.outer for count, spot in pairs for _ in range(count)]
+def _fed_outers(plan: Any, spots: Sequence[Spot]) -> list[int | None]:
+    """The same for each value that is fed; None for one that has no axis for it."""
+    pairs = zip(plan, spots)
+    return [n for c, spot in pairs if c.feed for n in c.feed.places(spot.outer)]
 
 
 def _scan_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
@@ -100,7 +97,9 @@ def _scan(step: Step) -> Any:
 
     def one(carry: Any, slices: Any) -> Any:
         values, fed = slices
-        shaped = shaped_feeds(plan, spots, fed)
+        supply = iter(fed)
+        own = [same if n is None else next(supply) for same, n in zip(given, outers)]
+        shaped = shaped_feeds(plan, own)
         operands = [*consts, *carry, *values]
         outs, found = run(body, operands, plan, shaped, step.keep)
         stacked, places[:] = _distinct([*outs[num_carry:], *flat_found(found)])
@@ -108,9 +107,9 @@ def _scan(step: Step) -> Any:
 
     places: list[int] = []
     options = _jaxprs.scan_options(step.params)
+    given, outers = flat_feeds(feeds), _fed_outers(plan, spots)
     fed = [
-        jnp.moveaxis(value, outer, 0)
-        for value, outer in zip(flat_feeds(feeds), _fed_outers(plan, spots))
+        jnp.moveaxis(value, n, 0) for value, n in zip(given, outers) if n is not None
     ]
     carry, stacked = jax.lax.scan(one, list(carry), (mapped, fed), **options)
     stacked = [stacked[place] for place in places]
@@ -291,7 +290,7 @@ def _custom_jvp(step: Step) -> Any:
     count = len(step.values)
 
     def call(body: Body, given: Any, fed: Any) -> Any:
-        shaped = shaped_feeds(plan, spots, fed)
+        shaped = shaped_feeds(plan, fed)
         outs, found = run(body, given, plan, shaped, step.keep)
         return outs, flat_found(found)
 
@@ -352,7 +351,7 @@ def _custom_vjp(step: Step) -> Any:
     rule = _jaxprs.rule_of_vjp(step.params, count)
 
     def call(body: Body, values: Any) -> Any:
-        shaped = shaped_feeds(plan, spots, values[count:])
+        shaped = shaped_feeds(plan, values[count:])
         outs, found = run(body, values[:count], plan, shaped, step.keep)
         return outs, flat_found(found)
 
@@ -396,12 +395,13 @@ def _shard_map(step: Step) -> Any:
     axes = _jaxprs.shard_axes(step.params)
     outers, fed_outers = _outers(plan, spots), _fed_outers(plan, spots)
 
-    def stacked(outers: list[int]) -> list[Any]:
-        return [jax.P(*[None] * outer, axes) for outer in outers]
+    def stacked(outers: Sequence[int | None]) -> list[Any]:
+        return [jax.P() if n is None else jax.P(*[None] * n, axes) for n in outers]
 
     def local(values: Any, fed: Any) -> Any:
-        own = [jnp.squeeze(value, outer) for value, outer in zip(fed, fed_outers)]
-        shaped = shaped_feeds(plan, spots, own)
+        pairs = zip(fed, fed_outers)
+        own = [value if n is None else jnp.squeeze(value, n) for value, n in pairs]
+        shaped = shaped_feeds(plan, own)
         outs, found = run(body, list(values), plan, shaped, step.keep)
         if step.params["check_vma"]:
             found = [_once(*one, axes) for one in zip(plan, spots, found)]
@@ -434,18 +434,12 @@ def _once(choice: Choice, spot: Spot, found: Any, axes: tuple[Any, ...]) -> Any:
 
 
 def _seen_once(reduced: Any, axes: tuple[Any, ...]) -> Any:
-    varying = {axis for leaf in jax.tree.leaves(reduced) for axis in _varying(leaf)}
+    varying = {axis for leaf in jax.tree.leaves(reduced) for axis in _jaxprs.varying(leaf)}
     seen = reduced.seen
     for axis in axes:
         if axis not in varying:
             seen = seen & (jax.lax.axis_index(axis) == 0)
     return replace(reduced, seen=seen)
-
-
-def _varying(value: Any) -> Any:
-    kind = jax.typeof(value)
-    held = getattr(kind, "vma", None)
-    return kind.mat.varying if held is None else held
 
 
 RULES.update(

@@ -11,7 +11,7 @@ import pytest
 import treetap
 from treetap import nnx
 
-PUBLIC_MODULES = ("compat", "initializers", "metrics", "nnx", "traversals")
+PUBLIC_MODULES = ("compat", "edits", "initializers", "metrics", "nnx", "traversals")
 
 
 def own_names(module: types.ModuleType) -> list[str]:
@@ -86,7 +86,7 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
         *("Store", "StoreWriter", "StoredArray", "Blame", "blame", "watch"),
         *("AbsMax", "AllFinite", "DeadUnits", "DeadUnitsFound", "Histogram"),
         *("HistogramFound", "Moments", "MomentsFound", "NonFinite", "NonFiniteFound"),
-        *("Norm", "Reducer", "TopK", "TopKFound"),
+        *("Norm", "Reducer", "TopK", "TopKFound", "edit", "edits"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions
 

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits: what to put in the place of a value on the way; see `treetap.edit`.
+
+An edit is a function from a value to another of the same structure, shapes and types.
+It is also a tree: its arrays are traced, so that a sweep over other numbers compiles
+once, `jax.vmap` over edits makes a grid, and gradients flow to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+from treetap._errors import CaptureError
+from treetap._feeding import Axes
+from treetap._records import Site
+
+Shape = tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """The value that an edit is for.
+
+    Attributes:
+        text: The site.
+        tree: The structure of the value.
+        types: The types of its leaves, axes of mappings included.
+        whole: The same with the axes of loops, too.
+        rows: How many axes of mappings there are.
+        wraps: The operations around it.
+        loops: Those that give it axes, and how many: scans and shards.
+    """
+
+    text: str
+    tree: Any
+    types: tuple[Any, ...]
+    whole: tuple[Any, ...]
+    rows: int
+    wraps: tuple[str, ...]
+    loops: tuple[tuple[str, int], ...]
+
+    def axes_of(self, array: Any, leaf: int) -> Axes:
+        """Which axes an array has, that goes with a leaf of the value."""
+        shape, own = jnp.shape(array), tuple(self.types[leaf].shape)
+        base, whole = own[self.rows :], tuple(self.whole[leaf].shape)
+        sizes = tuple(size for _, size in self.loops)
+        if _fits(shape, base):
+            return Axes()
+        if shape == whole:
+            return Axes(rows=self.rows > 0, loops=bool(sizes))
+        if shape == own:
+            return Axes(rows=True)
+        if shape == (*sizes, *base):
+            return Axes(loops=True)
+        raise CaptureError(
+            f"edit: the value at {self.text} has the shape {base}, {whole} with the "
+            f"axes of mappings and loops; an array of the edit has {shape}. It must "
+            "have one of these shapes, or one that broadcasts to the first."
+        )
+
+    def check_type(self, array: Any, leaf: int) -> None:
+        """Refuses numbers that the value cannot hold."""
+        dtype = self.types[leaf].dtype
+        if jnp.result_type(array, dtype) != dtype:
+            raise CaptureError(
+                f"edit: the value at {self.text} is of type {dtype}; an array of the "
+                f"edit is of type {jnp.result_type(array)}, shape {jnp.shape(array)}. "
+                f"Convert it: `.astype({str(dtype)!r})`."
+            )
+
+    def axes_of_tree(self, value: Any, is_mask: bool = False) -> list[Axes]:
+        """The same for a tree like the value, or for one array for all leaves."""
+        leaves, tree = jax.tree.flatten(value)
+        places = range(self.tree.num_leaves)
+        if tree == self.tree:
+            pairs = [(leaf, [n]) for n, leaf in enumerate(leaves)]
+        elif jax.tree_util.treedef_is_leaf(tree):
+            pairs = [(leaves[0], list(places))]
+        else:
+            raise CaptureError(
+                f"edit: the value at {self.text} is {self.tree}, and the edit has "
+                f"{tree}. Give the same structure, or one array."
+            )
+        found = []
+        for array, numbers in pairs:
+            kinds = {self.axes_of(array, n) for n in numbers}
+            if len(kinds) > 1:
+                raise CaptureError(
+                    f"edit: one array of shape {jnp.shape(array)} cannot stand for all "
+                    f"leaves at {self.text}. Give one for each leaf."
+                )
+            if not is_mask:
+                for n in numbers:
+                    self.check_type(array, n)
+            found += kinds
+        return found
+
+
+def _fits(shape: Shape, base: Shape) -> bool:
+    """Whether an array of a shape broadcasts to another."""
+    if len(shape) > len(base):
+        return False
+    pairs = zip(reversed(shape), reversed(base))
+    return all(mine in (1, other) for mine, other in pairs)
+
+
+def _together(fn: Callable[..., Any], value: Any, other: Any) -> Any:
+    """A function of each leaf of a value, and of its part of the other tree."""
+    if jax.tree.structure(value) == jax.tree.structure(other):
+        return jax.tree.map(lambda x, y: fn(x, _broadcast(y, x)), value, other)
+    return jax.tree.map(lambda x: fn(x, _broadcast(other, x)), value)
+
+
+def _broadcast(array: Any, value: Any) -> Any:
+    return jnp.broadcast_to(jnp.asarray(array), jnp.shape(value))
+
+
+def _cast(array: Any, value: Any) -> Any:
+    return array.astype(jnp.result_type(value))
+
+
+class Edit:
+    """A change of a value: called with the value, gives another.
+
+    The functions of this room make edits.
+    """
+
+    def __call__(self, value: Any) -> Any:
+        """The value after the edit."""
+        raise NotImplementedError
+
+    def fitted(self, target: Target) -> tuple["Edit", list[Axes]]:
+        """The edit for a value, and the axes that each of its arrays has."""
+        raise NotImplementedError
+
+    def at(self, iteration: Any) -> "Edit":
+        """The same in one iteration of a scan; in others the value is as it was.
+
+        Args:
+            iteration: Its number, which may be traced; in loops inside one another a
+                tuple, the outermost first.
+        """
+        numbers = iteration if isinstance(iteration, tuple) else (iteration,)
+        return _At(self, tuple(jnp.asarray(number) for number in numbers))
+
+    def where(self, mask: Any) -> "Edit":
+        """The same where a mask is true; elsewhere the value is as it was.
+
+        Args:
+            mask: Of booleans, that broadcasts to the value: positions, or heads.
+        """
+        return _Where(self, jnp.asarray(mask, bool))
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Replace(Edit):
+    value: Any
+
+    def __call__(self, value: Any) -> Any:
+        return _together(lambda x, y: _cast(y, x), value, self.value)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        return self, target.axes_of_tree(self.value)
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Add(Edit):
+    value: Any
+
+    def __call__(self, value: Any) -> Any:
+        return _together(lambda x, y: _cast(x + y, x), value, self.value)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        return self, target.axes_of_tree(self.value)
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Scale(Edit):
+    factor: Any
+
+    def __call__(self, value: Any) -> Any:
+        return _together(lambda x, y: _cast(x * y, x), value, self.factor)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        return self, target.axes_of_tree(self.factor)
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Mean(Edit):
+    axis: Any = field(metadata={"static": True})
+
+    def __call__(self, value: Any) -> Any:
+        def one(x: Any) -> Any:
+            return _broadcast(_cast(jnp.mean(x, self.axis, keepdims=True), x), x)
+
+        return jax.tree.map(one, value)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        return self, []
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Apply(Edit):
+    params: tuple[Any, ...]
+    function: Callable[..., Any] = field(metadata={"static": True})
+
+    def __call__(self, value: Any) -> Any:
+        return self.function(value, *self.params)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        return self, [Axes()] * len(jax.tree.leaves(self.params))
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Where(Edit):
+    edit: Edit
+    mask: Any
+
+    def __call__(self, value: Any) -> Any:
+        new = self.edit(value)
+
+        def chosen(old: Any, new: Any) -> Any:
+            return jnp.where(_broadcast(self.mask, old), new, old)
+
+        return jax.tree.map(chosen, value, new)
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        edit, axes = self.edit.fitted(target)
+        mask = target.axes_of_tree(self.mask, is_mask=True)
+        return _Where(edit, self.mask), [*axes, *mask]
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _At(Edit):
+    edit: Edit
+    iteration: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> Any:
+        raise CaptureError(
+            "Edit.at: an edit of one iteration has no meaning outside the loop. Give "
+            "it to `edit`."
+        )
+
+    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        edit, axes = self.edit.fitted(target)
+        scans = [size for name, size in target.loops if name == "scan"]
+        if "while" in target.wraps or len(scans) != len(self.iteration):
+            loops = ", ".join(target.wraps) or "no loop"
+            raise CaptureError(
+                f"Edit.at: {len(self.iteration)} iterations are given for "
+                f"{target.text}, which is under {loops}. Give one for each `scan` "
+                "around it; the iterations of a `while` have no numbers."
+            )
+        mask = jnp.ones(tuple(size for _, size in target.loops), bool)
+        numbers = iter(self.iteration)
+        for place, (name, size) in enumerate(target.loops):
+            if name == "scan":
+                mask &= _one_of(next(numbers), size, place, mask.shape, target.text)
+        return _Where(edit, mask), [*axes, Axes(loops=True)]
+
+
+def _one_of(number: Any, size: int, place: int, shape: Shape, text: str) -> Any:
+    """A mask that is true at one place along an axis."""
+    if not isinstance(number, jax.core.Tracer) and not -size <= int(number) < size:
+        raise CaptureError(
+            f"Edit.at: {text} has {size} iterations, and number {int(number)} is not "
+            f"among them. They are 0 to {size - 1}."
+        )
+    number = jnp.where(number < 0, number + size, number)
+    return jax.lax.broadcasted_iota(number.dtype, shape, place) == number
+
+
+def _arrays(value: Any, what: str) -> Any:
+    """A tree with arrays for leaves, taken out of a Site."""
+    value = value.value if isinstance(value, Site) else value
+    if not jax.tree.leaves(value):
+        raise CaptureError(f"{what}: there is no value in {value!r}. Give arrays.")
+    try:
+        return jax.tree.map(jnp.asarray, value)
+    except TypeError as error:
+        raise CaptureError(
+            f"{what}: {value!r} is not made of arrays. Give arrays or numbers."
+        ) from error
+
+
+def replace(value: Any) -> Edit:
+    """Another value in its place.
+
+    Args:
+        value: A tree like the value, or one array for all its leaves; each broadcasts
+            to its leaf. With the axes of loops in front it is a value for each
+            iteration, as a Record has it.
+
+    Examples:
+        >>> import treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") + 1
+        >>> float(tt.edit(f, {"x": tt.edits.replace(5.0)})(0.0))
+        6.0
+    """
+    return _Replace(_arrays(value, "replace"))
+
+
+def swap(site: Site) -> Edit:
+    """The value of a site of a Record, of another run, in its place.
+
+    Args:
+        site: Such as `record["blocks/3:__call__"]`.
+
+    Examples:
+        >>> import treetap as tt
+        >>> f = lambda x: tt.tap(x * 2, "x") + 1
+        >>> _, record = tt.observe(f)(10.0)
+        >>> float(tt.edit(f, {"x": tt.edits.swap(record["x"])})(0.0))
+        21.0
+    """
+    if not isinstance(site, Site):
+        raise CaptureError(
+            f"swap: expected a site of a Record, got a {type(site).__name__}. Use "
+            "`replace` for a value."
+        )
+    return _Replace(_arrays(site, "swap"))
+
+
+def zero() -> Edit:
+    """Zeros in its place.
+
+    Examples:
+        >>> import treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") + 1
+        >>> float(tt.edit(f, {"x": tt.edits.zero()})(3.0))
+        1.0
+    """
+    return _Apply((), _zeros)
+
+
+def _zeros(value: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, value)
+
+
+def mean(axis: int | tuple[int, ...] | None = None) -> Edit:
+    """Its mean in its place, along an axis or over all.
+
+    Args:
+        axis: Which axis, or axes; all by default. Axes of mappings and loops do not
+            count: it is the value as the function sees it.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") * 10
+        >>> tt.edit(f, {"x": tt.edits.mean(0)})(jnp.array([1.0, 3.0])).tolist()
+        [20.0, 20.0]
+    """
+    return _Mean(axis)
+
+
+def add(value: Any) -> Edit:
+    """Something added to it: a steering vector.
+
+    Args:
+        value: As for `replace`.
+
+    Examples:
+        >>> import treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") * 10
+        >>> float(tt.edit(f, {"x": tt.edits.add(0.5)})(1.0))
+        15.0
+    """
+    return _Add(_arrays(value, "add"))
+
+
+def scale(factor: Any) -> Edit:
+    """A multiple of it.
+
+    Args:
+        factor: As for `replace`.
+
+    Examples:
+        >>> import treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") + 1
+        >>> float(tt.edit(f, {"x": tt.edits.scale(3.0)})(1.0))
+        4.0
+    """
+    return _Scale(_arrays(factor, "scale"))
+
+
+def apply(function: Callable[..., Any], *params: Any) -> Edit:
+    """What a function makes of it.
+
+    Args:
+        function: From the value, and the parameters, to another of the same structure,
+            shapes and types. Another function is another program to compile.
+        *params: Trees of arrays; other ones are not.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> f = lambda x: tt.tap(x, "x") + 1
+        >>> clip = tt.edits.apply(jnp.minimum, 2.0)
+        >>> float(tt.edit(f, {"x": clip})(5.0))
+        3.0
+    """
+    if not callable(function):
+        raise CaptureError(f"apply: expected a function, got {function!r}.")
+    return _Apply(jax.tree.map(jnp.asarray, params), function)
