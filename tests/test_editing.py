@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """edit: every program with an edit is the program with the edit written into it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +124,7 @@ def sharded(mark):
 
     def fn(x):
         run = jax.shard_map(
-            local, mesh=mesh_of(a=2), in_specs=(spec,), out_specs=spec
+            local, mesh=mesh_of((2,), ("a",)), in_specs=(spec,), out_specs=spec
         )
         return jnp.sum(run(jnp.concatenate([x, 2 * x])))
 
@@ -157,8 +155,8 @@ def tapped(h):
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_an_edited_program_is_the_one_with_the_edit_written_in(program, way):
     transform, is_outside = WAYS[way]
-    names = ["replace", "apply"] if way in {"hessian", "twice"} else KINDS
-    for name in names:
+    is_small = program in {plain, jitted, scanned} and way in {"value", "jitted"}
+    for name in KINDS if is_small else ["apply"]:
         change, by_hand = KINDS[name]
         expected = transform(program(by_hand))(X)
         if is_outside:
@@ -166,3 +164,314 @@ def test_an_edited_program_is_the_one_with_the_edit_written_in(program, way):
         else:
             found = tt.edit(transform(program(tapped)), {"h": change})(X)
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+def test_another_value_is_not_another_program():
+    traces = []
+
+    @jax.jit
+    def fn(x):
+        traces.append(x)
+        return jnp.sum(tapped(x * 2) ** 2)
+
+    for n in range(20):
+        found = tt.edit(fn, {"h": edits.replace(jnp.full(3, float(n)))})(X)
+        assert found == 3 * n**2
+    assert len(traces) == 1
+
+    traces.clear()
+    sweep = jax.jit(lambda x, change: tt.edit(fn, {"h": change})(x))
+    for n in range(20):
+        sweep(X, edits.add(jnp.full(3, float(n))))
+    assert len(traces) <= 1 and sweep._cache_size() == 1
+
+
+def test_vmap_over_edits_is_a_grid():
+    fn = scanned(tapped)
+    change = edits.apply(bend, 2.0)
+    grid = jax.vmap(lambda k: tt.edit(fn, {"h": change.at(k)})(X))(jnp.arange(4))
+    loop = [tt.edit(fn, {"h": change.at(k)})(X) for k in range(4)]
+    np.testing.assert_allclose(grid, jnp.stack(loop), rtol=1e-6)
+    assert len(set(np.asarray(grid).tolist())) == 4
+
+    values = jnp.arange(6.0).reshape(2, 3)
+    rows = jax.vmap(lambda e: tt.edit(plain(tapped), {"h": e})(X))(edits.replace(values))
+    expected = [plain(lambda h, v=v: v)(X) for v in values]
+    np.testing.assert_allclose(rows, jnp.stack(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("program", [scanned, scanned_remat, mapped_scan, sharded])
+def test_gradients_flow_to_the_arrays_of_an_edit(program):
+    def by_edit(v):
+        return tt.edit(program(tapped), {"h": edits.apply(bend, v)})(X)
+
+    def by_hand(v):
+        return program(lambda h: bend(h, v))(X)
+
+    np.testing.assert_allclose(
+        jax.grad(by_edit)(V), jax.grad(by_hand)(V), rtol=1e-5, atol=1e-6
+    )
+
+    def through_inner(v, program, mark):
+        return jnp.sum(mark(jax.grad(program), v)(X) ** 2)
+
+    by_edit = lambda v: jnp.sum(  # noqa: E731 - short
+        tt.edit(jax.grad(program(tapped)), {"h": edits.apply(bend, v)})(X) ** 2
+    )
+    by_hand = lambda v: jnp.sum(  # noqa: E731 - short
+        jax.grad(program(lambda h: bend(h, v)))(X) ** 2
+    )
+    np.testing.assert_allclose(
+        jax.grad(by_edit)(V), jax.grad(by_hand)(V), rtol=1e-4, atol=1e-5
+    )
+
+
+def unrolled(changes):
+    """`scanned` with another function for each iteration."""
+
+    def fn(x):
+        sums = 0.0
+        for change, w in zip(changes, [1.0, 2.0, 3.0, 0.5]):
+            sums += jnp.sum(x)
+            x = jnp.sin(change(x * w)) + x
+        return jnp.sum(x) + sums
+
+    return fn
+
+
+@pytest.mark.parametrize("number", [0, 2, -1])
+def test_an_edit_of_one_iteration_leaves_the_others(number):
+    change, by_hand = KINDS["apply"]
+    changes = [lambda h: h] * 4
+    changes[number] = by_hand
+    for transform in (lambda f: f, jax.grad):
+        expected = transform(unrolled(changes))(X)
+        found = tt.edit(transform(scanned(tapped)), {"h": change.at(number)})(X)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_array_with_the_axis_of_a_loop_has_a_part_for_each_iteration():
+    values = jnp.arange(12.0).reshape(4, 3)
+    expected = jax.grad(unrolled([lambda h, v=v: h * v for v in values]))(X)
+    found = tt.edit(jax.grad(scanned(tapped)), {"h": edits.scale(values)})(X)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_swap_brings_the_value_of_another_run():
+    fn = scanned(tapped)
+    _, record = tt.observe(fn)(X + 1)
+    found = tt.edit(fn, {"h": edits.swap(record["h"])})(X)
+    expected = unrolled([lambda h, v=v: v for v in record["h"].value])(X)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(tt.edit(fn, {"h": record["h"]})(X), expected, rtol=1e-6)
+    whole = tt.edit(mapped_scan(tapped), {"h": edits.zero()})
+    same, seen = tt.observe(mapped_scan(tapped))(X)
+    again = tt.edit(mapped_scan(tapped), {"h": seen["h"]})(X)
+    np.testing.assert_allclose(again, same, rtol=1e-6)
+    assert whole(X) != same
+
+
+def test_observation_and_edit_in_one_pass_either_way_round():
+    change, by_hand = KINDS["apply"]
+    grad = jax.grad(scanned(tapped))
+    expected = jax.grad(scanned(by_hand))(X)
+    _, by_hand_record = tt.observe(
+        jax.grad(scanned(lambda h: tapped(by_hand(h)))), grads=True
+    )(X)
+    for fn in (
+        tt.observe(tt.edit(grad, {"h": change}), grads=True),
+        tt.edit(tt.observe(grad, grads=True), {"h": change}),
+    ):
+        out, record = fn(X)
+        np.testing.assert_allclose(out, expected, rtol=1e-5)
+        wanted = by_hand_record["h"]
+        np.testing.assert_allclose(record["h"].value, wanted.value, rtol=1e-5)
+        np.testing.assert_allclose(record["h"].grad, wanted.grad, rtol=1e-5)
+
+
+def test_edits_inside_one_another_come_one_after_the_other():
+    fn = jax.grad(scanned(tapped))
+    expected = jax.grad(scanned(lambda h: bend(h, 2.0) * 3.0))(X)
+    both = [edits.apply(bend, 2.0), edits.scale(3.0)]
+    nested = tt.edit(tt.edit(fn, {"h": both[0]}), {"h": both[1]})
+    np.testing.assert_allclose(nested(X), expected, rtol=1e-5)
+    np.testing.assert_allclose(tt.edit(fn, {"h": both})(X), expected, rtol=1e-5)
+
+
+def test_a_call_index_chooses_one_call():
+    h = lambda n: lambda h: h * n  # noqa: E731 - short
+    for index, factors in (("h#1", (1.0, 5.0)), ("h#0", (5.0, 1.0)), ("h", (5.0, 5.0))):
+        found = tt.edit(jax.grad(twice(tapped)), {index: edits.scale(5.0)})(X)
+        first, second = map(h, factors)
+        expected = jax.grad(lambda x: jnp.sum(second(jnp.sin(first(x))) * x))(X)  # noqa: B023 - used at once
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Layer(tt.Module):
+    def __init__(self, w):
+        self.w = tt.Param(jnp.array(w))
+
+    def __call__(self, x):
+        self.sow(tt.Intermediate, "inputs", x)
+        return {"out": jnp.tanh(self.w * x), "twice": 2 * x}
+
+
+class Net(tt.Module):
+    def __init__(self):
+        self.layers = tt.List([Layer(1.0), Layer(2.0)])
+        self.calls = tt.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        for layer in self.layers:
+            x = self.perturb("x", sum(layer(x).values()))
+        return x
+
+
+def test_outputs_of_methods_are_edited_as_the_trees_they_are():
+    model = Net()
+    swapped = edits.apply(lambda tree: {"out": tree["twice"], "twice": tree["out"] * 0})
+    out = tt.edit(model, {"layers/0": swapped})(X)
+    first = 2 * X
+    np.testing.assert_allclose(out, jnp.tanh(2 * first) + 2 * first, rtol=1e-6)
+    assert model.calls[...] == 1
+
+    parts = edits.replace({"out": V, "twice": -V})
+    np.testing.assert_allclose(tt.edit(model, {"layers/1": parts})(X), 0 * X)
+    loss = lambda model, x: jnp.sum(model(x))  # noqa: E731 - short
+    grads = tt.edit(tt.grad(loss), {"layers/1:__call__": parts})(model, X)
+    assert grads.layers[0].w[...] == 0.0 and grads.layers[1].w[...] == 0.0
+    assert jnp.all(tt.edit(model, {"x": edits.zero()})(X) == 0)
+
+
+def test_a_run_ends_at_a_site():
+    model, seen = Net(), []
+
+    def after(h):
+        seen.append(1)
+        return h
+
+    fn = lambda x: after(jnp.sin(tapped(x)))  # noqa: E731 - short
+    out = tt.edit(fn, {"h": edits.scale(2.0)}, stop_at="h")(X)
+    np.testing.assert_allclose(out, 2 * X)
+    assert not seen
+    found = tt.edit(jax.jit(lambda m, x: m(x)), {}, stop_at="layers/0")(model, X)
+    np.testing.assert_allclose(found["twice"], 2 * X)
+    with pytest.raises(tt.CaptureError, match=r"stop_at: .*'g'.* matches none"):
+        tt.edit(fn, {}, stop_at="g")(X)
+
+
+def while_loop(mark):
+    def fn(x):
+        body = lambda c: (c[0] + 1, jnp.sin(mark(c[1] * 2)))  # noqa: E731 - short
+        return jnp.sum(jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1])
+
+    return fn
+
+
+def test_edits_in_while_loops_and_their_forward_derivatives():
+    change, by_hand = KINDS["apply"]
+    for transform in (lambda f: f, jax.jit, WAYS["forward"][0]):
+        found = tt.edit(transform(while_loop(tapped)), {"h": change})(X)
+        np.testing.assert_allclose(
+            found, transform(while_loop(by_hand))(X), rtol=1e-5, atol=1e-6
+        )
+    mapped = lambda mark: jax.vmap(while_loop(mark))  # noqa: E731 - short
+    rows = jnp.stack([X, 2 * X])
+    found = tt.edit(mapped(tapped), {"h": change})(rows)
+    np.testing.assert_allclose(found, mapped(by_hand)(rows), rtol=1e-5, atol=1e-6)
+    with pytest.raises(tt.CaptureError, match="iterations of a `while` have no numb"):
+        tt.edit(while_loop(tapped), {"h": edits.zero().at(1)})(X)
+
+
+def with_rule(mark, taps_in_rule=True):
+    @jax.custom_vjp
+    def inner(x):
+        return jnp.sin(mark(x * 2))
+
+    def fwd(x):
+        h = (mark if taps_in_rule else lambda h: h)(x * 2)
+        return jnp.sin(h), h
+
+    inner.defvjp(fwd, lambda h, g: (7.0 * h * g,))
+    return lambda x: jnp.sum(inner(x))
+
+
+def test_in_a_function_with_a_rule_the_rule_is_edited():
+    change, by_hand = KINDS["apply"]
+    for transform in (lambda f: f, jax.grad, lambda f: jax.grad(jax.jit(f))):
+        expected = transform(with_rule(by_hand))(X)
+        found = tt.edit(transform(with_rule(tapped)), {"h": change})(X)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        found = transform(tt.edit(with_rule(tapped), {"h": change}))(X)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+    def learned(v, x):
+        return tt.edit(with_rule(tapped), {"h": edits.add(v)})(x)
+
+    with pytest.raises(tt.CaptureError, match=r"no derivative\s+with respect to the ed"):
+        jax.grad(learned, (0, 1))(V, X)
+    lost = tt.edit(with_rule(tapped, False), {"h": change})
+    with pytest.raises(tt.CaptureError, match=r"`edit` of 'h' is in a custom_vjp"):
+        jax.grad(lost)(X)
+
+
+class Linear(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.ones((3, 3)))
+
+    def __call__(self, x):
+        self.sow(tt.Intermediate, "inputs", x)
+        return x @ self.w
+
+
+def test_bad_edits_say_where_and_what():
+    fn, model = jax.jit(scanned(tapped)), Linear()
+
+    def refused(change, text, fn=fn, key="h"):
+        with pytest.raises(tt.CaptureError, match=text):
+            tt.edit(fn, {key: change})(X)
+
+    refused(edits.zero(), "`tap` or `perturb`", model, "inputs")
+    refused(edits.replace(jnp.ones(4)), r"at h has the shape \(3,\), \(4, 3\).*\(4,\)")
+    refused(edits.add(jnp.ones(3, jnp.complex64)), "type float32; .*complex64")
+    refused(edits.apply(lambda h: h[:2]), r"gives float32\[2\], .* float32\[3\]")
+    refused(edits.apply(lambda h: h > 0), r"gives bool\[3\], .* float32\[3\]")
+    refused(edits.apply(lambda h: (h, h)), "gives what it gets")
+    refused(edits.zero(), r"edit: Select\('g'\) matches none of 1 sites.*\n  h", key="g")
+    refused(edits.zero().at(4), "has 4 iterations, and number 4")
+    refused(edits.zero().at((1, 1)), "2 iterations are given for h")
+    refused(edits.replace({"a": V}), "Give the same structure")
+    refused(3.0, "expected an edit, got a float")
+    assert model(X).shape == (3,)
+
+
+def test_what_cannot_be_an_edit_is_refused_at_once():
+    with pytest.raises(tt.CaptureError, match="expected a mapping"):
+        tt.edit(plain(tapped), "h")
+    with pytest.raises(tt.CaptureError, match="swap: expected a site"):
+        edits.swap(V)
+    with pytest.raises(tt.CaptureError, match="there is no value"):
+        edits.replace(None)
+    with pytest.raises(tt.CaptureError, match="not made of arrays"):
+        edits.add("a")
+    with pytest.raises(tt.CaptureError, match="apply: expected a function"):
+        edits.apply(3)
+    with pytest.raises(tt.CaptureError, match="no meaning outside the loop"):
+        edits.zero().at(1)(V)
+
+
+def test_an_edit_that_is_refused_leaves_the_model_as_it_was():
+    model = Net()
+    with pytest.raises(tt.CaptureError):
+        tt.edit(model, {"layers/7": edits.zero()})(X)
+    assert model.calls[...] == 0
+
+
+def test_a_value_that_the_walk_cannot_reach_is_refused_by_name():
+    def fn(x):
+        again = lambda x: tapped(jnp.sum(x)) < 9.0  # noqa: E731 - short
+        return jax.lax.while_loop(again, lambda x: x + 1, x)
+
+    with pytest.raises(tt.CaptureError, match="'h' is inside the condition of a while"):
+        tt.edit(jax.jit(fn), {"h": edits.zero()})(X)

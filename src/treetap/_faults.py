@@ -24,7 +24,8 @@ from treetap._jaxprs import Body
 from treetap._reducers import flat_places
 from treetap._reductions import Reduction
 from treetap._taps import Label
-from treetap._walk import RULES, Choice, Spot, Survey, is_inexact, lens, run, scopes_in
+from treetap._feeding import is_inexact
+from treetap._walk import RULES, Choice, Spot, Survey, lens, run, scopes_in
 from treetap._walk import survey as survey_of
 
 del _walk_rules  # imported for its rules

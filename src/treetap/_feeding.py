@@ -45,6 +45,11 @@ class Adding(NamedTuple):
     """Arrays that are added, one for each leaf; they have the axes of all loops."""
 
     count: int
+    what = "`perturb`"
+
+    def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
+        """The arrays as they go into a function with a rule of its own."""
+        return list(arrays)
 
     def places(self, outer: int) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""
@@ -80,6 +85,24 @@ class Editing(NamedTuple):
     text: str
     tree: Any
     axes: tuple[Axes, ...]
+    what = "`edit`"
+
+    def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
+        """The arrays, refused if they are differentiated."""
+
+        @jax.custom_jvp
+        def same(array: Any) -> Any:
+            return array
+
+        @same.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            raise CaptureError(
+                f"edit: {self.text} is inside a {where}, whose rule has no derivative "
+                "with respect to the edit. Move the tap outside, or stop the gradient "
+                "of the edit's arrays."
+            )
+
+        return [same(array) if is_inexact(array) else array for array in arrays]
 
     @property
     def count(self) -> int:
@@ -146,6 +169,12 @@ class Editing(NamedTuple):
         new = new.astype(kind.dtype)
         axes = tuple(_jaxprs.varying(old))
         return _jaxprs.as_varying(new, axes) if axes else new
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value is an array of numbers that may be not finite."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _text(value: Any) -> str:

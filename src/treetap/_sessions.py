@@ -20,6 +20,7 @@ from treetap import _jaxprs, _walk_rules
 from treetap._calls import Call
 from treetap._errors import CaptureError
 from treetap._feeding import Fed
+from treetap._jaxprs import Body
 from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
 from treetap._reductions import Reduction
@@ -273,11 +274,12 @@ class Session:
             call.fill(spot, values, self.taking)
             self.add(call)
         for spot, call, fed in zip(spots, calls, held):
-            if spot.ticket is not None and (spot.order or spot.label.is_edit):
-                ticket = outs[spot.ticket]
+            is_followed = spot.order or spot.label.is_edit
+            for n in spot.tickets if is_followed else ():
+                ticket = outs[n]
                 if not self.keep:  # who listens further out has done so, and knows it
                     # One of its own: JAX may give one array for several equal results.
-                    ticket = outs[spot.ticket] = jnp.add(ticket, 0)
+                    ticket = outs[n] = jnp.add(ticket, 0)
                 self.tickets[id(ticket)] = ticket, call, fed
         for spot, values in zip(spots, found):
             if not spot.is_gradient or values is None:
@@ -291,6 +293,16 @@ class Session:
                 self.unmatched.add(spot.label.name)
             if call is not None:
                 call.fill_gradient(spot, values, self.taking)
+
+
+    def follow(self, bodies: Sequence[Body], outs: Any, ins: Sequence[Any]) -> None:
+        """Knows tickets again that an operation hands on."""
+        for body in bodies:
+            for n, source in survey(body.jaxpr).handed_on():
+                known = self.tickets.get(id(ins[body.first + source]))
+                if known is not None and id(outs[n]) not in self.tickets:
+                    ticket = outs[n] = jnp.add(outs[n], 0)
+                    self.tickets[id(ticket)] = ticket, *known[1:]
 
 
 def _is_open(spot: Spot) -> bool:
@@ -371,7 +383,7 @@ class Listener(Through):
         spot = spot_of(primitive, params, values, current_name_stack())
         spot = spot._replace(scopes=session.scopes(), outer=0)
         if spot.is_tap:
-            spot = spot._replace(ticket=len(values))
+            spot = spot._replace(tickets=(len(values),))
         else:
             spot = spot._replace(source=len(values) - 1)
         planned = session.planned([spot], values)
@@ -412,6 +424,8 @@ class Listener(Through):
         outs, found = RULES[primitive.name].run(step)
         flat = [values for part in found for values in part]
         session.settle(spots, planned, flat, outs, values)
+        if session.edits:
+            session.follow([body for body, _ in parts], outs, values)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
@@ -495,4 +509,6 @@ class Listener(Through):
             plan = tuple(planned.plan)
             outs, found = run(body, list(values), plan, planned.feeds, session.keep)
             session.settle(spots, planned, found, outs, list(values))
+            if session.edits:
+                session.follow([body], outs, values)
             return outs

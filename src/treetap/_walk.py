@@ -25,7 +25,7 @@ from jax.extend.core import Literal
 from treetap import _jaxprs
 from treetap._editable import edit_p, unedited
 from treetap._errors import CaptureError
-from treetap._feeding import Feeds, flat_feeds, shaped_feeds
+from treetap._feeding import Feeds, flat_feeds, is_inexact, shaped_feeds
 from treetap._jaxprs import Body
 from treetap._retaps import again_p
 from treetap._taps import TICKET, Label, gradient_p, linear_p, tap_p
@@ -46,7 +46,7 @@ class Spot(NamedTuple):
         leaves: For a gradient, which leaves of the value it belongs to.
         of: For a gradient, the spot of its value, if that is in the same jaxpr.
         source: For a gradient, the input that brings the ticket of its value.
-        ticket: The output that takes its ticket out.
+        tickets: The outputs that take its ticket out.
         is_again: Whether it is a tap's value computed again, or the gradient of one.
         rows: How many of its own first axes are of mappings.
         sizes: Of the axes that operations around it add, outermost first.
@@ -64,7 +64,7 @@ class Spot(NamedTuple):
     leaves: tuple[int, ...] | None = None
     of: int | None = None
     source: int | None = None
-    ticket: int | None = None
+    tickets: tuple[int, ...] = ()
     is_again: bool = False
     rows: int = 0
     sizes: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Spot(NamedTuple):
         return self._replace(
             scopes=(*scopes_in(name_stack), *self.scopes),
             outer=max(0, self.outer - mappings_in(name_stack)),
-            ticket=None,
+            tickets=(),
         )
 
     def wrapped(self, name: str, size: int | None = None, flag: str = "") -> "Spot":
@@ -172,10 +172,11 @@ class Survey:
             if found := spots_below(eqn.primitive, eqn.params):
                 self.parts[n] = [self._add_body(eqn, *part) for part in found]
             self._follow(eqn)
-        outputs = {var: n for n, var in enumerate(jaxpr.outvars) if _is_var(var)}
-        for var, index in self._tickets.items():
-            if var in outputs:
-                self.spots[index] = self.spots[index]._replace(ticket=outputs[var])
+        for n, var in enumerate(jaxpr.outvars):
+            if _is_var(var) and var in self._tickets:
+                spot = self.spots[self._tickets[var]]
+                spot = spot._replace(tickets=(*spot.tickets, n))
+                self.spots[self._tickets[var]] = spot
 
         self._jaxpr = weakref.ref(jaxpr)  # a survey is kept for as long as that
 
@@ -183,6 +184,16 @@ class Survey:
     def is_forward(self) -> bool:
         """Whether something marked is differentiated forward in here."""
         return _jaxprs.holds(self._jaxpr(), linear_p)
+
+    def handed_on(self) -> list[tuple[int, int]]:
+        """Outputs that are inputs: the number of each, and that of the input."""
+        jaxpr: Any = self._jaxpr()
+        pairs = enumerate(jaxpr.outvars)
+        return [
+            (n, self._inputs[var])
+            for n, var in pairs
+            if _is_var(var) and var in self._inputs
+        ]
 
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
@@ -202,8 +213,8 @@ class Survey:
                 spot = spot._replace(of=base + inner.of)
             elif inner.source is not None:
                 spot = self._traced_back(spot, eqn.invars[body.first + inner.source])
-            elif inner.ticket is not None:
-                self._tickets[eqn.outvars[inner.ticket]] = len(self.spots)
+            for n in inner.tickets:
+                self._tickets[eqn.outvars[n]] = len(self.spots)
             self.spots.append(spot)
         return body, slice(base, len(self.spots))
 
@@ -432,12 +443,6 @@ def run(
                 note(work.results[n], outs)
         env.update(zip(eqn.outvars, outs))
     return [_jaxprs.read(env, atom) for atom in jaxpr.outvars], found
-
-
-def is_inexact(value: Any) -> bool:
-    """Whether a value is an array of numbers that may be not finite."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def at_spot(  # noqa: PLR0917 - all that there is to a tap

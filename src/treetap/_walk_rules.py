@@ -313,7 +313,7 @@ def _custom_jvp(step: Step) -> Any:
         still = jax.tree.map(_jaxprs.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
-    outs, found = with_rule(*step.values, *flat_feeds(feeds))
+    outs, found = with_rule(*step.values, *_fixed(step))
     return outs, [shaped_found(plan, spots, found)]
 
 
@@ -339,9 +339,19 @@ def _refuse_feeds(step: Step) -> None:
     for choice, spot in pairs:
         if choice.feed:
             raise CaptureError(
-                f"`perturb` of {spot.label.name!r} is in a {step.primitive.name} whose "
-                "rule does not have it, and the rule is what runs. Perturb there, too."
+                f"{choice.feed.what} of {spot.label.name!r} is in a "
+                f"{step.primitive.name} whose rule does not have it, and the rule is "
+                f"what runs. {choice.feed.what} needs it there, too."
             )
+
+
+def _fixed(step: Step) -> list[Any]:
+    """What is fed into a function with a rule, which knows no derivative for it."""
+    found: list[Any] = []
+    for choice, feed in zip(step.plans[0], step.feeds[0]):
+        if feed is not None:
+            found += choice.feed.fixed(feed, step.primitive.name)
+    return found
 
 
 def _custom_vjp(step: Step) -> Any:
@@ -378,7 +388,7 @@ def _custom_vjp(step: Step) -> Any:
         )
 
     with_rule.defvjp(fwd, bwd)
-    outs, found = with_rule(*step.values, *flat_feeds(feeds))
+    outs, found = with_rule(*step.values, *_fixed(step))
     return outs, [shaped_found(plan, spots, found)]
 
 
