@@ -47,6 +47,7 @@ class _Edited:
     def __init__(self, edits: Any, roots: Any):
         self.edits: list[tuple[Select, list[Edit]]] = edits
         self.used: set[int] = set()
+        self.sown: dict[int, str] = {}
         self.passed: list[str] = []
         names = [chosen.names for chosen, _ in edits]
         has_outputs = any(n is None or n & method_names for n in names)
@@ -64,16 +65,15 @@ class _Edited:
         self.passed.append(heard.text)
         found: list[Edit] = []
         for n, (chosen, edits) in enumerate(self.edits):
-            if chosen(heard):
-                self.used.add(n)
-                found += edits
+            if not chosen(heard):
+                continue
+            if call.label.how == "sow":
+                self.sown.setdefault(n, heard.text)
+                continue
+            self.used.add(n)
+            found += edits
         if not found:
             return None
-        if call.label.how == "sow":
-            raise CaptureError(
-                f"edit: {heard.text} is sown, and a sown value does not flow on, so an "
-                "edit would change nothing. Use `tap` or `perturb`, and their result."
-            )
         target = _target(call, heard.text)
         fitted = [edit.fitted(target) for edit in found]
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
@@ -85,6 +85,12 @@ class _Edited:
         for n, (chosen, _) in enumerate(self.edits):
             if n in self.used:
                 continue
+            if n in self.sown:
+                raise CaptureError(
+                    f"edit: {self.sown[n]} is sown, and a sown value does not flow on, "
+                    "so an edit would change nothing. Use `tap` or `perturb`, and "
+                    "their result."
+                )
             near = self.passed
             if self.session.asked is ALL_BUT_OUTPUTS:
                 with contextlib.suppress(Exception):  # not all can be looked at

@@ -20,11 +20,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from treetap import _jaxprs, _walk_rules
+from treetap._feeding import is_inexact
 from treetap._jaxprs import Body
 from treetap._reducers import flat_places
 from treetap._reductions import Reduction
 from treetap._taps import Label
-from treetap._feeding import is_inexact
 from treetap._walk import RULES, Choice, Spot, Survey, lens, run, scopes_in
 from treetap._walk import survey as survey_of
 

@@ -294,7 +294,6 @@ class Session:
             if call is not None:
                 call.fill_gradient(spot, values, self.taking)
 
-
     def follow(self, bodies: Sequence[Body], outs: Any, ins: Sequence[Any]) -> None:
         """Knows tickets again that an operation hands on."""
         for body in bodies:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from treetap import _jaxprs

@@ -444,7 +444,9 @@ def _once(choice: Choice, spot: Spot, found: Any, axes: tuple[Any, ...]) -> Any:
 
 
 def _seen_once(reduced: Any, axes: tuple[Any, ...]) -> Any:
-    varying = {axis for leaf in jax.tree.leaves(reduced) for axis in _jaxprs.varying(leaf)}
+    varying = {
+        axis for leaf in jax.tree.leaves(reduced) for axis in _jaxprs.varying(leaf)
+    }
     seen = reduced.seen
     for axis in axes:
         if axis not in varying:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from treetap._errors import CaptureError
@@ -280,17 +281,20 @@ def _one_of(number: Any, size: int, place: int, shape: Shape, text: str) -> Any:
     return jax.lax.broadcasted_iota(number.dtype, shape, place) == number
 
 
+_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
 def _arrays(value: Any, what: str) -> Any:
     """A tree with arrays for leaves, taken out of a Site."""
     value = value.value if isinstance(value, Site) else value
-    if not jax.tree.leaves(value):
+    leaves = jax.tree.leaves(value)
+    if not leaves:
         raise CaptureError(f"{what}: there is no value in {value!r}. Give arrays.")
-    try:
-        return jax.tree.map(jnp.asarray, value)
-    except TypeError as error:
+    if not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
         raise CaptureError(
             f"{what}: {value!r} is not made of arrays. Give arrays or numbers."
-        ) from error
+        )
+    return jax.tree.map(jnp.asarray, value)
 
 
 def replace(value: Any) -> Edit:
