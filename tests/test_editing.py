@@ -186,7 +186,8 @@ def test_another_value_is_not_another_program():
     sweep = jax.jit(lambda x, change: tt.edit(fn, {"h": change})(x))
     for n in range(20):
         sweep(X, edits.add(jnp.full(3, float(n))))
-    assert len(traces) <= 1 and sweep._cache_size() == 1
+    assert len(traces) <= 1
+    assert sweep._cache_size() == 1
 
 
 def test_vmap_over_edits_is_a_grid():
@@ -340,7 +341,8 @@ def test_outputs_of_methods_are_edited_as_the_trees_they_are():
     np.testing.assert_allclose(tt.edit(model, {"layers/1": parts})(X), 0 * X)
     loss = lambda model, x: jnp.sum(model(x))
     grads = tt.edit(tt.grad(loss), {"layers/1:__call__": parts})(model, X)
-    assert grads.layers[0].w[...] == 0.0 and grads.layers[1].w[...] == 0.0
+    assert grads.layers[0].w[...] == 0.0
+    assert grads.layers[1].w[...] == 0.0
     assert jnp.all(tt.edit(model, {"x": edits.zero()})(X) == 0)
 
 

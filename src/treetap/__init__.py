@@ -205,6 +205,9 @@ if _TYPE_CHECKING:
     from treetap._prefixes import prefix as prefix
     from treetap._randomness import Rngs as Rngs
     from treetap._randomness import RngStream as RngStream
+    from treetap._patching import PatchGrid as PatchGrid
+    from treetap._patching import attribution as attribution
+    from treetap._patching import patch_grid as patch_grid
     from treetap._records import Record as Record
     from treetap._records import Site as Site
     from treetap._reducers import AbsMax as AbsMax
@@ -274,6 +277,7 @@ _ROOMS = {
     "_capturing": "capture",
     "_observing": "observe sites",
     "_editing": "edit",
+    "_patching": "PatchGrid attribution patch_grid",
     "_records": "Record Site",
     "_selectors": "Select",
     "_layers.linear": "Linear LinearGeneral Einsum",
@@ -406,6 +410,7 @@ __all__ = [
     "Optimizer",
     "PReLU",
     "Param",
+    "PatchGrid",
     "PathContains",
     "PathIn",
     "Perturbation",
@@ -441,6 +446,7 @@ __all__ = [
     "WithTag",
     "as_abstract",
     "as_pure",
+    "attribution",
     "avg_pool",
     "blame",
     "build",
@@ -511,6 +517,7 @@ __all__ = [
     "nnx",
     "observe",
     "one_hot",
+    "patch_grid",
     "pmap",
     "pool",
     "pop",

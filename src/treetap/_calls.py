@@ -5,11 +5,12 @@ A spot gives states, leaves and flags, in one list; a `Call` has them by what th
 Gradients come later than the value, and from other spots: `Session` brings them here.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from treetap._errors import CaptureError
+from treetap._feeding import Fed
 from treetap._scopes import Where
 from treetap._walk import Choice, Spot
 
@@ -95,3 +96,23 @@ class Call:
             f"the value is computed again under {where}. Observe it without `reduce`, "
             "or without `checkpoint`."
         )
+
+
+class Planned(NamedTuple):
+    """What is to be done at some spots.
+
+    Attributes:
+        calls: The calls that are wanted, or None.
+        plan: What is done there.
+        held: What their tickets stand for: see `_feeding`; or None.
+    """
+
+    calls: list[Any]
+    plan: list[Choice]
+    held: list[Fed | None]
+
+    @property
+    def feeds(self) -> list[Any]:
+        """The arrays that are fed at each."""
+        pairs = zip(self.plan, self.held)
+        return [fed.arrays if fed and choice.feed else None for choice, fed in pairs]

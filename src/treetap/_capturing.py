@@ -138,6 +138,7 @@ def keep_name(wrapper: Any, fn: Any) -> Any:
     if isinstance(fn, Node):
         wrapper.__name__ = type(fn).__name__
         wrapper.__doc__ = type(fn).__doc__
+        wrapper.__wrapped__ = fn  # another capture around it finds the Module
         return wrapper
     return functools.update_wrapper(wrapper, fn)
 

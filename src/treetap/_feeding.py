@@ -36,7 +36,7 @@ def shaped_feeds(plan: Sequence[Any], flat: Sequence[Any]) -> Feeds:
     """The inverse of `flat_feeds`."""
     supply = iter(flat)
     return [
-        [next(supply) for _ in range(choice.feed.count)] if choice.feed else None
+        [next(supply) for _ in range(choice.feed.width)] if choice.feed else None
         for choice in plan
     ]
 
@@ -44,7 +44,7 @@ def shaped_feeds(plan: Sequence[Any], flat: Sequence[Any]) -> Feeds:
 class Adding(NamedTuple):
     """Arrays that are added, one for each leaf; they have the axes of all loops."""
 
-    count: int
+    width: int
     what = "`perturb`"
 
     def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
@@ -53,7 +53,7 @@ class Adding(NamedTuple):
 
     def places(self, outer: int) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""
-        return [outer] * self.count
+        return [outer] * self.width
 
     def added(self, values: list[Any], arrays: Sequence[Any]) -> list[Any]:
         """The operands of a tap with the arrays added to them."""
@@ -105,7 +105,7 @@ class Editing(NamedTuple):
         return [same(array) if is_inexact(array) else array for array in arrays]
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         """How many arrays there are."""
         return len(self.axes)
 

@@ -8,7 +8,7 @@ gradients find the call they belong to by its ticket.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap import _jaxprs, _walk_rules
-from treetap._calls import Call
+from treetap._calls import Call, Planned
 from treetap._errors import CaptureError
 from treetap._feeding import Fed
 from treetap._jaxprs import Body
@@ -209,7 +209,7 @@ class Session:
 
     def planned(
         self, spots: list[Spot], ins: Sequence[Any], values: Any = None
-    ) -> "Planned":
+    ) -> Planned:
         """The calls (or None) at some spots, the plan, and what to feed.
 
         Args:
@@ -261,7 +261,7 @@ class Session:
     def settle(
         self,
         spots: list[Spot],
-        planned: "Planned",
+        planned: Planned,
         found: list[Any],
         outs: Any,
         ins: Any,
@@ -307,26 +307,6 @@ class Session:
 def _is_open(spot: Spot) -> bool:
     """Whether a spot is in a Module that came into a function as an argument."""
     return any("~" in scope for scope in spot.scopes)
-
-
-class Planned(NamedTuple):
-    """What is to be done at some spots.
-
-    Attributes:
-        calls: The calls that are wanted, or None.
-        plan: What is done there.
-        held: What their tickets stand for: see `_feeding`; or None.
-    """
-
-    calls: list[Any]
-    plan: list[Choice]
-    held: list[Fed | None]
-
-    @property
-    def feeds(self) -> list[Any]:
-        """The arrays that are fed at each."""
-        pairs = zip(self.plan, self.held)
-        return [fed.arrays if fed and choice.feed else None for choice, fed in pairs]
 
 
 def united(first: Asked, second: Asked) -> Asked:

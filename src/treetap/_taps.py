@@ -70,8 +70,8 @@ class Label(NamedTuple):
         how: `"sow"`, `"perturb"`, `"tap"` or `"output"`.
         tree: The structure of the value.
         reduce: For `sow`, how to add a value to those before, and what to begin with.
-        is_edit: Whether it is the mark of a value that may be edited, see `_editable`, and
-            not of one that is heard.
+        is_edit: Whether it marks a value that may be edited, see `_editable`, and not
+            one that is heard.
     """
 
     name: str

@@ -187,12 +187,8 @@ class Survey:
     def handed_on(self) -> list[tuple[int, int]]:
         """Outputs that are inputs: the number of each, and that of the input."""
         jaxpr: Any = self._jaxpr()
-        pairs = enumerate(jaxpr.outvars)
-        return [
-            (n, self._inputs[var])
-            for n, var in pairs
-            if _is_var(var) and var in self._inputs
-        ]
+        pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
+        return [(n, self._inputs[var]) for n, var in pairs if var in self._inputs]
 
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
@@ -448,7 +444,7 @@ def at_spot(  # noqa: PLR0917 - all that there is to a tap
     primitive: Any, params: Any, values: Any, choice: Choice, feed: Any, keep: bool
 ) -> tuple[Any, Any]:
     """The operands of a tap with what is fed, and its results."""
-    if primitive is edit_p and choice.feed is not None:
+    if feed is not None and primitive is edit_p:
         return values, choice.feed.edited(params, values, feed, keep)
     if feed is not None:
         values = choice.feed.added(values, feed)
@@ -489,7 +485,6 @@ def rewritten(body: Body, plan: Plan, feeds: Feeds, keep: bool) -> Any:
     fed = tuple(jax.typeof(value) for value in flat_feeds(feeds))
     key = (plan, keep, fed, jax.sharding.get_abstract_mesh())
     if key not in made:
-        spots = survey(body.jaxpr).spots
         count = len(body.jaxpr.invars)
 
         def fn(*values: Any) -> list[Any]:

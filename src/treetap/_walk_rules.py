@@ -285,7 +285,7 @@ def _cond(step: Step) -> Any:
 
 def _custom_jvp(step: Step) -> Any:
     """The rule is kept; under differentiation the values are those of the rule."""
-    body, plan, feeds, spots = _only(step)
+    body, plan, _, spots = _only(step)
     rule = _jaxprs.rule_of_jvp(step.primitive, step.params)
     count = len(step.values)
 
@@ -356,7 +356,7 @@ def _fixed(step: Step) -> list[Any]:
 
 def _custom_vjp(step: Step) -> Any:
     """The rule is kept; under differentiation the values are those of `fwd`."""
-    body, plan, feeds, spots = _only(step)
+    body, plan, _, spots = _only(step)
     count = len(step.values)
     rule = _jaxprs.rule_of_vjp(step.params, count)
 

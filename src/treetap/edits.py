@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
 from treetap._errors import CaptureError
@@ -54,7 +55,9 @@ class Target(NamedTuple):
             return Axes(rows=self.rows > 0, loops=bool(sizes))
         if shape == own:
             return Axes(rows=True)
-        if shape == (*sizes, *base):
+        count = len(sizes)
+        is_whole = len(shape) == count + len(base) and shape[:count] == sizes
+        if is_whole and _fits(shape[count:], base):
             return Axes(loops=True)
         raise CaptureError(
             f"edit: the value at {self.text} has the shape {base}, {whole} with the "
@@ -272,7 +275,7 @@ class _At(Edit):
 
 def _one_of(number: Any, size: int, place: int, shape: Shape, text: str) -> Any:
     """A mask that is true at one place along an axis."""
-    if not isinstance(number, jax.core.Tracer) and not -size <= int(number) < size:
+    if not isinstance(number, Tracer) and not -size <= int(number) < size:
         raise CaptureError(
             f"Edit.at: {text} has {size} iterations, and number {int(number)} is not "
             f"among them. They are 0 to {size - 1}."

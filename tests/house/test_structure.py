@@ -94,6 +94,7 @@ ORDER = [
     "_observing",
     "edits",
     "_editing",
+    "_patching",
     "_faults",
     "_blaming",
     "_deprecated",

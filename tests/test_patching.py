@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patch_grid and attribution: all patches at once are the patches one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treetap as tt
+from treetap import edits
+
+CLEAN, CORRUPTED = jnp.array([0.3, -0.7, 1.1]), jnp.array([0.1, 0.5, -0.4])
+
+
+def model(x):
+    def step(carry, w):
+        return jnp.sin(tt.tap(carry * w, "h")) + carry, None
+
+    x = jax.lax.scan(step, x, jnp.array([1.0, 2.0, 3.0]))[0]
+    return tt.tap(x**2, "square") + tt.tap(jnp.cos(x), "cosine")
+
+
+def record_of(fn, x):
+    return tt.observe(fn)(x)[1]
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_grid_is_the_loop_over_patches(batch_size):
+    clean = record_of(model, CLEAN)
+    grid = tt.patch_grid(
+        model, clean, (CORRUPTED,), "**", jnp.sum, batch_size=batch_size
+    )
+    baseline = jnp.sum(model(CORRUPTED))
+    expected = []
+    for n in range(3):
+        change = edits.replace(clean["h"].value).at(n)
+        expected.append(jnp.sum(tt.edit(model, {"h": change})(CORRUPTED)))
+    for name in ("square", "cosine"):
+        expected.append(jnp.sum(tt.edit(model, {name: clean[name]})(CORRUPTED)))
+    assert grid.places == ("h[0]", "h[1]", "h[2]", "square", "cosine")
+    np.testing.assert_allclose(grid.baseline, baseline, rtol=1e-6)
+    np.testing.assert_allclose(
+        grid.effects, jnp.stack(expected) - baseline, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_grid_along_an_axis():
+    clean = record_of(model, CLEAN)
+    grid = tt.patch_grid(model, clean, (CORRUPTED,), "h", jnp.sum, axis=0)
+    assert grid.effects.shape == (3, 3)
+    mask = jnp.zeros(3, bool).at[2].set(True)
+    change = edits.replace(clean["h"].value).at(1).where(mask)
+    found = jnp.sum(tt.edit(model, {"h": change})(CORRUPTED)) - grid.baseline
+    np.testing.assert_allclose(grid.effects[1, 2], found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_grid_is_traced_once():
+    traces = []
+
+    def fn(x):
+        traces.append(x)
+        return model(x)
+
+    clean = record_of(model, CLEAN)
+    tt.patch_grid(fn, clean, (CORRUPTED,), "**", jnp.sum)
+    assert len(traces) == 1
+
+
+def test_attribution_is_exact_where_all_is_linear():
+    def linear(x):
+        def step(carry, w):
+            return tt.tap(carry * w, "h") + carry, None
+
+        return tt.tap(jax.lax.scan(step, x, jnp.array([1.0, 2.0]))[0], "out")
+
+    clean = record_of(linear, CLEAN)
+    for axis in (None, -1):
+        arguments = linear, clean, (CORRUPTED,), "**", jnp.sum
+        exact = tt.patch_grid(*arguments, axis=axis)
+        found = tt.attribution(*arguments, axis=axis)
+        assert found.places == exact.places
+        np.testing.assert_allclose(found.effects, exact.effects, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.baseline, exact.baseline, rtol=1e-6)
+
+
+def test_attribution_is_the_difference_times_the_gradient():
+    clean, corrupted = record_of(model, CLEAN), record_of(model, CORRUPTED)
+    found = tt.attribution(model, clean, (CORRUPTED,), "cosine", jnp.sum)
+    difference = clean["cosine"].value - corrupted["cosine"].value
+    np.testing.assert_allclose(found.effects[0], jnp.sum(difference), rtol=1e-5)
+
+
+class Sower(tt.Module):
+    def __call__(self, x):
+        self.sow(tt.Intermediate, "x", x)
+        return {"a": x, "b": tt.tap(x, "b")}
+
+
+def test_bad_patches_are_refused():
+    clean = record_of(model, CLEAN)
+    with pytest.raises(tt.CaptureError, match="matches none of 3 sites"):
+        tt.patch_grid(model, clean, (CORRUPTED,), "g", jnp.sum)
+    with pytest.raises(tt.CaptureError, match=r"h has the shape \(3,\), and no axis 1"):
+        tt.patch_grid(model, clean, (CORRUPTED,), "h", jnp.sum, axis=1)
+    sown = record_of(Sower(), CLEAN)
+    with pytest.raises(tt.CaptureError, match="attribution: x is sow of 1 arrays"):
+        tt.attribution(Sower(), sown, (CORRUPTED,), "x", jnp.sum)
+    with pytest.raises(tt.CaptureError, match="is output of 2 arrays"):
+        tt.patch_grid(Sower(), sown, (CORRUPTED,), "__call__", jnp.sum)
+
+    def uneven(x):
+        return tt.tap(x, "x").sum() + tt.tap(x[:2], "y").sum()
+
+    with pytest.raises(tt.CaptureError, match="different sizes along axis 0"):
+        tt.patch_grid(
+            uneven, record_of(uneven, CLEAN), (CORRUPTED,), "**", jnp.sum, axis=0
+        )
+    grid = tt.patch_grid(model, clean, (CORRUPTED,), "h", lambda out: out[None, None])
+    with pytest.raises(tt.CaptureError, match="not a single number"):
+        grid.top()
