@@ -26,6 +26,7 @@ class Rings(tt.Module):
         self.out = tt.Linear(32, 2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits of each point."""
         return self.out(jax.nn.relu(self.hidden(x)))
 
 

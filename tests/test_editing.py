@@ -143,7 +143,7 @@ WAYS = {
     "outside": (jax.grad, True),
     "jitted": (lambda f: jax.jit(jax.grad(f)), False),
     "forward": (lambda f: lambda x: jax.jvp(f, (x,), (x + 1,))[1], False),
-    "hessian": (jax.hessian, False),
+    "hessian": (lambda f: jax.jit(jax.hessian(f)), False),
     "twice": (lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)), False),
 }
 
@@ -184,7 +184,7 @@ def test_another_value_is_not_another_program():
 
     traces.clear()
     sweep = jax.jit(lambda x, change: tt.edit(fn, {"h": change})(x))
-    for n in range(20):
+    for n in range(1000):
         sweep(X, edits.add(jnp.full(3, float(n))))
     assert len(traces) <= 1
     assert sweep._cache_size() == 1
@@ -482,3 +482,13 @@ def test_a_value_that_the_walk_cannot_reach_is_refused_by_name():
 
     with pytest.raises(tt.CaptureError, match="'h' is inside the condition of a while"):
         tt.edit(jax.jit(fn), {"h": edits.zero()})(X)
+
+
+def test_captures_around_one_another_call_a_module_the_same():
+    model = Net()
+    names = [site.text for site in tt.observe(model)(X)[1]]
+    change = {"layers/0:__call__": edits.zero()}
+    for fn in (tt.observe(tt.edit(model, change)), tt.edit(tt.observe(model), change)):
+        out, record = fn(X)
+        assert [site.text for site in record] == names
+        assert jnp.all(out == 0)
