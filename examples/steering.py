@@ -72,7 +72,7 @@ def steering_vector(model: Rings, x: jax.Array, wanted: jax.Array) -> jax.Array:
         vector: jax.Array, state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
         updates, state = solver.update(jax.grad(loss)(vector), state)
-        return vector + updates, state
+        return optax.apply_updates(vector, updates), state  # pyright: ignore[reportReturnType] - an array as it was
 
     vector = jnp.zeros(32)
     state = solver.init(vector)
