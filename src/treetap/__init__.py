@@ -202,12 +202,12 @@ if _TYPE_CHECKING:
     from treetap._looping import while_loop as while_loop
     from treetap._observing import observe as observe
     from treetap._observing import sites as sites
-    from treetap._prefixes import prefix as prefix
-    from treetap._randomness import Rngs as Rngs
-    from treetap._randomness import RngStream as RngStream
     from treetap._patching import PatchGrid as PatchGrid
     from treetap._patching import attribution as attribution
     from treetap._patching import patch_grid as patch_grid
+    from treetap._prefixes import prefix as prefix
+    from treetap._randomness import Rngs as Rngs
+    from treetap._randomness import RngStream as RngStream
     from treetap._records import Record as Record
     from treetap._records import Site as Site
     from treetap._reducers import AbsMax as AbsMax
