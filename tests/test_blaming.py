@@ -450,29 +450,29 @@ def test_only_functions_can_be_blamed():
 # Always on.
 
 
-def test_watched_sites_say_whether_they_are_finite():
+def test_guarded_sites_say_whether_they_are_finite():
     def fn(x, weights):
         body = lambda x, w: (tt.tap(x + jnp.log(w), "h"), None)
         return tt.tap(jax.lax.scan(body, x, weights)[0], "end").sum()
 
-    watched = jax.jit(tt.watch(fn, "h"))
+    guarded = jax.jit(tt.guard(fn, "h"))
     weights = jnp.ones(48)
-    _, record = watched(ONES, weights)
+    _, record = guarded(ONES, weights)
     assert record.first_nonfinite() is None
-    _, record = watched(ONES, weights.at[37].set(0.0))
+    _, record = guarded(ONES, weights.at[37].set(0.0))
     assert record.first_nonfinite() == "h at [37]"
     assert len(record) == 1
 
 
-def test_watched_gradients():
+def test_guarded_gradients():
     def fn(x):
         return tt.tap(jnp.sqrt(tt.tap(x * 1.0, "in")), "out").sum()
 
-    _, record = tt.watch(jax.grad(fn), grads=True)(jnp.array([0.0, 1.0]))
+    _, record = tt.guard(jax.grad(fn), grads=True)(jnp.array([0.0, 1.0]))
     assert record.first_nonfinite() == "gradient of in"
 
 
 def test_a_record_without_the_bit_cannot_name_the_first_bad_site():
     _, record = tt.observe(lambda x: tt.tap(x, "h"), reduce=[tt.Norm()])(ONES)
-    with pytest.raises(tt.CaptureError, match="Observe with `watch`"):
+    with pytest.raises(tt.CaptureError, match="Observe with `guard`"):
         record.first_nonfinite()

@@ -107,7 +107,7 @@ if _TYPE_CHECKING:
     from treetap._batching import vmap as vmap
     from treetap._blaming import Blame as Blame
     from treetap._blaming import blame as blame
-    from treetap._blaming import watch as watch
+    from treetap._blaming import guard as guard
     from treetap._branching import checkify as checkify
     from treetap._branching import cond as cond
     from treetap._branching import switch as switch
@@ -318,7 +318,7 @@ _ROOMS = {
         "AbsMax AllFinite DeadUnits DeadUnitsFound Histogram HistogramFound Moments "
         "MomentsFound NonFinite NonFiniteFound Norm Reducer TopK TopKFound"
     ),
-    "_blaming": "Blame blame watch",
+    "_blaming": "Blame blame guard",
     "_report.summary": "Summary summary tabulate",
     "_comparing.comparison": "Comparison Difference compare",
     "_storing.arrays": "StoredArray",
@@ -482,6 +482,7 @@ __all__ = [
     "glu",
     "grad",
     "graphdef",
+    "guard",
     "hard_sigmoid",
     "hard_silu",
     "hard_swish",
@@ -577,7 +578,6 @@ __all__ = [
     "view_info",
     "vjp",
     "vmap",
-    "watch",
     "while_loop",
     "with_attributes",
     "with_metadata",

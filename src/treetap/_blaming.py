@@ -4,7 +4,7 @@
 The function is run once, compiled, and only its results are looked at. If they are
 finite there is nothing to say; if not, it runs again with a code for every value on the
 way, the origin is found from these codes (see `_faults`), and a third run brings what
-else is to be known of it. `watch` is the small sister that is always on.
+else is to be known of it. `guard` is the small sister that is always on.
 """
 
 import inspect
@@ -392,7 +392,7 @@ def _argument(fn: Any, args: Any, kwargs: Any, value: Any) -> str:
     return "that is no array"
 
 
-def watch(
+def guard(
     fn: Callable[..., Any], select: Any = None, *, grads: bool = False
 ) -> Callable[..., Any]:
     """A function that also returns, for selected sites, whether all was finite.
@@ -409,7 +409,7 @@ def watch(
         >>> import jax, jax.numpy as jnp, treetap as tt
         >>> def loss(x):
         ...     return tt.tap(jnp.log(x), "log").sum()
-        >>> _, record = jax.jit(tt.watch(loss, "log"))(jnp.array([1.0, 0.0]))
+        >>> _, record = jax.jit(tt.guard(loss, "log"))(jnp.array([1.0, 0.0]))
         >>> record.first_nonfinite()
         'log'
     """

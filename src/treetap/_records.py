@@ -268,7 +268,7 @@ class Record:
         return Record(tuple(site.total() for site in self.sites))
 
     def first_nonfinite(self) -> str | None:
-        """The first site that is not all finite, after `watch`; values first.
+        """The first site that is not all finite, after `guard`; values first.
 
         Gradients come in the order in which they are made: the last site's first.
         """
@@ -282,7 +282,7 @@ class Record:
                 if "all_finite" not in dict(reduced.reducers):
                     raise CaptureError(
                         f"Record.first_nonfinite: {text} was not measured by "
-                        "`AllFinite`. Observe with `watch`."
+                        "`AllFinite`. Observe with `guard`."
                     )
                 is_bad = reduced.seen & ~jnp.asarray(reduced.stats["all_finite"])
                 places = np.argwhere(np.asarray(is_bad))

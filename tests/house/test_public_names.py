@@ -83,7 +83,7 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
         *("load_weights", "save_weights", "tensor", "flip_sequences"),
         *("restore_checkpoint", "save_checkpoint", "WeightsError", "build"),
         *("Comparison", "Difference", "compare", "load_record", "save_record"),
-        *("Store", "StoreWriter", "StoredArray", "Blame", "blame", "watch"),
+        *("Store", "StoreWriter", "StoredArray", "Blame", "blame", "guard"),
         *("AbsMax", "AllFinite", "DeadUnits", "DeadUnitsFound", "Histogram"),
         *("HistogramFound", "Moments", "MomentsFound", "NonFinite", "NonFiniteFound"),
         *("Norm", "Reducer", "TopK", "TopKFound", "edit", "edits"),
