@@ -54,7 +54,7 @@ def test_a_grid_along_an_axis():
     np.testing.assert_allclose(grid.effects[1, 2], found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_grid_is_traced_once():
+def test_a_grid_is_one_program_after_one_look():
     traces = []
 
     def fn(x):
@@ -62,8 +62,50 @@ def test_a_grid_is_traced_once():
         return model(x)
 
     clean = record_of(model, CLEAN)
-    tt.patch_grid(fn, clean, (CORRUPTED,), "**", jnp.sum)
-    assert len(traces) == 1
+    grid = tt.patch_grid(fn, clean, (CORRUPTED,), "**", jnp.sum)
+    assert len(traces) == 2
+    assert len(grid.effects) == 5
+
+
+def test_a_mapped_function_is_patched_as_the_function_sees_it():
+    batch = jnp.stack([CLEAN, CLEAN + 1, CLEAN * 2, -CLEAN])
+    worse = jnp.roll(batch, 1, axis=1)
+    mapped = jax.vmap(model)
+    for axis, shape in ((None, (5,)), (0, (5, 3))):
+        whole = tt.patch_grid(
+            mapped, record_of(mapped, batch), (worse,), "**", jnp.sum, axis=axis
+        )
+        assert whole.effects.shape == shape
+        assert whole.places == ("h[0]", "h[1]", "h[2]", "square", "cosine")
+        rows = [
+            tt.patch_grid(model, record_of(model, x), (y,), "**", jnp.sum, axis=axis)
+            for x, y in zip(batch, worse)
+        ]
+        total = jnp.sum(jnp.stack([row.effects for row in rows]), 0)
+        np.testing.assert_allclose(whole.effects, total, rtol=1e-4, atol=1e-4)
+        one = tt.attribution(
+            mapped, record_of(mapped, batch), (worse,), "**", jnp.sum, axis=axis
+        )
+        rows = [
+            tt.attribution(model, record_of(model, x), (y,), "**", jnp.sum, axis=axis)
+            for x, y in zip(batch, worse)
+        ]
+        total = jnp.sum(jnp.stack([row.effects for row in rows]), 0)
+        np.testing.assert_allclose(one.effects, total, rtol=1e-4, atol=1e-4)
+
+
+def test_attribution_is_the_difference_times_the_gradient():
+    clean = record_of(model, CLEAN)
+    found = tt.attribution(model, clean, (CORRUPTED,), "**", jnp.sum, axis=0)
+    (_, _), worse = tt.observe(
+        jax.value_and_grad(lambda x: jnp.sum(model(x))), grads=True
+    )(CORRUPTED)
+    wanted = [
+        (clean[name].value - worse[name].value) * worse[name].grad
+        for name in ("h", "square", "cosine")
+    ]
+    wanted = jnp.concatenate([jnp.reshape(x, (-1, 3)) for x in wanted])
+    np.testing.assert_allclose(found.effects, wanted, rtol=1e-5)
 
 
 def test_attribution_is_exact_where_all_is_linear():
@@ -81,13 +123,6 @@ def test_attribution_is_exact_where_all_is_linear():
         assert found.places == exact.places
         np.testing.assert_allclose(found.effects, exact.effects, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.baseline, exact.baseline, rtol=1e-6)
-
-
-def test_attribution_is_the_difference_times_the_gradient():
-    clean, corrupted = record_of(model, CLEAN), record_of(model, CORRUPTED)
-    found = tt.attribution(model, clean, (CORRUPTED,), "cosine", jnp.sum)
-    difference = clean["cosine"].value - corrupted["cosine"].value
-    np.testing.assert_allclose(found.effects[0], jnp.sum(difference), rtol=1e-5)
 
 
 class Sower(tt.Module):

@@ -6,7 +6,7 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 `attribution` estimates them by a gradient, in one pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from jax.tree_util import register_dataclass
 from treetap import edits
 from treetap._editing import edit
 from treetap._errors import CaptureError
-from treetap._observing import observe
+from treetap._feeding import Axes
 from treetap._records import Record, Site
 
 
@@ -59,90 +59,154 @@ class PatchGrid:
 
 
 class _Part(NamedTuple):
-    """The patches of one site: its loops, and how long it is along the axis."""
+    """The patches of one site: the scans around it, and the axis it is cut along."""
 
     site: Site
     value: Any
-    loops: tuple[int, ...]
+    target: edits.Target
     axis: int | None
 
     @property
+    def scans(self) -> tuple[int, ...]:
+        """How many iterations each scan has; in shards all are patched at once."""
+        return tuple(size for name, size in self.target.loops if name == "scan")
+
+    @property
     def places(self) -> list[str]:
-        """What they are called."""
+        """What the patched values are called."""
         text = self.site.text
-        indices = np.ndindex(*self.loops)
-        if not self.loops:
+        if not self.scans:
             return [text]
+        indices = np.ndindex(*self.scans)
         return [f"{text}[{','.join(map(str, index))}]" for index in indices]
+
+    @property
+    def base(self) -> tuple[int, ...]:
+        """The shape of the value as the function sees it."""
+        return self.target.types[0].shape[self.target.rows :]
 
     @property
     def size(self) -> int | None:
         """How many indices there are along the axis."""
-        return None if self.axis is None else self.value.shape[self.axis]
+        return None if self.axis is None else self.base[self.axis]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a mask that tells patches apart."""
-        count = len(self.loops)
-        rest = [
-            size if count + n == self.axis else 1
-            for n, size in enumerate(self.value.shape[count:])
-        ]
-        return (*self.loops, *rest)
+    def cut(self) -> tuple[int, ...]:
+        """A shape that broadcasts to the value and tells indices apart."""
+        return tuple(n if i == self.axis else 1 for i, n in enumerate(self.base))
+
+    def patch(self, value: Any, place: Any, index: Any) -> edits.Edit:
+        """The clean value at one place and index; with a place below 0 nowhere."""
+        mask = jnp.full(self.cut, place >= 0)
+        if self.axis is not None:
+            mask &= jax.lax.broadcasted_iota(jnp.int32, self.cut, self.axis) == index
+        change = edits.replace(value).where(mask)
+        if not self.scans:
+            return change
+        return change.at(jnp.unravel_index(jnp.maximum(place, 0), self.scans))
 
 
-def _parts(record: Record, sites: Any, axis: int | None, what: str) -> list[_Part]:
-    """The sites to be patched, of a clean run."""
-    found: list[_Part] = []
-    for site in record.select(sites):
-        leaves = jax.tree.leaves(site.value)
-        if site.how == "sow" or len(leaves) != 1:
-            raise CaptureError(
-                f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. Choose "
-                "sites that are one array, and not sown."
-            )
-        value = jnp.asarray(leaves[0])
-        count = sum(name in {"scan", "shard_map"} for name in site.wraps)
-        place = None if axis is None else axis if axis < 0 else axis + count
-        if place is not None and place < 0:
-            place += value.ndim
-        if place is not None and not count <= place < value.ndim:
-            raise CaptureError(
-                f"{what}: {site.text} has the shape {value.shape[count:]}, and no axis "
-                f"{axis}."
-            )
-        found.append(_Part(site, value, value.shape[:count], place))
-    sizes = {part.size for part in found}
-    if len(sizes) > 1:
-        raise CaptureError(
-            f"{what}: the sites have different sizes along axis {axis}: {sizes}. Patch "
-            "them one after the other, or without `axis`."
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Blend(edits.Edit):
+    """On the way to another value by some weight, for each iteration by itself."""
+
+    value: Any
+    weights: Any
+
+    def __call__(self, value: Any) -> Any:
+        def one(old: Any, new: Any) -> Any:
+            return old + (self.weights * (new - old)).astype(old.dtype)
+
+        new = jax.tree.leaves(self.value)[0]
+        return jax.tree.map(
+            lambda old: one(old, jnp.broadcast_to(new, old.shape)), value
         )
-    return found
+
+    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
+        return self, [
+            *target.axes_of_tree(self.value),
+            Axes(loops=bool(target.loops)),
+        ]
+
+
+class _Ask(edits.Edit):
+    """Changes nothing, and keeps what it is told of the value."""
+
+    def __init__(self) -> None:
+        self.targets: list[edits.Target] = []
+
+    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
+        self.targets.append(target)
+        return edits.apply(lambda value: value), []
+
+
+class _Patches:
+    """What is to be patched, and what is run."""
+
+    def __init__(self, fn: Any, args: Any, chosen: Record, axis: Any, what: str):
+        values = [_array_at(site, what) for site in chosen]
+        asked = [_Ask() for _ in chosen]
+        changes = dict(zip(map(_key, chosen), asked))
+        jax.eval_shape(lambda args: [edit(fn, changes)(*args), None][1], args)
+        self.parts = [
+            _with_axis(_Part(site, value, ask.targets[0], axis), what)
+            for site, value, ask in zip(chosen, values, asked)
+        ]
+        sizes = {part.size for part in self.parts}
+        if len(sizes) > 1:
+            raise CaptureError(
+                f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
+                "Patch them one after the other, or without `axis`."
+            )
+        self.values = [part.value for part in self.parts]
+        self.keys = [_key(part.site) for part in self.parts]
+        self.places = tuple(place for part in self.parts for place in part.places)
+        self.size = sizes.pop()
+
+    def grid(self, effects: Any, baseline: Any) -> PatchGrid:
+        """The effects of all patches, in order."""
+        lead = (len(self.places),) if self.size is None else (-1, self.size)
+        shape = (*lead, *jnp.shape(effects)[1:])
+        return PatchGrid(jnp.reshape(effects, shape), baseline, self.places)
+
+
+def _array_at(site: Site, what: str) -> Any:
+    """The value of a site that can be patched."""
+    leaves = jax.tree.leaves(site.value)
+    if site.how == "sow" or len(leaves) != 1:
+        raise CaptureError(
+            f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. Choose sites "
+            "that are one array, and not sown."
+        )
+    return jnp.asarray(leaves[0])
+
+
+def _with_axis(part: _Part, what: str) -> _Part:
+    """The same with an axis counted from the front."""
+    rank, axis = len(part.base), part.axis
+    if axis is not None and not -rank <= axis < rank:
+        raise CaptureError(
+            f"{what}: {part.site.text} has the shape {part.base}, and no axis {axis}."
+        )
+    return part if axis is None else part._replace(axis=axis % rank)
 
 
 def _key(site: Site) -> Callable[[Any], bool]:
     return lambda heard: heard.text == site.text
 
 
-def _masks(parts: Sequence[_Part]) -> list[Any]:
-    """For each site a mask for all patches; the first one patches nothing."""
-    counts = [int(np.prod(part.shape)) for part in parts]
-    total, masks, start = 1 + sum(counts), [], 1
-    for part, count in zip(parts, counts):
-        mask = np.zeros((total, count), bool)
-        mask[start : start + count] = np.eye(count, dtype=bool)
-        masks.append(jnp.asarray(mask.reshape(total, *part.shape)))
-        start += count
-    return masks
-
-
-def _grid(parts: Sequence[_Part], effects: Any, baseline: Any) -> PatchGrid:
-    places = [place for part in parts for place in part.places]
-    size = parts[0].size
-    lead = (len(places),) if size is None else (len(places), size)
-    rest = jnp.shape(effects)[1:]
-    return PatchGrid(effects.reshape(*lead, *rest), baseline, tuple(places))
+def _numbers(patches: _Patches) -> tuple[Any, Any]:
+    """For each patch the place in each site, and the index; the first is no patch."""
+    size = patches.size or 1
+    counts = [len(part.places) for part in patches.parts]
+    total, start = 1 + sum(counts) * size, 1
+    places = np.full((total, len(counts)), -1, np.int32)
+    for n, count in enumerate(counts):
+        places[start : start + count * size, n] = np.repeat(np.arange(count), size)
+        start += count * size
+    indices = (np.arange(total, dtype=np.int32) - 1) % size
+    return jnp.asarray(places), jnp.asarray(indices)
 
 
 def patch_grid(
@@ -167,7 +231,8 @@ def patch_grid(
             patched by itself.
         metric: From the result of `fn` to a number, or an array.
         axis: Patch each index along this axis of the value by itself: a position, or a
-            head. Axes of loops do not count.
+            head. Axes of loops and mappings do not count: it is the value as the
+            function sees it.
         batch_size: How many patches run at once; all by default.
 
     Returns:
@@ -181,24 +246,27 @@ def patch_grid(
         >>> tt.patch_grid(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    parts = _parts(clean, sites, axis, "patch_grid")
+    patches = _Patches(fn, args, clean.select(sites), axis, "patch_grid")
 
     @jax.jit
-    def run(args: Any, values: Any, masks: Any) -> Any:
-        def one(masks: Any) -> Any:
+    def run(args: Any, values: Any, numbers: Any) -> Any:
+        def one(numbers: Any) -> Any:
+            places, index = numbers
             changes = {
-                _key(part.site): edits.replace(value).where(mask)
-                for part, value, mask in zip(parts, values, masks)
+                key: part.patch(value, places[n], index)
+                for n, (key, part, value) in enumerate(
+                    zip(patches.keys, patches.parts, values)
+                )
             }
             return jnp.asarray(metric(edit(fn, changes)(*args)))
 
         if batch_size is None:
-            return jax.vmap(one)(masks)
-        return jax.lax.map(one, masks, batch_size=batch_size)
+            return jax.vmap(one)(numbers)
+        return jax.lax.map(one, numbers, batch_size=batch_size)
 
-    found = run(args, [part.value for part in parts], _masks(parts))
+    found = run(args, patches.values, _numbers(patches))
     baseline = found[0]
-    return _grid(parts, found[1:] - baseline[None], baseline)
+    return patches.grid(found[1:] - baseline[None], baseline)
 
 
 def attribution(
@@ -233,26 +301,24 @@ def attribution(
         >>> tt.attribution(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    parts = _parts(clean, sites, axis, "attribution")
-    keys = [_key(part.site) for part in parts]
+    patches = _Patches(fn, args, clean.select(sites), axis, "attribution")
+    loops = [[size for _, size in part.target.loops] for part in patches.parts]
 
     @jax.jit
     def run(args: Any, values: Any) -> Any:
-        def measured(offsets: Any) -> Any:
-            changes = {key: edits.add(x) for key, x in zip(keys, offsets)}
-            out, record = observe(edit(fn, changes), keys)(*args)
-            return metric(out), record
+        def measured(weights: Any) -> Any:
+            pairs = zip(patches.keys, values, weights)
+            changes = {key: _Blend(value, weight) for key, value, weight in pairs}
+            return metric(edit(fn, changes)(*args))
 
-        zeros = jax.tree.map(jnp.zeros_like, values)
-        (baseline, record), grads = jax.value_and_grad(measured, has_aux=True)(zeros)
-        effects = []
-        for part, value, grad in zip(parts, values, grads):
-            held = jax.tree.leaves(record[part.site.text].value)[0]
-            product = (value - held) * grad
-            axes = tuple(n for n, size in enumerate(part.shape) if size == 1)
-            axes = tuple(n for n in axes if n >= len(part.loops) and n != part.axis)
-            effects.append(jnp.sum(product, axes).reshape(-1))
-        return jnp.concatenate(effects), baseline
+        pairs = zip(loops, patches.parts)
+        zeros = [jnp.zeros((*sizes, *part.cut)) for sizes, part in pairs]
+        return jax.value_and_grad(measured)(zeros)
 
-    effects, baseline = run(args, [part.value for part in parts])
-    return _grid(parts, effects, baseline)
+    baseline, slopes = run(args, patches.values)
+    effects = []
+    for part, slope in zip(patches.parts, slopes):
+        names = [name for name, _ in part.target.loops]
+        shards = tuple(n for n, name in enumerate(names) if name != "scan")
+        effects.append(jnp.sum(slope, shards).reshape(-1))
+    return patches.grid(jnp.concatenate(effects), baseline)
