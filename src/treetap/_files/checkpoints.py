@@ -25,6 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
 from treetap._errors import WeightsError
+from treetap._files.paths import refuse_no_path
 from treetap._files.targets import NUMBERS, is_held, no_value, section, sharding_of
 from treetap._splitting import merge, split
 from treetap._states import State, flat_items, nested
@@ -130,6 +131,7 @@ def save_checkpoint(
         (3, (2,))
     """
     name = "save_checkpoint"
+    refuse_no_path(path, name)
     ocp = _orbax(name)
     _, held = _opened(tree, name)
     values: dict[Names, Any] = {}
@@ -228,6 +230,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
             changed.
     """
     name = "restore_checkpoint"
+    refuse_no_path(path, name)
     ocp = _orbax(name)
     graphdef, held = _opened(target, name)
     leaves = [leaf for each in held for leaf in each.leaves]

@@ -17,6 +17,7 @@ import numpy as np
 from treetap._errors import WeightsError
 from treetap._files.incoming import Incoming, misfits
 from treetap._files.outgoing import Outgoing
+from treetap._files.paths import refuse_no_path
 from treetap._files.rules import Rules, Tensor
 from treetap._files.targets import Target, no_value, section, targets_of
 from treetap._files.tensors import refuse_other_formats, stored_tensors, write_tensors
@@ -79,6 +80,7 @@ def save_weights(
         ('w',)
     """
     name = "save_weights"
+    refuse_no_path(path, name)
     file = pathlib.Path(path)
     refuse_other_formats(file, name)
     texts = {"format": "pt", **(metadata or {})}
@@ -168,6 +170,7 @@ def load_weights(
         LoadedWeights(loaded=('up/kernel',), missing=(), unused=())
     """
     name = "load_weights"
+    refuse_no_path(path, name)
     found = Rules(rules, name)
     stored = stored_tensors(path, name)
     targets, problems = targets_of(model, only, name)

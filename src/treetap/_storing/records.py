@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._errors import CaptureError, WeightsError
+from treetap._files.paths import refuse_no_path
 from treetap._files.tensors import (
     WRITABLE,
     Stored,
@@ -59,6 +60,7 @@ def save_record(
         Array([2., 2.], dtype=float32)
     """
     name = "save_record"
+    refuse_no_path(path, name)
     file = pathlib.Path(path)
     refuse_other_formats(file, name)
     texts = dict(metadata or {})
@@ -114,6 +116,7 @@ def load_record(path: str | os.PathLike[str]) -> Record:
         a     tap  int32[3], bool[3]  15 B
     """
     name = "load_record"
+    refuse_no_path(path, name)
     stored = stored_tensors(path, name)
     about = texts_of(path, stored).get(ABOUT)
     if about is None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from treetap import _display
 from treetap._errors import CaptureError, StructureError, WeightsError
+from treetap._files.paths import refuse_no_path
 from treetap._records import Record
 from treetap._storing.arrays import StoredArray, opened, tensorstore_for
 from treetap._storing.contents import read_contents
@@ -47,6 +48,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]):
         name = "Store"
+        refuse_no_path(path, name)
         ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         contents = read_contents(self._folder, name)

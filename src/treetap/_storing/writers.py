@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 
 from treetap._errors import CaptureError, StructureError, WeightsError
+from treetap._files.paths import refuse_no_path
 from treetap._records import Record
 from treetap._storing.arrays import (
     column_for,
@@ -70,6 +71,7 @@ class StoreWriter:
         compression: int = 0,
     ):
         name = "StoreWriter"
+        refuse_no_path(path, name)
         self._ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         self._axis = Axes(axis, name)
