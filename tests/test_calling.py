@@ -7,6 +7,8 @@ and compares with the function called without `jit`.
 
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -628,3 +630,16 @@ def test_threads_that_write_are_not_overlooked():
         model.a.w[...] = jnp.full(2, float(number))
         wrong.append(step(model) != 2 * number + 4)
     assert not any(wrong)
+
+
+def test_python_ends_in_silence_while_models_are_known():
+    program = """
+import jax.numpy as jnp, treetap as tt
+model = tt.Linear(2, 2, rngs=tt.Rngs(0))
+step = tt.jit(lambda model, x: model(x))
+for _ in range(3):
+    step(model, jnp.ones(2))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -411,10 +411,11 @@ class Recipe:
         if held is None or last_change[0] is not change:
             return
         key, known = id(tops[self._first]), self._known
+        values = last_values  # the room itself may be gone when Python ends
 
         def forget(_: Any) -> None:
             known.pop(key, None)
-            last_values[None] = None
+            values[None] = None
 
         roots = [
             (number, weakref.ref(tops[number], forget), _read_flat(tops[number]))
