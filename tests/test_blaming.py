@@ -476,3 +476,10 @@ def test_a_record_without_the_bit_cannot_name_the_first_bad_site():
     _, record = tt.observe(lambda x: tt.tap(x, "h"), reduce=[tt.Norm()])(ONES)
     with pytest.raises(tt.CaptureError, match="Observe with `guard`"):
         record.first_nonfinite()
+
+
+def test_code_without_a_file_is_blamed_without_its_text():
+    scope = {"jnp": jnp}
+    exec(compile("f = lambda x: jnp.log(x).sum()", "<typed>", "exec"), scope)
+    text = str(tt.blame(scope["f"])(jnp.array([0.0, 1.0])))
+    assert "at <typed>:1 in <lambda>. 1 of 2 numbers are bad" in text

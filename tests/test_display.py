@@ -103,6 +103,19 @@ def test_treescope_renders_models_and_states():
     assert "role" in treescope.render_to_text(Model())
 
 
+def test_notebooks_show_models_states_and_variables():
+    for value in (Model(), tt.state(Model()), tt.List([1]), tt.Param(jnp.zeros(2))):
+        shown = value._repr_mimebundle_(include=None, exclude=None)
+        assert shown["text/plain"] == repr(value)
+        assert "treescope" in shown["text/html"]
+
+
+def test_notebooks_show_models_while_they_are_traced():
+    shown = []
+    tt.jit(lambda model: shown.append(model._repr_mimebundle_()))(Model())
+    assert "treescope" in shown[0]["text/html"]
+
+
 def test_colours_are_stable():
     assert color_of("Linear") == color_of("Linear")
     assert color_of("Linear") != color_of("Conv")

@@ -118,7 +118,8 @@ class Blame:
             text = f"The first {what} was made by `{self.operation}`"
             text += " in the backward pass" if self.backward else ""
         text += f", at {self.file}:{self.line}" if self.file else ""
-        text += f" in {self.function} (`{self.source}`)" if self.file else ""
+        text += f" in {self.function}" if self.file else ""
+        text += f" (`{self.source}`)" if self.source else ""
         text += f", in the Module {self.site}" if self.path else ""
         for loop, turn in self.iterations:
             text += f", in iteration {turn} of a {loop}"

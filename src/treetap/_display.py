@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
 
 class Shown:
-    """Mixin: `repr` and treescope rendering from `_display_parts()`."""
+    """Mixin: `repr`, treescope and notebooks, from `_display_parts()`."""
 
     __slots__ = ()
 
@@ -39,6 +39,18 @@ class Shown:
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         return treescope_of(self, path, subtree_renderer)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: treescope's tree, with arrays as pictures.
+
+        Not `_repr_html_`: treescope would show that beside its own tree.
+        """
+        import treescope
+
+        pictures = treescope.ArrayAutovisualizer()
+        with treescope.active_autovisualizer.set_scoped(pictures):
+            page = treescope.render_to_html(self)
+        return {"text/plain": repr(self), "text/html": page}
 
 
 class Raw(str):
