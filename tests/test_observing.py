@@ -495,3 +495,24 @@ def test_after_a_refusal_nobody_is_left_with_a_buffer_that_was_given_away():
     with pytest.raises(tt.CaptureError):
         tt.observe(step, "nowhere:h")(model, jnp.ones(3))
     assert np.isfinite(model.w[...]).all()
+
+
+def test_out_of_memory_comes_with_a_bill_and_changes_nothing():
+    class Deep(tt.Module):
+        def __init__(self):
+            self.w, self.count = tt.Param(jnp.ones(10**6)), tt.BatchStat(jnp.array(0))
+
+        def __call__(self, x):
+            self.count[...] += 1
+            body = lambda x, _: (tt.tap(x * self.w[...], "h"), None)
+            x, _ = jax.lax.scan(body, x, None, length=10**9)
+            return tt.tap(x, "out").sum()
+
+    model, x = Deep(), jnp.ones(10**6)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as error:
+        tt.observe(model, ["h", "out"])(x)
+    (note,) = error.value.__notes__
+    assert "the 2 values that are kept take 4000.0 TB, the largest:" in note
+    assert "4000.0 TB  h\n" in note
+    assert "`reduce`" in note
+    assert model.count[...] == 0

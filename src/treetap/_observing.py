@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from treetap import _jaxprs
 from treetap._capturing import (
@@ -24,6 +25,7 @@ from treetap._capturing import (
     restored,
     roots_of,
 )
+from treetap._display import readable_bytes
 from treetap._errors import CaptureError
 from treetap._kinds import Intermediate
 from treetap._lift import Inside, inputs_of
@@ -35,6 +37,7 @@ from treetap._reductions import Reduction, measured
 from treetap._selectors import Select, as_select, refuse_nothing, site_text
 from treetap._sessions import Call, Session
 from treetap._settings import Mode
+from treetap._traces import is_eager
 
 EVERYTHING = Asked(None, Intermediate, True)
 NO_OUTPUTS = Asked(None, None, True)
@@ -263,12 +266,46 @@ def observe(
         roots = roots_of(fn, args, kwargs)
         work = _Observation(select, grads, roots, **options)
         with restored(fn, args, kwargs), contextlib.closing(work.session):
-            out = work.session.run(fn, *args, **kwargs)
+            try:
+                out = work.session.run(fn, *args, **kwargs)
+                _await([call.values for call in work.session.calls])
+            except jax.errors.JaxRuntimeError as error:
+                _add_bill(error, keeps, functools.partial(fn, *args, **kwargs), select)
+                raise
             if not work.session.calls and work.session.asked is NO_OUTPUTS:
                 work.hear_all(fn, args, kwargs)
             return out, work.record(keeps)
 
     return keep_name(observed, fn)
+
+
+def _await(values: Any) -> None:
+    """Waits on CPUs, where a program fails for want of memory only while it runs.
+
+    Elsewhere it fails before it begins, and nothing is waited for.
+    """
+    arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
+    is_there = is_eager() and not any(isinstance(x, Tracer) for x in arrays)
+    if is_there and any(d.platform == "cpu" for x in arrays[:1] for d in x.devices()):
+        jax.block_until_ready(arrays)
+
+
+def _add_bill(error: Exception, keeps: bool, call: Any, select: Any) -> None:
+    """Adds to an error for want of memory what the values that are kept take."""
+    if "out of memory" not in str(error).lower():
+        return
+    if not keeps:
+        error.add_note("observe: only statistics are kept; the function needs more.")
+        return
+    with contextlib.suppress(Exception):  # the first error is the one to see
+        found = sites(call, select=select)
+        largest = sorted(found, key=lambda site: -site.nbytes)[:5]
+        rows = [f"  {readable_bytes(site.nbytes):>9}  {site.text}" for site in largest]
+        error.add_note(
+            f"observe: the {len(found)} values that are kept take "
+            f"{readable_bytes(found.nbytes)}, the largest:\n" + "\n".join(rows) + "\n"
+            "Choose fewer with `select`, or keep statistics of them with `reduce`."
+        )
 
 
 def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any) -> Any:
