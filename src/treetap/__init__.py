@@ -129,6 +129,7 @@ if _TYPE_CHECKING:
     from treetap._editing import edit as edit
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
+    from treetap._events import EventWriter as EventWriter
     from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
     from treetap._files.checkpoints import save_checkpoint as save_checkpoint
     from treetap._files.rules import tensor as tensor
@@ -224,6 +225,8 @@ if _TYPE_CHECKING:
     from treetap._reducers import Reducer as Reducer
     from treetap._reducers import TopK as TopK
     from treetap._reducers import TopKFound as TopKFound
+    from treetap._report.html import Report as Report
+    from treetap._report.html import report as report
     from treetap._report.summary import Summary as Summary
     from treetap._report.summary import summary as summary
     from treetap._report.summary import tabulate as tabulate
@@ -239,6 +242,7 @@ if _TYPE_CHECKING:
     from treetap._sharding import get_named_sharding as get_named_sharding
     from treetap._sharding import get_partition_spec as get_partition_spec
     from treetap._sharding import with_partitioning as with_partitioning
+    from treetap._standing_in import as_flax as as_flax
     from treetap._storing.arrays import StoredArray as StoredArray
     from treetap._storing.records import load_record as load_record
     from treetap._storing.records import save_record as save_record
@@ -252,6 +256,7 @@ if _TYPE_CHECKING:
     from treetap._views import view as view
     from treetap._views import view_info as view_info
     from treetap._views import with_attributes as with_attributes
+    from treetap._watching import watch as watch
     from treetap.metrics import Metric as Metric
     from treetap.metrics import MultiMetric as MultiMetric
 
@@ -277,6 +282,10 @@ _ROOMS = {
     "_capturing": "capture",
     "_observing": "observe sites",
     "_editing": "edit",
+    "_events": "EventWriter",
+    "_watching": "watch",
+    "_report.html": "Report report",
+    "_standing_in": "as_flax",
     "_patching": "PatchGrid attribution patch_grid",
     "_records": "Record Site",
     "_selectors": "Select",
@@ -371,6 +380,7 @@ __all__ = [
     "Dropout",
     "Einsum",
     "Embed",
+    "EventWriter",
     "Everything",
     "FilterError",
     "FlatState",
@@ -419,6 +429,7 @@ __all__ = [
     "RNNCellBase",
     "Record",
     "Reducer",
+    "Report",
     "RngCount",
     "RngKey",
     "RngState",
@@ -445,6 +456,7 @@ __all__ = [
     "WeightsError",
     "WithTag",
     "as_abstract",
+    "as_flax",
     "as_pure",
     "attribution",
     "avg_pool",
@@ -530,6 +542,7 @@ __all__ = [
     "relu6",
     "remat",
     "replace_by_pure_dict",
+    "report",
     "reseed",
     "restore_checkpoint",
     "restore_int_paths",
@@ -578,6 +591,7 @@ __all__ = [
     "view_info",
     "vjp",
     "vmap",
+    "watch",
     "while_loop",
     "with_attributes",
     "with_metadata",

@@ -99,8 +99,13 @@ def _is_gone(value: Any) -> bool:
     return is_array and value.is_deleted()
 
 
+FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
+
+
 class restored:
-    """A block after which, if a capture refused, the Variables are as they were.
+    """A block after which, if a capture failed, the Variables are as they were.
+
+    It fails when it refuses something, or when a device does, for want of memory.
 
     Where a program was given the buffers of the old values, the new ones stay.
     """
@@ -114,7 +119,7 @@ class restored:
         pass
 
     def __exit__(self, kind: Any, *exception: object) -> None:
-        if kind is None or not issubclass(kind, CaptureError):
+        if kind is None or not issubclass(kind, FAILURES):
             return
         boxes = (box for _, box, _ in self._before)
         if not any(map(_is_gone, jax.tree.leaves(list(boxes)))):

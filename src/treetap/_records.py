@@ -13,6 +13,9 @@ from jax.tree_util import register_dataclass
 
 from treetap import _display
 from treetap._errors import CaptureError
+from treetap._events import opened, write
+from treetap._figures import Bars, Figures, bars_of, scalars_of
+from treetap._measuring import Wanted, figures_of_all
 from treetap._reductions import Reduced
 from treetap._selectors import as_select, refuse_nothing, site_text
 from treetap._states import State
@@ -74,6 +77,17 @@ class Site:
         if self.grad is None and isinstance(self.grad_reduced, tuple):
             return tuple(_stats(order) for order in self.grad_reduced)
         return _stats(self.grad_reduced)
+
+    @property
+    def figures(self) -> Figures:
+        """What the value is like, in numbers on the host: see `Figures`."""
+        return figures_of_all([_wanted(self)])[0]
+
+    @property
+    def grad_figures(self) -> Figures | None:
+        """What its gradient is like, the first if there are several; None if none."""
+        wanted = _wanted_gradient(self)
+        return None if wanted is None else figures_of_all([wanted])[0]
 
     def merge(self, other: "Site") -> "Site":
         """The statistics of both: of another microbatch, or step."""
@@ -172,6 +186,66 @@ def _merged(text: str, first: Any, second: Any) -> Any:
     return jax.tree.unflatten(trees[0][1], [a.merge(b) for a, b in pairs])
 
 
+_STACKING = ("scan", "shard_map")  # they put an axis in front of a value's
+
+
+def _wanted(site: Site, what: str = "figures") -> Wanted:
+    """What is to be measured of a site's value, or is known of it."""
+    axes = [name for name in site.wraps if name in _STACKING]
+    shards = tuple(n for n, name in enumerate(axes) if name == "shard_map")
+    flags = [site.taken, None if site.count is None else site.count > 0]
+    held = [flag for flag in flags if flag is not None]
+    masks = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in held)
+    where = f"Site.{what}: {site.text}"
+    tree = site.reduced if site.value is None else site.value
+    return Wanted(tree, len(axes), shards, masks, where=where)
+
+
+def _wanted_gradient(site: Site) -> Wanted | None:
+    """The same for its gradient, if it has one."""
+    has_grad = site.grad is not None
+    grad = site.grad if has_grad else site.grad_reduced
+    if grad is None:
+        return None
+    like = site.value if has_grad else site.reduced
+    if isinstance(grad, tuple) and grad and _shape_of(grad) != _shape_of(like):
+        grad = grad[0]  # of the first order
+    return _wanted(site, "grad_figures")._replace(tree=grad, has_units=False)
+
+
+def _shape_of(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=lambda x: x is None or _is_reduced(x))
+
+
+_Pair = tuple[Figures, Figures | None]
+
+
+def _tagged(
+    found: dict[str, _Pair], prefix: str, parts: bool
+) -> tuple[dict[str, float], dict[str, Bars]]:
+    """Numbers and histograms by tag."""
+    scalars: dict[str, float] = {}
+    bars: dict[str, Bars] = {}
+    for text, pair in found.items():
+        several = {text: pair} | (_by_part(text, *pair) if parts else {})
+        for name, (figures, grad) in several.items():
+            root = "/".join(part for part in (prefix.rstrip("/"), name) if part)
+            for tag, value in scalars_of(figures, grad).items():
+                scalars[f"{root}/{tag}"] = value
+            for tag, each in bars_of(figures, grad).items():
+                bars[f"{root}/{tag}"] = each
+    return scalars, bars
+
+
+def _by_part(text: str, figures: Figures, grad: Figures | None) -> dict[str, _Pair]:
+    others = grad.parts if grad else ()
+    same = len(others) == len(figures.parts)
+    return {
+        f"{text}[{n}]": (part, others[n] if same else None)
+        for n, part in enumerate(figures.parts)
+    }
+
+
 _COLUMNS = ("site", "how", "type", "size", "under")
 
 
@@ -266,6 +340,64 @@ class Record:
     def total(self) -> "Record":
         """The statistics over all iterations and shards together, site by site."""
         return Record(tuple(site.total() for site in self.sites))
+
+    def figures(self) -> dict[str, tuple[Figures, Figures | None]]:
+        """What each value is like, and its gradient: numbers on the host, by site.
+
+        All are fetched at once; `Site.figures` has those of a single site.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp, treetap as tt
+            >>> def loss(x):
+            ...     return jnp.sum(tt.tap(2 * x, "h"))
+            >>> watch = tt.observe(jax.grad(loss), grads=True)
+            >>> value, grad = watch(jnp.array([3.0, 4.0]))[1].figures()["h"]
+            >>> value.norm, grad.abs_max
+            (10.0, 1.0)
+        """
+        wanted = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
+        flat = [one for pair in wanted for one in pair if one is not None]
+        found = iter(figures_of_all(flat))
+        return {
+            site.text: (next(found), None if grad is None else next(found))
+            for site, (_, grad) in zip(self.sites, wanted)
+        }
+
+    def to_scalars(self, prefix: str = "", *, parts: bool = False) -> dict[str, float]:
+        """All figures in a flat dict, such as W&B and other loggers take.
+
+        Args:
+            prefix: What all names begin with, before a `/`.
+            parts: Whether iterations of a scan, and shards, are there one by one, too:
+                as `Block:__call__[3]/norm`.
+
+        Examples:
+            >>> import jax.numpy as jnp, treetap as tt
+            >>> watch = tt.observe(lambda x: tt.tap(2 * x, "h"), reduce=[tt.Norm()])
+            >>> watch(jnp.array([3.0, 4.0]))[1].to_scalars("train")
+            {'train/h/norm': 10.0}
+        """
+        return _tagged(self.figures(), prefix, parts)[0]
+
+    def log(
+        self, writer: Any, step: int, prefix: str = "", *, parts: bool = False
+    ) -> None:
+        """Writes all figures, and histograms if the writer takes their counts.
+
+        Args:
+            writer: A folder for TensorBoard's event files (a new file each time); an
+                `EventWriter`; a SummaryWriter of PyTorch, tensorboardX, TensorBoard,
+                Flax or CLU; or a function of a dict and a step, such as `wandb.log`.
+            step: Of the training.
+            prefix: As for `to_scalars`.
+            parts: As for `to_scalars`.
+        """
+        held = opened(writer, "Record.log")
+        try:
+            write(held, step, *_tagged(self.figures(), prefix, parts))
+        finally:
+            if held is not writer:
+                held.close()
 
     def first_nonfinite(self) -> str | None:
         """The first site that is not all finite, after `guard`; values first.
