@@ -87,7 +87,7 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
         *("AbsMax", "AllFinite", "DeadUnits", "DeadUnitsFound", "Histogram"),
         *("HistogramFound", "Moments", "MomentsFound", "NonFinite", "NonFiniteFound"),
         *("Norm", "Reducer", "TopK", "TopKFound", "edit", "edits"),
-        *("PatchGrid", "attribution", "patch_grid"),
+        *("PatchGrid", "attribution", "patch_grid", "tap_scopes"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions
 

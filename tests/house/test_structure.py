@@ -92,6 +92,8 @@ ORDER = [
     "_capturing",
     "_records",
     "_observing",
+    "_leaving",
+    "_foreign",
     "edits",
     "_editing",
     "_patching",
