@@ -355,7 +355,7 @@ def test_a_selector_that_takes_nothing_tells_what_is_near():
 
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="tap_scopes: expected a Module"):
-        tt.tap_scopes(3)
+        tt.tap_scopes(3)  # pyright: ignore[reportArgumentType] - refused
 
 
 def test_a_capture_of_nnx_does_not_trace():
