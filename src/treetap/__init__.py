@@ -136,6 +136,7 @@ if _TYPE_CHECKING:
     from treetap._files.weights import load_weights as load_weights
     from treetap._files.weights import save_weights as save_weights
     from treetap._fixing import jit_partial as jit_partial
+    from treetap._foreign import tap_scopes as tap_scopes
     from treetap._inspecting import eval_shape as eval_shape
     from treetap._inspecting import make_jaxpr as make_jaxpr
     from treetap._layers.activations import PReLU as PReLU
@@ -286,6 +287,7 @@ _ROOMS = {
     "_watching": "watch",
     "_report.html": "Report report",
     "_standing_in": "as_flax",
+    "_foreign": "tap_scopes",
     "_patching": "PatchGrid attribution patch_grid",
     "_records": "Record Site",
     "_selectors": "Select",
@@ -576,6 +578,7 @@ __all__ = [
     "tabulate",
     "tanh",
     "tap",
+    "tap_scopes",
     "tensor",
     "to_flat_state",
     "to_pure_dict",

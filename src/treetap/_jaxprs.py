@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params
 
 
 class Body(NamedTuple):
@@ -144,6 +144,21 @@ def read(env: dict[Any, Any], atom: Any) -> Any:
 def traced(fn: Callable[..., Any], avals: Any) -> Any:
     """The closed jaxpr of a function of flat values with flat results."""
     return jax.make_jaxpr(fn)(*avals)
+
+
+def with_jaxprs(params: dict[str, Any], made: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Parameters with other jaxprs: pairs of an open one and the closed one for it."""
+
+    def renewed(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(renewed, value))
+        if not isinstance(value, ClosedJaxpr | Jaxpr):
+            return value
+        held = opened(value)[0]
+        found = [new for old, new in made if old is held]
+        return like(value, found[0]) if found else value
+
+    return {name: renewed(value) for name, value in params.items()}
 
 
 _unspecified: list[Any] = []

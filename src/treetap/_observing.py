@@ -210,6 +210,12 @@ def _refuse_gradient(call: Call) -> CaptureError:
             f"observe: {text} is sown, and a sown value does not flow on, so nothing "
             "has a gradient through it. Use `tap` or `perturb`, and their result."
         )
+    if call.order == 0 and call.label.how in ("scope", "checkpoint_name"):
+        return CaptureError(
+            f"observe: {text} has no gradient: it depends on nothing that is "
+            "differentiated, or `tap_scopes` is outside the differentiation. Put it "
+            "inside: `jax.grad(lambda p: loss(tap_scopes(model)(p, x)))`."
+        )
     return CaptureError(
         f"observe: {text} has no gradient: it depends on nothing that is "
         "differentiated, or lies inside a custom rule, or the differentiation is "

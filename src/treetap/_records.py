@@ -38,7 +38,8 @@ class Site:
         name: Its name: of the method, or the one given.
         index: How many calls of the same site came before.
         kind: The kind of Variable it is sown as, or None.
-        how: `"tap"`, `"sow"`, `"perturb"` or `"output"` of a method.
+        how: `"tap"`, `"sow"`, `"perturb"`, `"output"` of a method; `"scope"` or
+            `"checkpoint_name"` by `tap_scopes`.
         wraps: The operations around it that gave it axes (`scan`, `shard_map`) or flags
             (`cond`, `while`), outermost first.
         module: The class of the Module.

@@ -16,6 +16,8 @@ A text is one of
     ~app.Model!head    below a rebuilt app.Model, as a traced function has them
     ?app.Model!head    below an app.Model that is not part of what is captured
 
+    +encoder/layer_0   below the scope around: named scopes of another library
+
 (with one for each capture, if they differ, the outermost first), then the class of the
 Module, with `!` if no Module of that class is inside it.
 """
@@ -195,6 +197,11 @@ class inside:
         self._scope.__exit__(*exception)
 
 
+def below_text(path: Path) -> str:
+    """The text of scopes that no Module opened."""
+    return f"+{_joined(path)}|"
+
+
 def is_inside(module: Any) -> bool:
     """Whether the innermost scope is that of a Module."""
     frames = _frames.get()
@@ -228,10 +235,14 @@ class Where(NamedTuple):
 def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> Where:
     """The path that scopes lead to, for one of the captures around."""
     around: list[Where] = []
+    here = Where((), "")
     for text in scopes:
         told, _, kind = text.rpartition("|")
         parts = told.split(";")
         body = parts[min(capture, len(parts) - 1)]
+        if body.startswith("+"):  # no Module counts it when it looks further out
+            here = Where((*here.path, *_split(body[1:])), "")
+            continue
         if body.startswith("/"):
             path = _split(body[1:])
         elif body[0] in "~?":
@@ -243,8 +254,9 @@ def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> W
             distance, _, rest = body.partition("<")
             index = len(around) - 1 - int(distance)
             path = (*(around[index].path if index >= 0 else ()), *_split(rest))
-        around.append(Where(path, kind))
-    return around[-1] if around else Where((), "")
+        here = Where(path, kind)
+        around.append(here)
+    return here
 
 
 def _top(top: str, around: list[Where], roots: Sequence[Root], is_open: bool) -> Path:

@@ -25,7 +25,7 @@ from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
 from treetap._reductions import Reduction
 from treetap._scopes import Root, Where, open_scopes, resolve, rooted
-from treetap._taps import Label, current_guards, linear_p, tap_p
+from treetap._taps import PLAIN_TAPS, Label, current_guards, linear_p, tap_p
 from treetap._traces import Through
 from treetap._variables import raw_values
 from treetap._walk import (
@@ -201,7 +201,7 @@ class Session:
         """Whether taps of this sort are asked for; they may be for another capture."""
         if label.is_edit or self.edits:
             return label.is_edit and self.edits
-        if label.how == "tap":
+        if label.how in PLAIN_TAPS:
             return self.asked.taps
         if label.how == "output":
             return self.asked.outputs is not None

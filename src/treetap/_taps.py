@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+PLAIN_TAPS = ("tap", "scope", "checkpoint_name")  # heard where `tap` is
 TICKET = np.zeros((), np.int32)
 
 
@@ -67,7 +68,7 @@ class Label(NamedTuple):
         name: Its name.
         kind: The kind of Variable it is stored as; None for a tap, and for what a
             method returns, which is stored as each capture asks.
-        how: `"sow"`, `"perturb"`, `"tap"` or `"output"`.
+        how: `"sow"`, `"perturb"`, `"tap"` or `"output"`; or one of `PLAIN_TAPS`.
         tree: The structure of the value.
         reduce: For `sow`, how to add a value to those before, and what to begin with.
         is_edit: Whether it marks a value that may be edited, see `_editable`, and not

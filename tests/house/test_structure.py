@@ -97,6 +97,8 @@ ORDER = [
     "_records",
     "_observing",
     "_watching",
+    "_leaving",
+    "_foreign",
     "edits",
     "_editing",
     "_patching",
