@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures: values as small heat maps, and attention as one for each head.
+
+A picture is a few tiles of at most 64 by 64 bytes: means of blocks, made where the
+value is and fetched together. Of further axes one item is shown: the first that is not
+finite, or the first. Iterations of a scan, and heads of attention, are tiles. A byte is
+0 to 254, from the lowest to the highest end of the scale, or 255 for a block with
+something that is not finite.
+"""
+
+import base64
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from treetap._figures import Figures
+from treetap._records import Site
+from treetap._reductions import is_measurable
+from treetap._report.texts import array_text
+
+SIDE = 64  # of a tile, at most
+MOST_TILES = 16
+WRONG = 255
+STACKING = ("scan", "shard_map")  # they put an axis in front of a value's
+
+Index = tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """Which parts of a value are tiles.
+
+    Attributes:
+        indices: Of each tile, all but the last two axes.
+        labels: What each tile is called.
+        total: How many tiles there could be.
+        block: How many rows and columns go into one byte.
+        size: Rows and columns of a tile.
+        free: From which to which axis one item is shown.
+        axes: How each axis but the last two is written, if it is not free.
+    """
+
+    indices: tuple[Index, ...]
+    labels: tuple[str, ...]
+    total: int
+    block: tuple[int, int]
+    size: tuple[int, int]
+    free: tuple[int, int]
+    axes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """About how much it takes as text."""
+        rows, columns = self.size
+        return len(self.indices) * (4 * (rows * columns + 2) // 3 + 40) + 200
+
+
+def pictures_of(
+    sites: Sequence[Site], figures: Sequence[Figures | None], budget: int
+) -> tuple[dict[int, dict[str, Any]], int]:
+    """Pictures by the number of their site, and how many are left out.
+
+    Args:
+        sites: The sites, with their values.
+        figures: Of the values, where they are known.
+        budget: How many bytes all pictures may take.
+    """
+    pending: dict[int, tuple[list[Plan], Any]] = {}
+    left_out = 0
+    for number, (site, known) in enumerate(zip(sites, figures)):
+        value = _matrix(site.value)
+        if value is None:
+            continue
+        apart = sum(name in STACKING for name in site.wraps)
+        plans = [_plan(value, apart, with_heads=False)]
+        if value.ndim > 2 and _may_be_attention(value, known):
+            plans.append(_plan(value, apart, with_heads=True))
+        needed = max(plan.nbytes for plan in plans)
+        if needed > budget:
+            left_out += 1
+            continue
+        budget -= needed
+        is_wrong = known is not None and bool(known.nonfinite)
+        pending[number] = plans, _drawn(value, plans, is_wrong=is_wrong)
+    fetched = jax.device_get({n: made for n, (_, made) in pending.items()})
+    drawn = {}
+    for number, (plans, _) in pending.items():
+        value = _matrix(sites[number].value)
+        drawn[number] = _picture(array_text(value), plans, fetched[number])
+    return drawn, left_out
+
+
+def _matrix(value: Any) -> Any:
+    """The first array with two axes or more, if there is one to be had."""
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or not is_measurable(leaf):
+            continue
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            continue
+        if np.ndim(leaf) >= 2 and np.size(leaf):
+            return leaf if isinstance(leaf, jax.Array) else _narrowed(leaf)
+    return None
+
+
+def _narrowed(value: Any) -> np.ndarray:
+    """An array of the host in a type that every device has; what is large stays."""
+    value = np.asarray(value)
+    if value.dtype.kind == "c":
+        value = np.abs(value)
+    if value.dtype.itemsize < 8:
+        return value
+    most = np.finfo(np.float32).max
+    is_finite = np.isfinite(value)
+    return np.where(is_finite, np.clip(value, -most, most), value).astype(np.float32)
+
+
+def _may_be_attention(value: Any, figures: Figures | None) -> bool:
+    """Whether figures allow rows that are shares of one; measured exactly later."""
+    if not jnp.issubdtype(value.dtype, jnp.floating) or value.shape[-1] < 2:
+        return False
+    if figures is None or figures.low is None or figures.mean is None:
+        return True
+    is_share = figures.low >= 0 and (figures.high or 0) <= 1.01
+    return is_share and abs(figures.mean * value.shape[-1] - 1) < 0.05
+
+
+def _plan(value: Any, apart: int, *, with_heads: bool) -> Plan:
+    """How a value is cut."""
+    *lead, rows, columns = value.shape
+    apart = min(apart, len(lead))
+    inner = lead[apart:]
+    heads = inner[-1] if with_heads and inner else 0
+    outer = math.prod(lead[:apart])
+    some = list(itertools.islice(np.ndindex(*lead[:apart]), MOST_TILES))
+    zeros = (0,) * (len(inner) - 1 if heads else len(inner))
+    indices, labels = [], []
+    for place in some:
+        name = ",".join(map(str, place))
+        if not heads:
+            indices.append((*place, *zeros))
+            labels.append(name)
+            continue
+        for head in range(min(heads, max(1, MOST_TILES // len(some)))):
+            indices.append((*place, *zeros, head))
+            labels.append(f"{name} · head {head}" if name else f"head {head}")
+    block = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
+    size = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    axes = (*("i" for _ in range(apart)), *("" for _ in zeros), *("h" * bool(heads)))
+    total, free = outer * (heads or 1), (apart, apart + len(zeros))
+    return Plan(tuple(indices), tuple(labels), total, block, size, free, axes)
+
+
+def _drawn(value: Any, plans: Sequence[Plan], *, is_wrong: bool) -> Any:
+    """The tiles of each plan, and whether the rows are shares of one."""
+    tiles = []
+    for plan in plans:
+        places = tuple(np.array(plan.indices, int).T) if value.ndim > 2 else ()
+        start, stop = plan.free
+        if is_wrong and stop > start and not _is_spread(value):
+            item = _first_wrong(value, plan.free)
+        else:
+            item = tuple(np.zeros(stop - start, int))
+        tiles.append((_tiles(value, places, item, plan.free, plan.block), item))
+    return tiles, _are_shares(value) if len(plans) > 1 else False
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether axes of a value are spread over an explicit mesh."""
+    spec = getattr(getattr(jax.typeof(value), "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def _first_wrong(value: Any, free: tuple[int, int]) -> Any:
+    """Where along some axes the first item is that is not finite."""
+    others = [axis for axis in range(value.ndim) if not free[0] <= axis < free[1]]
+    is_wrong = jnp.any(~jnp.isfinite(value), axis=others)
+    return jnp.unravel_index(jnp.argmax(is_wrong.ravel()), is_wrong.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _tiles(
+    value: Any, places: Any, item: Any, free: tuple[int, int], block: tuple[int, int]
+) -> Any:
+    """Means `[tile, row, column]`; NaN for blocks that are not all finite."""
+    start, stop = free
+    chosen = [jnp.broadcast_to(n, old.shape) for n, old in zip(item, places[start:])]
+    places = (*places[:start], *chosen, *places[stop:])
+    picked = _items(value, places) if places else value[None]
+    if jnp.issubdtype(picked.dtype, jnp.complexfloating):
+        picked = jnp.abs(picked)
+    is_finite = jnp.isfinite(picked)
+    most = float(jnp.finfo(jnp.float32).max)
+    numbers = jnp.where(is_finite, jnp.clip(picked, -most, most), picked)
+    numbers = numbers.astype(jnp.float32)
+    if block == (1, 1):
+        return numbers
+    size = math.prod(block)
+    counts = _block_sums(jnp.ones_like(numbers), block)
+    finite = _block_sums(is_finite.astype(jnp.float32), block)
+    # Divided first, so that the sum of large numbers is not infinite.
+    shares = jnp.where(is_finite, numbers / size, jnp.zeros_like(numbers))
+    means = _block_sums(shares, block) * (size / counts)
+    return jnp.where(finite < counts, jnp.nan, means)
+
+
+def _items(value: Any, places: Any) -> Any:
+    """Matrices out of a value, whole on every device of an explicit mesh."""
+    if not _is_spread(value):
+        return value[places]
+    mesh = jax.typeof(value).sharding.mesh
+    whole = jax.sharding.NamedSharding(mesh, jax.P(None, None, None))
+    return value.at[places].get(out_sharding=whole)
+
+
+def _block_sums(tiles: Any, block: tuple[int, int]) -> Any:
+    """Sums over blocks of rows and columns; what is missing at the ends is zero."""
+    count, rows, columns = tiles.shape
+    high, wide = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    missing = (0, high * block[0] - rows), (0, wide * block[1] - columns)
+    padded = jnp.pad(tiles, ((0, 0), *missing))
+    return padded.reshape(count, high, block[0], wide, block[1]).sum((2, 4))
+
+
+@jax.jit
+def _are_shares(value: Any) -> Any:
+    """Whether rows are not negative and sum up to one; broken ones do not count."""
+    numbers = value.astype(jnp.float32)
+    limit = 1e-3 if value.dtype.itemsize >= 4 else 1e-2  # half precision rounds more
+    is_broken = ~jnp.all(jnp.isfinite(numbers), axis=-1)
+    is_near = jnp.abs(jnp.sum(numbers, axis=-1) - 1) <= limit
+    is_share = is_near & jnp.all(numbers >= 0, axis=-1)
+    return jnp.all(is_broken | is_share) & jnp.any(is_share)
+
+
+def _picture(text: str, plans: Sequence[Plan], made: Any) -> dict[str, Any]:
+    """What the page is told."""
+    tiles, is_attention = made
+    which = int(bool(is_attention))
+    plan, (means, item) = plans[which], tiles[which]
+    chosen = iter(item)
+    axes = ", ".join(axis or str(int(next(chosen))) for axis in plan.axes)
+    codes, scale = _coded(means, is_share=bool(which))
+    rows, columns = plan.size
+    return {
+        "kind": "attention" if which else "heat",
+        "of": f"[{axes}, :, :] of {text}" if axes else text,
+        "tiles": [
+            {"label": label, "data": base64.b64encode(tile.tobytes()).decode()}
+            for label, tile in zip(plan.labels, codes)
+        ],
+        "rows": rows,
+        "columns": columns,
+        "block": list(plan.block),
+        "scale": float(f"{scale:.4g}"),
+        "wrong": bool(np.any(codes == WRONG)),
+        "shown": len(plan.indices),
+        "total": plan.total,
+    }
+
+
+def _coded(means: np.ndarray, *, is_share: bool) -> tuple[np.ndarray, float]:
+    """Bytes, and the number that the highest one stands for."""
+    is_finite = np.isfinite(means)
+    sizes = np.abs(means[is_finite])
+    scale = 0.0
+    if sizes.size:  # a few outliers must not make all else look like nothing
+        scale = sizes.max() if is_share else np.quantile(sizes, 0.99) or sizes.max()
+    parts = np.clip(np.where(is_finite, means, 0) / (scale or 1.0), -1, 1)
+    codes = np.round(parts * 254 if is_share else 127 + parts * 127)
+    return np.where(is_finite, codes, WRONG).astype(np.uint8), float(scale)
