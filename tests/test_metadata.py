@@ -183,3 +183,19 @@ def test_flags_of_the_initializer_are_taken_or_contradicted():
 def test_an_initializer_cannot_ask_for_hijax():
     with pytest.raises(tt.MetadataError, match="hijax Variables are not supported"):
         tt.Param(tt.VariableMetadata(1.0, {"hijax": True}))
+
+
+def test_hooks_are_refused_by_name():
+    with pytest.raises(
+        tt.MetadataError, match="Param: the hook 'on_get_value' would never be called"
+    ):
+        tt.Param(jnp.ones(2), on_get_value=lambda variable, value: value * 2)
+    with pytest.raises(tt.MetadataError, match="Doubled: the hook 'on_set_value'"):
+        type("Doubled", (tt.Variable,), {"on_set_value": lambda self, value: value})
+    init = tt.with_metadata(jnp.ones, on_create_value=lambda variable, value: value)
+    with pytest.raises(tt.MetadataError, match="override `create_value`"):
+        tt.Param(init((2,)))
+    variable = tt.Param(jnp.ones(2))
+    with pytest.raises(tt.MetadataError, match="transform_metadata"):
+        variable.set_metadata(on_add_axis=print)
+    assert not variable.has_metadata("on_add_axis")

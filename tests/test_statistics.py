@@ -458,3 +458,32 @@ def test_statistics_of_a_deep_scan_take_no_memory(wrap):
     few = [*REDUCERS, tt.NonFinite()]
     reduced = memory(tt.observe(grad, reduce=few, grads=True))
     assert reduced < 1.1 * memory(grad)
+
+
+def test_numbers_of_python_are_measured():
+    def f(x):
+        a, b = tt.tap((x, 2 * x), "pair")
+        return a * b
+
+    observed = tt.observe(jax.grad(f), grads=True, reduce=[tt.Norm()])
+    _, record = observed(3.0)
+    assert [float(x) for x in record["pair"].stats["norm"]] == [3.0, 6.0]
+    assert [float(x) for x in record["pair"].grad_stats["norm"]] == [6.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "float8_e4m3fn", "bfloat16", "bool"]
+)
+def test_narrow_types_are_measured(dtype):
+    reducers = [tt.Norm(), tt.Moments(), tt.AbsMax(), tt.Histogram(), tt.DeadUnits()]
+    _, record = tt.observe(lambda x: tt.tap(x, "x"), reduce=reducers)(
+        jnp.ones(4, dtype)
+    )
+    stats = record["x"].stats
+    assert (float(stats["norm"]), float(stats["moments"].mean)) == (2.0, 1.0)
+
+
+def test_units_of_nan_are_not_dead():
+    x = jnp.array([[jnp.nan, 0.0, 1.0], [jnp.nan, 0.0, jnp.nan]])
+    _, record = tt.observe(lambda x: tt.tap(x, "x"), reduce=[tt.DeadUnits()])(x)
+    assert record["x"].stats["dead_units"].dead.tolist() == [False, True, False]

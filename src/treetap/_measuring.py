@@ -28,7 +28,7 @@ from treetap._reducers import (
     NonFinite,
     Norm,
 )
-from treetap._reductions import Reduced, is_measurable
+from treetap._reductions import Reduced, is_measured
 from treetap._summing import How, Sums, sums_of
 
 BINS = 40
@@ -91,7 +91,7 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, _Build]:
         _refuse_traced(states, wanted.where)
         held = [[reducer for _, reducer in leaf.reducers] for leaf in reduced]
         return states, functools.partial(_of_states, held, wanted)
-    leaves = [leaf for leaf in leaves if _is_number(leaf)]
+    leaves = [leaf for leaf in leaves if is_measured(leaf)]
     _refuse_traced(leaves, wanted.where)
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return (), lambda _: UNMEASURED
@@ -110,10 +110,6 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, _Build]:
 
 def _is_reduced(value: Any) -> bool:
     return isinstance(value, Reduced)
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex) or is_measurable(leaf)
 
 
 def _refuse_traced(tree: Any, where: str) -> None:

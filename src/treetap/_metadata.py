@@ -15,6 +15,13 @@ A = TypeVar("A")
 
 REQUIRED = ("hijax", "ref", "eager_sharding")
 _RENAMED = {"sharding": "out_sharding", "sharding_names": "out_sharding"}
+_HOOKS = {
+    "on_get_value": "override `get_value` in a kind of your own",
+    "on_set_value": "override `set_value` in a kind of your own",
+    "on_create_value": "override `create_value` in a kind of your own",
+    "on_add_axis": "change `out_sharding` with `transform_metadata`",
+    "on_remove_axis": "change `out_sharding` with `transform_metadata`",
+}
 PLAIN: dict[str, Any] = {"hijax": False, "ref": False, "eager_sharding": True}
 
 
@@ -38,12 +45,22 @@ class VariableMetadata(Generic[A]):
         self.metadata = dict(metadata)
 
 
+def refuse_hook(kind: str, name: str) -> None:
+    """Refuses a function that NNX would call when a Variable is used."""
+    if name in _HOOKS:
+        raise MetadataError(
+            f"{kind}: the hook {name!r} would never be called: hooks are not "
+            f"supported. Instead, {_HOOKS[name]}."
+        )
+
+
 def checked_names(
     kind: type, metadata: Mapping[str, Any], stacklevel: int = 3
 ) -> dict[str, Any]:
     """Metadata under their present names; one that could never be read is refused."""
     checked: dict[str, Any] = {}
     for name, value in metadata.items():
+        refuse_hook(kind.__name__, name)
         if name in _RENAMED:
             warnings.warn(
                 f"{kind.__name__}: the metadata name {name!r} is deprecated; "
@@ -72,6 +89,11 @@ class MetadataMethods:
     __slots__ = ()
 
     _metadata: dict[str, Any]  # never edited: it may be shared
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            refuse_hook(cls.__name__, name)
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         raise NotImplementedError

@@ -75,9 +75,10 @@ class Site:
     @property
     def grad_stats(self) -> Any:
         """Statistics of the gradient; a tuple by order, as `grad`."""
-        if self.grad is None and isinstance(self.grad_reduced, tuple):
-            return tuple(_stats(order) for order in self.grad_reduced)
-        return _stats(self.grad_reduced)
+        held = self.grad_reduced
+        if isinstance(held, tuple) and _shape_of(held) != _shape_of(self.reduced):
+            return tuple(_stats(order) for order in held)
+        return _stats(held)
 
     @property
     def figures(self) -> Figures:

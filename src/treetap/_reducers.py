@@ -86,6 +86,8 @@ def _as_real(value: Any) -> Any:
     """A value in float32 or wider."""
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value = jnp.abs(value)
+    if jnp.issubdtype(value.dtype, jnp.bool_) or value.dtype.itemsize < 4:
+        return value.astype(jnp.float32)  # of some narrow types JAX knows no wider one
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
@@ -433,6 +435,8 @@ class DeadUnitsFound(NamedTuple):
 class DeadUnits:
     """Units, along the last axis, whose magnitude never was above a threshold.
 
+    A unit that is NaN is broken, and not dead.
+
     Args:
         threshold: What a unit has to exceed, once, to be alive.
         axis: The axis of units.
@@ -454,7 +458,7 @@ class DeadUnits:
 
     def measure(self, value: Any) -> Any:
         """Which units are alive in one value."""
-        is_active = jnp.abs(_as_real(value)) > self.threshold
+        is_active = ~(jnp.abs(_as_real(value)) <= self.threshold)
         if value.ndim == 0:
             return is_active
         unit = self.axis % value.ndim

@@ -165,6 +165,11 @@ def is_measurable(aval: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
+def is_measured(leaf: Any) -> bool:
+    """The same of a value itself; Python's numbers are arrays to JAX."""
+    return isinstance(leaf, bool | int | float | complex) or is_measurable(leaf)
+
+
 @functools.partial(jax.jit, static_argnums=(0,))
 def _measured(reducers: Reducers, value: Any, seen: Any) -> Reduced:
     """What is known of one array, with no axes kept apart."""
@@ -245,7 +250,7 @@ class Reduction:
         found = [
             measured(self.reducers, jnp.asarray(leaf), guards, self.rows)
             for leaf in leaves
-            if is_measurable(leaf)
+            if is_measured(leaf)
         ]
         return jax.tree.leaves(found)
 

@@ -281,6 +281,9 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
             "update: the state does not fit the object; nothing was changed.\n"
             + shown
             + (f"\n  - and {more} more" if more > 0 else "")
+            + "\nTo change shapes or types, set the value of each Variable "
+            "(`variable.set_value(x)`), or map over the object itself: "
+            "`jax.tree.map(lambda x: x.astype(...), model)`."
         )
     plan.write()
 

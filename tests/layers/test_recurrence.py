@@ -416,3 +416,18 @@ def test_both_ways_take_pairs(wrong):
         tt.StructureError, match=r"Bidirectional at blocks/1/up: .*pair"
     ):
         placed(both())(array(*X), initial_carry=carry)
+
+
+def test_lengths_that_are_known_while_tracing_are_checked():
+    layer = tt.RNN(tt.GRUCell(4, 3, rngs=tt.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4))
+
+    def run(layer, lengths):
+        return tt.jit(lambda layer: layer(x, seq_lengths=lengths))(layer)
+
+    lengths = jnp.array([2, 1])
+    np.testing.assert_allclose(
+        run(layer, lengths), layer(x, seq_lengths=lengths), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(tt.StructureError, match="from 0 to the 5 steps"):
+        run(layer, jnp.array([2, 6]))

@@ -476,3 +476,12 @@ def test_a_model_and_its_optimizer_in_one():
         ModelAndOptimizer(both.model, optax.adam(0.1), wrt=tt.PathContains("bias"))
     with pytest.raises(tt.StructureError, match=r"^ModelAndOptimizer\.update: "):
         both.update({})
+
+
+def test_update_takes_its_arguments_by_name():
+    models = [tt.Linear(2, 2, rngs=tt.Rngs(0)) for _ in range(2)]
+    optimizers = [tt.Optimizer(m, optax.sgd(0.1), wrt=tt.Param) for m in models]
+    grads = tt.grad(lambda model: model(jnp.ones((1, 2))).sum())(models[0])
+    optimizers[0].update(models[0], grads)
+    optimizers[1].update(model=models[1], grads=grads)
+    np.testing.assert_array_equal(models[0].kernel[...], models[1].kernel[...])

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from treetap._errors import StructureError
@@ -182,7 +183,8 @@ class RNN(Module):
                 f"the batch {batch}, got {text_of(lengths)}."
             )
         is_known = not isinstance(lengths, Tracer) and lengths.size
-        if is_known and not 0 <= lengths.min() <= lengths.max() <= steps:
+        known = np.asarray(lengths) if is_known else None  # also while tracing
+        if known is not None and not 0 <= known.min() <= known.max() <= steps:
             raise StructureError(
                 f"{where(self)}: `seq_lengths` are from 0 to the {steps} steps there "
                 f"are, got {lengths}."

@@ -461,7 +461,7 @@ class Optimizer(Optimization, Generic[M]):
     ) -> None:
         super().__init__(model, tx, wrt, graph)
 
-    def update(self, model: M, grads: Any, /, **kwargs: Any) -> Any:
+    def update(self, model: M, grads: Any, **kwargs: Any) -> Any:
         """Takes one step: changes the model and the state, in place.
 
         Args:
