@@ -86,9 +86,9 @@ def _as_real(value: Any) -> Any:
     """A value in float32 or wider."""
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value = jnp.abs(value)
-    if jnp.issubdtype(value.dtype, jnp.bool_) or value.dtype.itemsize < 4:
-        return value.astype(jnp.float32)  # of some narrow types JAX knows no wider one
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    is_narrow = value.dtype.itemsize < 4  # of some of these JAX knows no wider one
+    wide = jnp.float32 if is_narrow else jnp.promote_types(value.dtype, jnp.float32)
+    return value.astype(wide)
 
 
 def _finite(value: Any) -> tuple[Any, Any]:
@@ -433,9 +433,7 @@ class DeadUnitsFound(NamedTuple):
 
 @dataclass(frozen=True)
 class DeadUnits:
-    """Units, along the last axis, whose magnitude never was above a threshold.
-
-    A unit that is NaN is broken, and not dead.
+    """Units, along the last axis, whose magnitude never was above a threshold, nor NaN.
 
     Args:
         threshold: What a unit has to exceed, once, to be alive.
