@@ -14,7 +14,7 @@ WORKERS ?= 2
 .PHONY: demo test test-all test-newest newest-python lint format bench docs clean
 
 demo: $(READY)
-	$(BIN)/python examples/spirals.py
+	$(BIN)/treetap inspect
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"

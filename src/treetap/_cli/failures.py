@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures: what goes wrong at the command line, in one message.
+
+A `Failure` is for people: its text is all there is to say. Other exceptions come from
+the library, whose texts say what to do, or from the user's own code: then the message
+has the line of that code it came from.
+"""
+
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from types import FrameType
+
+import jax
+
+from treetap._errors import TreetapError
+
+FOUND = 1  # the exit code of a command that found what it looks for
+BAD = 2  # of one that could not be done
+INTERRUPTED = 130  # as shells say it of a program that Ctrl-C ended
+
+
+_LOOKED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class Failure(Exception):
+    """Something to be told in one message; the command ends with the code 2."""
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.abspath(path), "")
+
+
+_NOT_USERS = tuple(
+    _folder(path)
+    for path in (
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(jax.__file__),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+    )
+)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither of a library nor of Python itself."""
+    is_file = not file.startswith("<")
+    return is_file and not os.path.abspath(file).startswith(_NOT_USERS)
+
+
+def short_path(file: str) -> str:
+    """A path from the current folder, where it lies in there."""
+    inside = os.path.relpath(file)
+    return file if inside.startswith(os.pardir) else inside
+
+
+def _place(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    told = f"at {short_path(file)}:{line}"
+    told += f", in {function}" if function else ""
+    return told + (f": {source}" if source else "")
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's code that an error came through last; empty if none."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return _place(error.filename, error.lineno, "")
+    steps = list(traceback.walk_tb(error.__traceback__))
+    found = [step for step in steps if is_users(step[0].f_code.co_filename)]
+    if not found:
+        return ""
+    frame, line = found[-1]
+    return _place(frame.f_code.co_filename, line, _name_of(frame))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the library itself raised an error: then its text says all."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(_NOT_USERS[0])
+
+
+def _name_of(frame: FrameType) -> str:
+    name = frame.f_code.co_qualname
+    return "" if name == "<module>" else name
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return error.msg
+    if isinstance(error, KeyError):  # whose text is the key's `repr`
+        return str(error.args[0]) if error.args else ""
+    return str(error).strip()
+
+
+def message_of(error: BaseException) -> str:
+    """What to tell of an error."""
+    text = _text_of(error)
+    if isinstance(error, Failure):
+        return text
+    place = place_of(error)
+    is_said = isinstance(error, TreetapError | OSError) or _is_ours(error)
+    if place or not (is_said and text):
+        kind = type(error).__name__
+        text = f"{kind}: {text}" if text else kind
+    if isinstance(error, _LOOKED):
+        text += "\nThe model looks at values while it is compiled: try --eager."
+    return f"{text}\n  {place}" if place else text
+
+
+def print_traceback(error: BaseException) -> None:
+    """All of an error, for `--debug`."""
+    traceback.print_exception(error, file=sys.stderr)

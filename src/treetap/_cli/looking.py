@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking: an observed run as rows of figures, for the terminal and for programs.
+
+A Look is what `treetap inspect` shows: one row for each site with the figures of its
+value and gradient, and the first of them that is not finite.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from treetap import _display
+from treetap._cli.programs import Program
+from treetap._cli.showing import (
+    BLOCKS,
+    LETTERS,
+    SITE_WIDTH,
+    Column,
+    Listing,
+    many,
+    number_text,
+    share_text,
+    spark,
+)
+from treetap._figures import Figures
+from treetap._observing import observe, sites
+from treetap._records import Record, Site
+from treetap._reducers import AbsMax, DeadUnits, Histogram, Moments, NonFinite, Norm
+from treetap._report.tables import short_types
+
+REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
+SPARK = 12
+
+
+class Row(NamedTuple):
+    """A site and its figures.
+
+    Attributes:
+        site: The site.
+        type: Shapes and types of its value, as text.
+        nbytes: The memory that the value takes.
+        value: The figures of the value.
+        gradient: The figures of its gradient; None if it has none.
+    """
+
+    site: Site
+    type: str
+    nbytes: int
+    value: Figures
+    gradient: Figures | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The norm of the gradient over that of the value."""
+        norms = self.gradient and self.gradient.norm, self.value.norm
+        if norms[0] is None or not norms[1]:
+            return None
+        return norms[0] / norms[1]
+
+    @property
+    def nonfinite(self) -> str:
+        """What is not finite, in a few words; empty if all is."""
+        parts = [_bad_text(self.value)]
+        if self.gradient is not None and self.gradient.nonfinite:
+            parts.append(f"grad {_bad_text(self.gradient)}")
+        return ", ".join(filter(None, parts))
+
+
+class First(NamedTuple):
+    """Where the first number that is not finite is.
+
+    Attributes:
+        site: The text of the site.
+        part: `value` or `gradient`.
+        figures: Those of the value or gradient.
+        turn: In a scan, the first iteration that has some, or the shard.
+    """
+
+    site: str
+    part: str
+    figures: Figures
+    turn: int | None
+
+    def __str__(self) -> str:
+        what = "gradient of " if self.part == "gradient" else ""
+        where = "" if self.turn is None else f" at [{self.turn}]"
+        count = self.figures.count
+        of = f" of {count:,} numbers" if count else ""
+        return f"{what}{self.site}{where} ({_bad_text(self.figures)}{of})"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a run.
+
+    Attributes:
+        record: The record.
+        rows: Its sites with their figures.
+        loss: The loss, if gradients were asked for.
+        first: The first that is not finite.
+    """
+
+    record: Record
+    rows: tuple[Row, ...]
+    loss: float | None
+    first: First | None
+
+
+def _bad_text(figures: Figures) -> str:
+    if not figures.nonfinite:
+        return ""
+    if figures.nan is None or figures.infinite is None:
+        return f"{figures.nonfinite:,} not finite"
+    counts = ((figures.nan, "NaN"), (figures.infinite, "inf"))
+    return ", ".join(f"{count:,} {name}" for count, name in counts if count)
+
+
+def observed(program: Program, select: Any, *, grads: bool, reduce: bool) -> Look:
+    """Runs a program, and looks at every site that is selected."""
+    run = observe(
+        program.fn, select, grads=grads, reduce=list(REDUCERS) if reduce else None
+    )
+    types: Mapping[str, Site] = {}
+    if reduce:  # the values are gone then, and their shapes with them
+        types = _listed(program, select)
+    out, record = run(*program.args, **program.kwargs)
+    loss = float(out[0]) if program.loss else None
+    return look_at(record, loss, types)
+
+
+def _listed(program: Program, select: Any) -> dict[str, Site]:
+    with contextlib.suppress(Exception):  # not every function can be looked at
+        found = sites(program.fn, *program.args, select=select, **program.kwargs)
+        return {site.text: site for site in found}
+    return {}
+
+
+def look_at(
+    record: Record, loss: float | None = None, types: Mapping[str, Site] | None = None
+) -> Look:
+    """A record with its figures."""
+    figures = record.figures()
+    given = types or {}
+    rows = tuple(
+        Row(
+            site,
+            type_text(given.get(site.text, site)),
+            given.get(site.text, site).nbytes,
+            *figures[site.text],
+        )
+        for site in record
+    )
+    return Look(record, rows, loss, first_nonfinite(rows))
+
+
+def first_nonfinite(rows: tuple[Row, ...]) -> First | None:
+    """Values in their order; then gradients in theirs, the last site's first."""
+    parts = [(row.site.text, "value", row.value) for row in rows]
+    parts += [(row.site.text, "gradient", row.gradient) for row in reversed(rows)]
+    for text, part, figures in parts:
+        if figures is not None and figures.nonfinite:
+            turns = [n for n, one in enumerate(figures.parts) if one.nonfinite]
+            return First(text, part, figures, turns[0] if turns else None)
+    return None
+
+
+def type_text(site: Site) -> str:
+    """Shapes and types of a site's value; each once."""
+    leaves = jax.tree.leaves(site.value)
+    texts = [
+        f"{leaf.dtype}[{','.join(map(str, np.shape(leaf)))}]"
+        if hasattr(leaf, "dtype")
+        else type(leaf).__name__
+        for leaf in leaves
+    ]
+    counts = {text: texts.count(text) for text in texts}
+    return ", ".join(t if n == 1 else f"{n} {t}" for t, n in counts.items())
+
+
+# For people.
+
+
+def figures_listing(look: Look, *, ascii_only: bool = False) -> Listing:
+    """The table of a look."""
+    rows = look.rows
+    signs = LETTERS if ascii_only else BLOCKS
+    has_gradients = any(row.gradient is not None for row in rows)
+    has_types = any(row.type for row in rows)
+
+    def column(head: str, rank: int, cells: Iterator[str]) -> Column:
+        return Column(head, tuple(cells), rank)
+
+    names = tuple(row.site.text for row in rows)
+    columns = [Column("site", names, 0, False, SITE_WIDTH)]
+    if look.first is not None:
+        bad = tuple(_mark(row, look.first) for row in rows)
+        columns.append(Column("not finite", bad, 1, False, 12))
+    if has_types:
+        types = tuple(short_types(row.type) for row in rows)
+        columns.append(Column("type", types, 8, False, 18))
+        sizes = (_display.readable_bytes(row.nbytes) for row in rows)
+        columns.append(column("memory", 10, sizes))
+    bars = tuple(_bars_text(row.value, signs) for row in rows)
+    columns.append(Column("histogram", bars, 5, False))
+    values = [row.value for row in rows]
+    columns.append(column("mean", 6, (number_text(f.mean) for f in values)))
+    columns.append(column("std", 3, (number_text(f.std) for f in values)))
+    columns.append(column("max", 2, (number_text(f.abs_max) for f in values)))
+    columns.append(column("dead", 7, (share_text(f.dead) for f in values)))
+    if has_gradients:
+        slopes = [row.gradient or Figures() for row in rows]
+        columns.append(column("grad", 4, (number_text(f.norm) for f in slopes)))
+        columns.append(column("ratio", 9, (number_text(r.ratio) for r in rows)))
+    return Listing(columns, _styles(look))
+
+
+def _mark(row: Row, first: First) -> str:
+    is_first = row.site.text == first.site
+    return f"first: {row.nonfinite}" if is_first else row.nonfinite
+
+
+def _bars_text(figures: Figures, signs: str) -> str:
+    if figures.bars is None:
+        return ""
+    return spark(figures.bars.counts.tolist(), SPARK, signs)
+
+
+def _styles(look: Look) -> dict[int, str]:
+    styles = {n: "red" for n, row in enumerate(look.rows) if row.nonfinite}
+    for n, row in enumerate(look.rows):
+        if look.first is not None and row.site.text == look.first.site:
+            styles[n] = "bold white on red"
+    return styles
+
+
+def sites_listing(record: Record) -> Listing:
+    """The table of sites, with the memory that a capture of them takes."""
+    found = list(record)
+
+    def cells(text: Any) -> tuple[str, ...]:
+        return tuple(map(text, found))
+
+    count, size = many(len(found), "site"), _display.readable_bytes(record.nbytes)
+    sizes = cells(lambda site: _display.readable_bytes(site.nbytes))
+    columns = [
+        Column("site", cells(lambda site: site.text), 0, False, SITE_WIDTH, count),
+        Column("how", cells(lambda site: site.how), 4, False),
+        Column("type", cells(lambda s: short_types(type_text(s))), 2, False, 18),
+        Column("memory", sizes, 1, total=size),
+        Column("under", cells(lambda site: ", ".join(site.wraps)), 3, False, 8),
+    ]
+    if not any(columns[-1].cells):
+        columns.pop()
+    return Listing(columns)
+
+
+# For programs.
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it: one that is not finite is a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+_NUMBERS = (
+    *("count", "mean", "std", "low", "high", "abs_max", "norm", "dead"),
+    *("nan", "infinite", "nonfinite"),
+)
+
+
+def figures_dict(figures: Figures) -> dict[str, Any]:
+    """Figures as JSON has them."""
+    found = {name: plain(getattr(figures, name)) for name in _NUMBERS}
+    if figures.bars is not None:
+        bars = figures.bars
+        found["histogram"] = {
+            "counts": bars.counts.tolist(),
+            "edges": [plain(edge) for edge in bars.edges.tolist()],
+        }
+    if figures.parts:
+        found["parts"] = [
+            {name: plain(getattr(part, name)) for name in _NUMBERS}
+            for part in figures.parts
+        ]
+    return found
+
+
+def site_dict(site: Site) -> dict[str, Any]:
+    """A site, without its values, as JSON has it."""
+    return {
+        "site": site.text,
+        "how": site.how,
+        "type": type_text(site),
+        "bytes": site.nbytes,
+        "under": list(site.wraps),
+    }
+
+
+def look_dict(look: Look) -> dict[str, Any]:
+    """A look as JSON has it."""
+    rows = [
+        {
+            **site_dict(row.site),
+            "type": row.type,
+            "bytes": row.nbytes,
+            "value": figures_dict(row.value),
+            "gradient": None if row.gradient is None else figures_dict(row.gradient),
+            "ratio": plain(row.ratio),
+        }
+        for row in look.rows
+    ]
+    first = look.first and {
+        "site": look.first.site,
+        "part": look.first.part,
+        "at": look.first.turn,
+        "nonfinite": look.first.figures.nonfinite,
+    }
+    return {
+        "finite": look.first is None,
+        "first_nonfinite": first,
+        "loss": plain(look.loss),
+        "bytes": sum(row.nbytes for row in look.rows),
+        "sites": rows,
+    }
