@@ -516,3 +516,35 @@ def test_out_of_memory_comes_with_a_bill_and_changes_nothing():
     assert "4000.0 TB  h\n" in note
     assert "`reduce`" in note
     assert model.count[...] == 0
+
+
+def test_sites_takes_flags_as_they_are():
+    class Net(tt.Module):
+        def __call__(self, x, train=False, times=1):
+            for _ in range(times):
+                x = tt.tap(2 * x, "twice")
+            return tt.tap(x, "train") if train else x
+
+    x = jnp.ones(3)
+    listed = tt.sites(Net(), x, train=True, times=2)
+    assert [site.text for site in listed] == ["twice", "twice#1", "train", "__call__"]
+    assert len(tt.sites(Net(), jax.ShapeDtypeStruct((3,), "float32"))) == 2
+
+
+class Tied(tt.Module):
+    def __init__(self, *, rngs):
+        self.one = tt.Linear(2, 2, rngs=rngs)
+        self.two = self.one
+
+    def __call__(self, x):
+        return self.two(self.one(x)).sum()
+
+
+@pytest.mark.parametrize("transform", [tt.jit, tt.value_and_grad, tt.remat])
+def test_a_shared_module_has_one_name_in_every_transform(transform):
+    model, x = Tied(rngs=tt.Rngs(0)), jnp.ones((1, 2))
+    wanted = ["one:__call__", "one:__call__#1", "__call__"]
+    run = transform(lambda model, x: model(x), graph=True)
+    for fn in (lambda model, x: model(x), run):
+        _, record = tt.observe(fn)(model, x)
+        assert [site.text for site in record] == wanted

@@ -341,8 +341,13 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
     inputs = inputs_of((owner if is_own else None, args), kwargs, Mode.GRAPH, "sites")
     found: list[Record] = []
 
-    def pure(leaves: list[Any]) -> None:
-        tree = Inside(inputs.definition, leaves, "sites").tree
+    flat, structure = jax.tree.flatten(inputs.values())
+    arrays = [x if hasattr(x, "dtype") else None for x in flat]  # not Python's flags
+
+    def pure(arrays: list[Any]) -> None:
+        filled = [old if new is None else new for old, new in zip(flat, arrays)]
+        values = jax.tree.unflatten(structure, filled)
+        tree = Inside(inputs.definition, values, "sites").tree
         (copy, rest), named = tree["args"], tree["kwargs"]
         inner = fn
         if is_own:
@@ -354,7 +359,7 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
             call.flags = {}
         found.append(work.record(True))
 
-    jax.eval_shape(pure, inputs.values())
+    jax.eval_shape(pure, arrays)
     return found[0]
 
 
