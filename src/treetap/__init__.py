@@ -130,6 +130,8 @@ if _TYPE_CHECKING:
     from treetap._emitting import set_sow_outside_capture as set_sow_outside_capture
     from treetap._emitting import tap as tap
     from treetap._events import EventWriter as EventWriter
+    from treetap._figures import Bars as Bars
+    from treetap._figures import Figures as Figures
     from treetap._files.checkpoints import restore_checkpoint as restore_checkpoint
     from treetap._files.checkpoints import save_checkpoint as save_checkpoint
     from treetap._files.rules import tensor as tensor
@@ -284,6 +286,7 @@ _ROOMS = {
     "_observing": "observe sites",
     "_editing": "edit",
     "_events": "EventWriter",
+    "_figures": "Bars Figures",
     "_watching": "watch",
     "_report.html": "Report report",
     "_standing_in": "as_flax",
@@ -364,6 +367,7 @@ __all__ = [
     "AllFinite",
     "Any",
     "AttributeStatusError",
+    "Bars",
     "BatchNorm",
     "BatchStat",
     "Bidirectional",
@@ -384,6 +388,7 @@ __all__ = [
     "Embed",
     "EventWriter",
     "Everything",
+    "Figures",
     "FilterError",
     "FlatState",
     "GRUCell",

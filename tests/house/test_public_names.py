@@ -88,7 +88,7 @@ def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
         *("HistogramFound", "Moments", "MomentsFound", "NonFinite", "NonFiniteFound"),
         *("Norm", "Reducer", "TopK", "TopKFound", "edit", "edits"),
         *("PatchGrid", "attribution", "patch_grid", "EventWriter", "Report"),
-        *("report", "as_flax", "watch", "tap_scopes"),
+        *("report", "as_flax", "watch", "tap_scopes", "Bars", "Figures"),
     }
     assert set(treetap.__all__) - set(nnx.__all__) == additions
 
