@@ -29,9 +29,10 @@ from treetap._graphs import Apart
 from treetap._listening import listening
 from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
-from treetap._pytrees import opened, variables_below
+from treetap._pytrees import variables_below
 from treetap._regrowing import regrow
 from treetap._results import WHOLE, Results, has_packed, unpack
+from treetap._scopes import name_shared, put_in_place
 from treetap._settings import Mode, resolve_mode
 from treetap._sharing import first_two_places, places
 from treetap._specs import GraphDef
@@ -298,8 +299,11 @@ class Inside:
             for leaf in self.leaves
         ]
         self.grafts = Grafts(members, name) if self.mode is Mode.UPDATES else None
-        if isinstance(source, Inputs) and listening.value is not None:
-            _put_in_place(source.tree, self.tree)
+        if listening.value is not None:
+            if self.mode is not Mode.TREE:
+                name_shared(self.tree)
+            if isinstance(source, Inputs):
+                put_in_place(source.tree, self.tree)
 
     def watched(self, policy: Policy | None) -> Structure:
         """A block in which changes of structure that would be lost are noticed."""
@@ -391,15 +395,6 @@ class Inside:
         refuse_captured(walk, self.name, known)
         note = Written(lists, tuple(grafts), has_packed(packed))
         return packed, Updates(tuple(values), note)
-
-
-def _put_in_place(original: Any, copy: Any) -> None:
-    """Lets rebuilt objects be where the caller's are, for those who listen."""
-    if isinstance(original, Node):
-        copy._pytree__place[:2] = original._pytree__place[:2]
-    elif (below := opened(original)) is not None:
-        for one, two in zip(below[1], (opened(copy) or ((), ()))[1]):
-            _put_in_place(one, two)
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:

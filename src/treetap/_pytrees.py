@@ -347,10 +347,6 @@ def adopt_all(node: Any, structure: Any, children: Iterable[Any]) -> None:
     """Tells the children of an object where they are."""
     place = node._pytree__place
     for key, child in zip(structure[0].keys, children):
-        if isinstance(child, Node):
-            parent, _, _, is_rebuilt = child._pytree__place
-            if parent is not None and is_rebuilt:
-                continue  # what is shared is where it was met first
         if not isinstance(child, Variable):
             adopt(child, key, place)
 

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import jax
 
 from treetap._attributes import Node
-from treetap._pytrees import opened
+from treetap._pytrees import adopt, opened
 from treetap._trees import Path
 from treetap._variables import Variable
 from treetap._walk import MARK
@@ -288,3 +288,33 @@ def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
     if below is not None:
         for key, child in zip(*below):
             yield from find_roots(child, (*path, key))
+
+
+# Places of rebuilt objects.
+
+
+def put_in_place(original: Any, copy: Any) -> None:
+    """Lets rebuilt objects be where the caller's are, for those who listen."""
+    if isinstance(original, Node):
+        copy._pytree__place[:2] = original._pytree__place[:2]
+    elif (below := opened(original)) is not None:
+        for one, two in zip(below[1], (opened(copy) or ((), ()))[1]):
+            put_in_place(one, two)
+
+
+def name_shared(tree: Any) -> None:
+    """Lets rebuilt objects that stand twice be where they are met first."""
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        below = opened(value)
+        if below is None or id(value) in seen:
+            return
+        seen.add(id(value))
+        for key, child in zip(*below):
+            is_below = isinstance(value, Node) and isinstance(child, Node)
+            if is_below and id(child) not in seen:
+                adopt(child, key, value._pytree__place)
+            visit(child)
+
+    visit(tree)

@@ -3,6 +3,7 @@
 
 import os
 import re
+import signal
 import sys
 import time
 
@@ -28,6 +29,8 @@ def started(*args, columns=100, **env):
         encoding="utf-8",
         timeout=PATIENCE,
         env={**clean, "TERM": "xterm-256color", **env},
+        # Of a suite in the background the program would inherit that it be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -40,7 +40,8 @@ def blocks():
 
 
 @pytest.mark.parametrize("page", list(blocks()))
-def test_code_blocks_of_a_page_run_in_order(page):
+def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     with jax.numpy_rank_promotion("allow"):
         for code in BLOCK.findall(page.read_text()):
