@@ -497,7 +497,14 @@ def test_after_a_refusal_nobody_is_left_with_a_buffer_that_was_given_away():
     assert np.isfinite(model.w[...]).all()
 
 
+def is_cpu():
+    return jax.default_backend() == "cpu"
+
+
 def test_out_of_memory_comes_with_a_bill_and_changes_nothing():
+    # CPUs promise more than there is; a GPU would begin by clearing it all.
+    steps, size = (10**9, "4000.0 TB") if is_cpu() else (10**6, "4.0 TB")
+
     class Deep(tt.Module):
         def __init__(self):
             self.w, self.count = tt.Param(jnp.ones(10**6)), tt.BatchStat(jnp.array(0))
@@ -505,15 +512,15 @@ def test_out_of_memory_comes_with_a_bill_and_changes_nothing():
         def __call__(self, x):
             self.count[...] += 1
             body = lambda x, _: (tt.tap(x * self.w[...], "h"), None)
-            x, _ = jax.lax.scan(body, x, None, length=10**9)
+            x, _ = jax.lax.scan(body, x, None, length=steps)
             return tt.tap(x, "out").sum()
 
     model, x = Deep(), jnp.ones(10**6)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as error:
         tt.observe(model, ["h", "out"])(x)
     (note,) = error.value.__notes__
-    assert "the 2 values that are kept take 4000.0 TB, the largest:" in note
-    assert "4000.0 TB  h\n" in note
+    assert f"the 2 values that are kept take {size}, the largest:" in note
+    assert f"{size}  h\n" in note
     assert "`reduce`" in note
     assert model.count[...] == 0
 

@@ -11,6 +11,7 @@ import pytest
 
 import treetap as tt
 from small_models import ONE, Layer, forward, paths, texts_of
+from treetap import _scopes
 
 WRAPS = {
     "eager": lambda f: f,
@@ -237,3 +238,23 @@ def test_a_module_that_another_object_holds_too_keeps_its_path(hold):
     held = hold(model)
     assert paths(model, ONE) == CONTAINED
     del held
+
+
+def test_threads_give_a_class_one_text():
+    from threading import Barrier, Thread
+
+    for _ in range(20):
+        cls = type("Fresh", (tt.Module,), {})
+        texts, barrier = [], Barrier(8)
+
+        def name(cls=cls, texts=texts, barrier=barrier):
+            barrier.wait()
+            texts.append(_scopes._class_text(cls))
+
+        threads = [Thread(target=name) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({*texts}) == 1
+        assert _scopes.class_named(texts[0]) is cls

@@ -286,13 +286,9 @@ def observe(
 
 
 def _await(values: Any) -> None:
-    """Waits on CPUs, where a program fails for want of memory only while it runs.
-
-    Elsewhere it fails before it begins, and nothing is waited for.
-    """
+    """Waits for values: a program may fail for want of memory only while it runs."""
     arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
-    is_there = is_eager() and not any(isinstance(x, Tracer) for x in arrays)
-    if is_there and any(d.platform == "cpu" for x in arrays[:1] for d in x.devices()):
+    if is_eager() and not any(isinstance(x, Tracer) for x in arrays):
         jax.block_until_ready(arrays)
 
 

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -98,12 +99,19 @@ def class_named(text: str) -> type | None:
     return _classes.get(text.rstrip("!"))
 
 
+_naming = Lock()
+
+
 def _class_text(cls: type) -> str:
-    text = _texts.get(cls)
-    if text is None:
+    return _texts.get(cls) or _named(cls)
+
+
+def _named(cls: type) -> str:
+    """Gives a class a text of its own; two threads get the same."""
+    with _naming:
         text = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
         twins = 1
-        while text in _classes:  # a class that was defined again
+        while _classes.get(text, cls) is not cls:  # a class that was defined again
             twins += 1
             text = f"{text.partition('*')[0]}*{twins}"
         _texts[cls], _classes[text] = text, cls
