@@ -63,3 +63,12 @@ def test_without_the_head_of_the_token_before_the_answer_is_lost(model, circuit)
         assert int(np.argmax(lost)) == head
         assert lost[head] > 1.0
         assert np.abs(np.delete(lost, head)).max() < 0.05 * lost[head]
+
+
+def test_the_example_shows_both(model, circuit, monkeypatch, capsys):
+    monkeypatch.setattr(induction, "trained", lambda: model)
+    induction.main()
+    rows = capsys.readouterr().out.splitlines()
+    chosen = [row.split() for row in rows if row[:3] in ("0.0", "0.1", "0.2", "0.3")]
+    lost = {name: float(left_out) for name, _, left_out in chosen}
+    assert min(lost, key=lost.__getitem__) == f"0.{circuit[0]}"

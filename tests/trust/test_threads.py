@@ -78,7 +78,7 @@ def work(seed, how, hold=lambda: None):
     return [np.asarray(leaf) for leaf in jax.tree.leaves((found, params))]
 
 
-QUICK = ("jit", "packed")
+QUICK = ("jit",)
 HOW = [
     pytest.param(how, marks=[] if how in QUICK else [pytest.mark.long])
     for how in STEPPING
