@@ -58,8 +58,12 @@ def expected(array):
 
 def check(found, array):
     known = expected(array)
+    is_rounded = np.iscomplexobj(array)  # magnitudes are
     for name in EXACT:
-        assert getattr(found, name) == known[name], name
+        wanted = known[name]
+        if is_rounded and name in ("low", "high", "abs_max"):
+            wanted = pytest.approx(wanted, rel=1e-6)
+        assert getattr(found, name) == wanted, name
     for name in ROUNDED:
         assert getattr(found, name) == pytest.approx(known[name], rel=1e-5, abs=1e-7)
 
@@ -232,7 +236,8 @@ def test_sharded_arrays_stay_where_they_are(kind, apart):
     for ours, theirs in zip(found.parts, plain.parts):
         same(ours, theirs)
     how = _summing.How(apart, (), 40, True)
-    program = _summing._compiled.lower(how, mesh, (spread,), ()).compile()
+    with jax.set_mesh(mesh):
+        program = _summing._compiled.lower(how, mesh, (spread,), ()).compile()
     gathered = [
         line.split(" = ")[1]
         for line in program.as_text().splitlines()

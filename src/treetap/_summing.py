@@ -9,6 +9,7 @@ that are not finite are counted and left out. `_measuring` fetches the sums.
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -70,10 +71,17 @@ def sums_of(how: How, leaves: Sequence[Any], masks: Sequence[Any]) -> list[Sums]
     held = [leaf for leaf in (*leaves, *masks) if isinstance(leaf, jax.Array)]
     places = {frozenset(each.sharding.device_set) for each in held if each.committed}
     if len(places) < 2:
-        return _compiled(how, _mesh_of(leaves), tuple(leaves), tuple(masks))
+        return _on_devices(how, tuple(leaves), tuple(masks))
     flags = tuple(np.asarray(mask) for mask in masks)
-    groups = [_compiled(how, _mesh_of([leaf]), (leaf,), flags) for leaf in leaves]
+    groups = [_on_devices(how, (leaf,), flags) for leaf in leaves]
     return [sums for group in groups for sums in group]
+
+
+def _on_devices(how: How, leaves: Any, masks: Any) -> list[Sums]:
+    """The sums of arrays, taken where they are."""
+    mesh = _mesh_of(leaves)
+    with jax.set_mesh(mesh) if _has_explicit_axes(mesh) else nullcontext():
+        return _compiled(how, mesh, leaves, masks)
 
 
 def _is_at_hand(leaf: Any) -> bool:
@@ -93,6 +101,11 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
     return None
 
 
+def _has_explicit_axes(mesh: Any) -> bool:
+    kinds = () if mesh is None else mesh.axis_types
+    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _compiled(how: How, mesh: Any, leaves: Any, masks: Any) -> list[Sums]:
     sums = _sums(jnp, how, leaves, masks)
@@ -106,7 +119,7 @@ def _everywhere(mesh: Any, leaf: Any) -> Any:
     whole = jax.sharding.NamedSharding(mesh, jax.P(*[None] * leaf.ndim))
     if _is_explicit(leaf):
         return jax.sharding.reshard(leaf, whole)
-    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+    if _has_explicit_axes(mesh):
         return leaf
     return jax.lax.with_sharding_constraint(leaf, whole)
 
@@ -157,7 +170,7 @@ def _over_rows(xp: Any, row: Any, apart: int, parts: Any) -> Any:
 
 def _kept(xp: Any, leaf: Any, masks: Sequence[Any]) -> Any:
     """Which numbers count."""
-    kept, shape = xp.ones_like(leaf, dtype=bool), leaf.shape
+    kept, shape = xp.equal(leaf, leaf) | True, leaf.shape  # spread as the leaf is
     for mask in masks:
         fits = mask.shape == shape[: mask.ndim]
         fitting = mask if fits else xp.any(mask)
