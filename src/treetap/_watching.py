@@ -10,7 +10,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from treetap._attributes import Node
@@ -87,12 +86,7 @@ class Watched:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
