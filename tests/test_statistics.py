@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics under transforms: the same numbers as of a full capture."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,23 +239,43 @@ def test_statistics_inside_a_differentiated_function_have_no_gradient():
 # Shards.
 
 
-def on_mesh(kind):
+def on_mesh(kind, value=X):
     mesh = mesh_of((4, 2), ("data", "model"), kind)
-    placed = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data", "model")))
+    placed = jax.device_put(value, jax.NamedSharding(mesh, jax.P("data", "model")))
     return mesh, placed
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_values_are_measured_where_they_are(kind):
-    mesh, placed = on_mesh(kind)
+    value = jnp.tile(X, (16, 8))
+    mesh, placed = on_mesh(kind, value)
     with jax.set_mesh(mesh):
         compiled = jax.jit(tt.observe(scanned, reduce=MORE)).lower(placed).compile()
         _, record = compiled(placed)
-    _, full = tt.observe(scanned)(X)
+    _, full = tt.observe(scanned)(value)
     assert_stats(record.total()["h"].stats, full["h"].value)
-    lines = compiled.as_text().split("\n")
-    for line in lines:  # units may be gathered; values may not
-        assert "all-gather(" not in line or "[6]" in line, line
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
+    sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in gathered]
+    # What each shard has counted, and units, may be gathered; values may not.
+    assert max(sizes, default=0) <= value.shape[-1]
+    assert value.size // 8 > value.shape[-1]
+
+
+@pytest.mark.parametrize("reducer", MORE, ids=lambda reducer: reducer.name)
+def test_nothing_of_the_size_of_a_value_is_written_out(reducer):
+    def layers(x, weights):
+        body = lambda x, w: (tt.tap(jnp.tanh(x @ w), "h"), None)
+        return jax.lax.scan(body, x, weights)[0]
+
+    args = jnp.ones((4, 32, 128)), jnp.ones((6, 128, 128))
+
+    def temporaries(fn):
+        compiled = jax.jit(fn).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    more = temporaries(tt.observe(layers, reduce=[reducer])) - temporaries(layers)
+    sizes_and_places = 2 * isinstance(reducer, tt.TopK)  # it looks at them many times
+    assert more < (0.1 + sizes_and_places) * args[0].nbytes
 
 
 def test_shards_are_apart_and_can_be_put_together():
@@ -487,3 +510,13 @@ def test_units_of_nan_are_not_dead():
     x = jnp.array([[jnp.nan, 0.0, 1.0], [jnp.nan, 0.0, jnp.nan]])
     _, record = tt.observe(lambda x: tt.tap(x, "x"), reduce=[tt.DeadUnits()])(x)
     assert record["x"].stats["dead_units"].dead.tolist() == [False, True, False]
+
+
+def test_the_total_of_a_loop_that_never_ran_has_seen_nothing():
+    def fn(x):
+        return jax.lax.scan(lambda x, _: (tt.tap(x, "h"), None), x, None, length=0)[0]
+
+    _, record = tt.observe(fn, reduce=[tt.AbsMax()])(jnp.ones(2))
+    total = record.total()["h"]
+    assert total.stats["abs_max"].shape == ()
+    assert not total.reduced.seen

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from treetap._counts import (
+    as_number,
+    count_of,
+    counted,
+    counts_added,
+    reduced_together,
+)
 from treetap._errors import CaptureError
 
 
@@ -57,29 +65,6 @@ class Reducer:
                 raise CaptureError(
                     f"Reducer: {role!r} is {getattr(self, role)!r}. Give a function."
                 )
-
-
-# Counts are exact beyond 32 bits: a high and a low word, along a last axis of two.
-
-
-def _counted(mask: Any) -> Any:
-    low = jnp.sum(mask, dtype=jnp.uint32)
-    return jnp.stack([jnp.zeros_like(low), low], axis=-1)
-
-
-def _count_of(number: int) -> Any:
-    return jnp.array([number >> 32, number % 2**32], jnp.uint32)
-
-
-def _counts_added(first: Any, second: Any) -> Any:
-    low = first[..., 1] + second[..., 1]
-    carried = (low < first[..., 1]).astype(jnp.uint32)
-    return jnp.stack([first[..., 0] + second[..., 0] + carried, low], axis=-1)
-
-
-def _as_number(count: Any) -> Any:
-    high, low = (count[..., n].astype(jnp.float32) for n in (0, 1))
-    return high * 2.0**32 + low
 
 
 def _as_real(value: Any) -> Any:
@@ -137,30 +122,29 @@ class Moments:
     def measure(self, value: Any) -> Any:
         """The moments of one value."""
         numbers, is_finite = _finite(value)
-        count = _counted(is_finite)
-        many = jnp.maximum(_as_number(count), 1)
+        count, bad = counted([is_finite, ~is_finite])
+        many = jnp.maximum(as_number(count), 1)
         mean = jnp.sum(numbers) / many
         away = jnp.where(is_finite, numbers - mean, jnp.zeros_like(numbers))
         variance = jnp.sum(away * away) / many
-        bad = _count_of(value.size) - count  # of one value: below 32 bits
         return MomentsFound(count, mean, variance, bad)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The moments of both."""
-        count = _counts_added(first.count, second.count)
-        share = _as_number(second.count) / jnp.maximum(_as_number(count), 1)
+        count = counts_added(first.count, second.count)
+        share = as_number(second.count) / jnp.maximum(as_number(count), 1)
         apart = second.mean - first.mean
         spread = first.variance * (1 - share) + second.variance * share
         return MomentsFound(
             count,
             first.mean + apart * share,
             spread + apart * apart * share * (1 - share),
-            _counts_added(first.nonfinite, second.nonfinite),
+            counts_added(first.nonfinite, second.nonfinite),
         )
 
     def finish(self, state: Any) -> MomentsFound:
         """The result."""
-        count, bad = _as_number(state.count), _as_number(state.nonfinite)
+        count, bad = as_number(state.count), as_number(state.nonfinite)
         return state._replace(count=count, nonfinite=bad)
 
 
@@ -230,20 +214,16 @@ class NonFinite:
     def measure(self, value: Any) -> Any:
         """Those of one value."""
         value = _as_real(value)
-        return NonFiniteFound(
-            nan=_counted(jnp.isnan(value)),
-            positive=_counted(jnp.isposinf(value)),
-            negative=_counted(jnp.isneginf(value)),
-            total=_count_of(value.size),
-        )
+        masks = jnp.isnan(value), jnp.isposinf(value), jnp.isneginf(value)
+        return NonFiniteFound(*counted(masks), total=count_of(value.size))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
-        return NonFiniteFound(*map(_counts_added, first, second))
+        return NonFiniteFound(*map(counts_added, first, second))
 
     def finish(self, state: Any) -> NonFiniteFound:
         """The result."""
-        return NonFiniteFound(*map(_as_number, state))
+        return NonFiniteFound(*map(as_number, state))
 
 
 @dataclass(frozen=True)
@@ -325,23 +305,21 @@ class Histogram:
         numbers, is_finite = _finite(value)
         if self.limits is None:
             numbers = jnp.abs(numbers)
-        # A comparison summed up: what is sharded stays where it is.
-        inner = jnp.asarray(self._edges[1:-1], numbers.dtype)
-        inner = inner.reshape((1,) * numbers.ndim + inner.shape)
-        is_above = is_finite[..., None] & (numbers[..., None] >= inner)
-        above = jnp.sum(is_above, axis=tuple(range(numbers.ndim)), dtype=jnp.uint32)
-        total = jnp.sum(is_finite, dtype=jnp.uint32)[None]
-        low = jnp.concatenate([total, above])
-        low = low - jnp.concatenate([above, jnp.zeros_like(total)])
-        return jnp.stack([jnp.zeros_like(low), low], axis=-1)
+        # Comparisons summed up: what is sharded stays where it is. In two halves, as
+        # two operands; the first edge counts all, the last one may count none.
+        edges = [-jnp.inf, *self._edges[1:-1], *[jnp.inf] * (self.bins % 2)]
+        halves = jnp.asarray(edges, numbers.dtype).reshape(2, -1, *[1] * numbers.ndim)
+        masks = [is_finite[None] & (numbers[None] >= half) for half in halves]
+        above = jnp.concatenate(counted(masks, range(1, numbers.ndim + 1)))[: self.bins]
+        return above - jnp.concatenate([above[1:], jnp.zeros_like(above[:1])])
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
-        return _counts_added(first, second)
+        return counts_added(first, second)
 
     def finish(self, state: Any) -> HistogramFound:
         """Counts and edges."""
-        return HistogramFound(_as_number(state), jnp.asarray(self._edges))
+        return HistogramFound(as_number(state), jnp.asarray(self._edges))
 
 
 class TopKFound(NamedTuple):
@@ -378,17 +356,22 @@ class TopK:
         numbers, is_finite = _finite(value)
         sizes = jnp.where(is_finite, jnp.abs(numbers), -jnp.ones_like(numbers))
         place = flat_places(numbers.shape)
-        nowhere = jnp.iinfo(jnp.int32).max
+        nowhere = np.iinfo(np.int32).max
         left = sizes >= 0
         values, indices = [], []
         for _ in range(self.k):
-            size = jnp.max(jnp.where(left, sizes, -jnp.ones_like(sizes)))
-            here = left & (sizes == size)
-            index = jnp.min(jnp.where(here, place, nowhere))
-            chosen = place == index
-            values.append(jnp.sum(jnp.where(chosen, numbers, 0)))
-            indices.append(jnp.where(size >= 0, index, -1))
-            left = left & ((sizes < size) | ((sizes == size) & (place > index)))
+            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (numbers, -numbers)]
+            size = jnp.maximum(*reduced_together(ends, -1, jnp.maximum))
+            here = [
+                jnp.where(left & (numbers == x), place, nowhere) for x in (size, -size)
+            ]
+            plus, minus = reduced_together(here, nowhere, jnp.minimum)
+            index = jnp.minimum(plus, minus)
+            is_there = index < nowhere
+            values.append(jnp.where(is_there, jnp.where(plus <= minus, size, -size), 0))
+            indices.append(jnp.where(is_there, index, -1))
+            comes_later = (sizes < size) | ((sizes == size) & (place > index))
+            left = (sizes >= 0) & comes_later
         return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), value))
 
     def merge(self, first: Any, second: Any) -> Any:

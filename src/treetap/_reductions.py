@@ -160,8 +160,6 @@ def is_measurable(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not hasattr(aval, "shape"):
         return False
-    if dtype == jax.dtypes.float0:
-        return False
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
