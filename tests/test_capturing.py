@@ -390,3 +390,27 @@ def test_a_captured_call_again_traces_nothing():
     assert len(traces) == 1
     tt.capture(counted, I)(Net(), ONE)
     assert len(traces) == 1
+
+
+def test_arguments_of_a_function_without_a_signature_are_called_by_number():
+    one, two = Layer(1.0), Layer(2.0)
+    key = lambda layer: float(layer(ONE))
+    found, record = tt.observe(max, "**:__call__")(one, two, key=key)
+    assert found is two
+    assert [site.text for site in record] == ["0:__call__", "1:__call__"]
+
+
+def test_a_refused_call_gives_metadata_back_too():
+    class Tagging(tt.Module):
+        def __init__(self):
+            self.v = tt.Param(1.0, tag="old")
+
+        def __call__(self, x):
+            self.v[...] = 5.0
+            self.v.set_metadata(tag="new")
+            return x
+
+    model = Tagging()
+    with pytest.raises(tt.CaptureError, match="matches none"):
+        tt.observe(model, "nothing")(ONE)
+    assert (model.v[...], model.v.get_metadata("tag")) == (1.0, "old")

@@ -130,3 +130,20 @@ def test_statistics_of_second_derivatives_that_come_in_parts_are_refused():
     fn = second(jax.checkpoint(step))
     with pytest.raises(tt.CaptureError, match="comes in parts"):
         tt.observe(fn, grads=True, reduce=[tt.AbsMax()])(X)
+
+
+def test_a_linear_value_that_is_computed_again_may_be_transposed():
+    fn = jax.checkpoint(lambda x, v: x * tt.tap(v * 2, "h"))
+
+    def call(v):
+        slope = lambda v: jax.grad(fn)(3.0, v)
+        return jax.linear_transpose(slope, v)(5.0)[0]
+
+    assert float(tt.observe(call)(1.0)[0]) == call(1.0) == 10.0
+
+
+def test_second_derivatives_under_two_checkpoints_are_refused():
+    fn = second(lambda x: jax.checkpoint(lambda x: jax.checkpoint(step)(x) * x)(x))
+    with pytest.raises(tt.CaptureError, match=r"under a `checkpoint` inside another"):
+        tt.observe(fn, grads=True)(X)
+    near(tt.observe(fn)(X)[0], fn(X), rtol=1e-5)

@@ -7,6 +7,7 @@ import pickle
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
 
 import treetap as tt
@@ -258,3 +259,15 @@ def test_threads_give_a_class_one_text():
             thread.join()
         assert len({*texts}) == 1
         assert _scopes.class_named(texts[0]) is cls
+
+
+def test_arrays_of_the_host_are_no_modules():
+    class Table(tt.Module):
+        def __init__(self):
+            self.rows = tt.data(np.ones(2))
+            self.inner = Layer()
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    assert texts_of(Table(), ONE) == ["inner:__call__", "__call__"]

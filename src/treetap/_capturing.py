@@ -23,7 +23,7 @@ from treetap._feeding import Adding, Fed
 from treetap._listening import Asked, append
 from treetap._metadata import PLAIN
 from treetap._pytrees import variables_below
-from treetap._scopes import Root, find_roots, kind_text
+from treetap._scopes import Root, find_roots
 from treetap._selectors import site_text
 from treetap._sessions import Call, Session
 from treetap._states import State, flat_items
@@ -48,8 +48,6 @@ def callee_of(fn: Any) -> tuple[Any, list[Any]]:
     owner = getattr(fn, "__self__", None)
     if inspect.ismethod(fn) and isinstance(owner, Node):
         return owner, given
-    if given and isinstance(given[0], Node) and hasattr(fn, "fun"):
-        return given[0], given[1:]  # a method of ours, bound to its instance
     return None, given
 
 
@@ -64,11 +62,11 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     if callee is None and len(alone) <= 1:
         return tuple(root for inner in alone for root in inner)
     if not alone:
-        return (Root((), kind_text(callee), callee),)
+        return (Root((), callee),)
     found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
     found += named_arguments(fn, args, kwargs)
     roots = [(name, list(find_roots(value))) for name, value in found]
-    own = () if callee is None else (Root((), kind_text(callee), callee),)
+    own = () if callee is None else (Root((), callee),)
     more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
     return (*own, *(root for root in more if root.node is not callee))
 

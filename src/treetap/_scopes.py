@@ -41,32 +41,47 @@ from treetap._walk import MARK
 
 
 class Root(NamedTuple):
-    """An outermost object among the arguments of a capture: path, class, itself."""
+    """An outermost object among the arguments of a capture, and its path."""
+
+    path: Path
+    node: Any
+
+
+class Where(NamedTuple):
+    """A resolved place: the path of a Module, and its class as text."""
 
     path: Path
     kind: str
-    node: Any
 
 
 class Roots:
     """What a capture knows of a model when it opens.
 
     Attributes:
-        roots: The outermost objects.
-        paths: The path of every object inside them, by its place.
-        kinds: The class of each, as `kind_text` gives it.
+        tops: The classes of the outermost objects, by their paths.
+        number: Of the capture, among those around; the outermost has 0.
         start: How many scopes were open.
+        paths: The path of every object inside the roots, by its place; as text, too.
+        kinds: The class of each, as `kind_text` gives it.
+        known: Where the scope of each of them leads, by the scope's text.
     """
 
-    def __init__(self, roots: Sequence[Root]):
-        self.roots = tuple(roots)
+    def __init__(self, roots: Sequence[Root], number: int = 0):
+        self.number = number
         self.start = len(_frames.get())
-        self.paths: dict[int, Path] = {}
+        self.paths: dict[int, tuple[Path, str]] = {}
         self.kinds: dict[int, str] = {}
+        self.known: dict[str, Where] = {}
         for root in roots:
-            self._visit(root.node, root.path)
+            text = f"/{_joined(root.path)}" if root.path else ""
+            self._visit(root.node, root.path, text)
+        self.tops = {root.path: self.kind_of(root.node) for root in roots}
 
-    def _visit(self, value: Any, path: Path) -> set[type]:
+    def kind_of(self, module: Any) -> str:
+        """The class of a Module, as it was when the capture opened, if it was there."""
+        return self.kinds.get(id(module._pytree__place)) or kind_text(module)
+
+    def _visit(self, value: Any, path: Path, text: str) -> set[type]:
         """Notes the objects in a value; gives their classes."""
         below = opened(value)
         found: set[type] = set()
@@ -77,13 +92,15 @@ class Roots:
         if is_node:
             if place in self.paths:
                 return {type(value)}
-            self.paths[place] = path
+            self.paths[place] = path, text or "/"
         for key, child in zip(*below):
             if not isinstance(child, Variable | jax.Array):
-                found |= self._visit(child, (*path, key))
+                found |= self._visit(child, (*path, key), f"{text}/{_encoded(key)}")
         if is_node:
             cls = type(value)
-            self.kinds[place] = _class_text(cls) + ("" if cls in found else "!")
+            kind = _class_text(cls) + ("" if cls in found else "!")
+            self.kinds[place] = kind
+            self.known[f"{text or '/'}|{kind}"] = Where(path, kind)
             found.add(cls)
         return found
 
@@ -165,9 +182,10 @@ def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
     """Where a Module is, for one capture."""
     place, keys = module._pytree__place, []
     while True:
-        path = known.paths.get(id(place))
-        if path is not None:
-            return f"/{_joined((*path, *reversed(keys)))}"
+        found = known.paths.get(id(place))
+        if found is not None:
+            path, text = found
+            return text if not keys else f"/{_joined((*path, *reversed(keys)))}"
         for distance, (frame, _) in enumerate(reversed(frames)):
             if frame is place:
                 return f"{distance}<{_joined(reversed(keys))}"
@@ -192,8 +210,7 @@ class inside:
         same = len(texts) == 1 or len(set(texts)) == 1
         told = texts[0] if same else ";".join(texts)
         place = module._pytree__place
-        kind = captures[-1].kinds.get(id(place)) or kind_text(module)
-        text = f"{told}|{kind}"
+        text = f"{told}|{captures[-1].kind_of(module)}"
         self._scope = jax.named_scope(MARK + text)
         self._token = _frames.set((*frames, (place, text)))
 
@@ -216,38 +233,42 @@ def is_inside(module: Any) -> bool:
     return bool(frames) and frames[-1][0] is module._pytree__place
 
 
-def open_scopes(capture: int) -> tuple[str, ...]:
+def open_scopes(known: Roots) -> tuple[str, ...]:
     """The texts of the scopes that are open in one of the captures around."""
-    start = _captures.get()[capture].start
-    return tuple(text for _, text in _frames.get()[start:])
+    return tuple([text for _, text in _frames.get()[known.start :]])
 
 
 @contextmanager
-def rooted(roots: Sequence[Root]) -> Iterator[int]:
-    """Opens a capture; gives its number, from the outermost."""
+def rooted(roots: Sequence[Root]) -> Iterator[Roots]:
+    """Opens a capture; gives what it knows."""
     captures = _captures.get()
-    token = _captures.set((*captures, Roots(roots)))
+    opening = Roots(roots, len(captures))
+    token = _captures.set((*captures, opening))
     try:
-        yield len(captures)
+        yield opening
     finally:
         _captures.reset(token)
 
 
-class Where(NamedTuple):
-    """A resolved place: the path of a Module, and its class as text."""
+def resolve(
+    scopes: Sequence[str], known: Roots, among: Iterable[Path] | None = None
+) -> Where:
+    """The path that scopes lead to, for one of the captures around.
 
-    path: Path
-    kind: str
-
-
-def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> Where:
-    """The path that scopes lead to, for one of the captures around."""
+    Args:
+        scopes: Their texts, outermost first.
+        known: What the capture knows.
+        among: Paths of the roots that a rebuilt Module may be; by default all.
+    """
+    here = known.known.get(scopes[-1]) if scopes else None
+    if here is not None:
+        return here
     around: list[Where] = []
     here = Where((), "")
     for text in scopes:
         told, _, kind = text.rpartition("|")
         parts = told.split(";")
-        body = parts[min(capture, len(parts) - 1)]
+        body = parts[min(known.number, len(parts) - 1)]
         if body.startswith("+"):  # no Module counts it when it looks further out
             here = Where((*here.path, *_split(body[1:])), "")
             continue
@@ -255,8 +276,11 @@ def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> W
             path = _split(body[1:])
         elif body[0] in "~?":
             top, _, rest = body[1:].partition("!")
-            is_open = body[0] == "~"
-            start = _top(top, around, roots if is_open else (), is_open)
+            if around:
+                start = _below(around[-1], top, body[0] == "~")
+            else:
+                roots = known.tops if among is None else among
+                start = _top(top, known, roots if body[0] == "~" else ())
             path = (*start, *_split(rest))
         else:
             distance, _, rest = body.partition("<")
@@ -267,19 +291,20 @@ def resolve(scopes: Sequence[str], roots: Sequence[Root], capture: int = 0) -> W
     return here
 
 
-def _top(top: str, around: list[Where], roots: Sequence[Root], is_open: bool) -> Path:
+def _below(here: Where, top: str, is_rebuilt: bool) -> Path:
+    """The path of a Module of some class, inside another: it, if it can be no other."""
+    same = is_rebuilt and here.kind == top + "!"
+    return here.path if same else (*here.path, _short(top))
+
+
+def _top(top: str, known: Roots, roots: Iterable[Path]) -> Path:
     """The path of a Module of some class that came into a function as an argument.
 
-    It is that of the Module around, or of a root, if it can be no other one; else it is
-    called by its class.
+    It is that of a root, if it can be no other one; else it is called by its class.
     """
-    if around:
-        here = around[-1]
-        same = is_open and here.kind == top + "!"
-        return here.path if same else (*here.path, _short(top))
-    alike = [root for root in roots if root.kind.rstrip("!") == top]
-    if len(alike) == 1 and alike[0].kind.endswith("!"):
-        return alike[0].path
+    alike = [path for path in roots if known.tops[path].rstrip("!") == top]
+    if len(alike) == 1 and known.tops[alike[0]].endswith("!"):
+        return alike[0]
     return (_short(top),)
 
 
@@ -290,7 +315,7 @@ def _short(kind: str) -> str:
 def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
     """The outermost objects in a tree of arguments."""
     if isinstance(tree, Node):
-        yield Root(path, kind_text(tree), tree)
+        yield Root(path, tree)
         return
     below = opened(tree)
     if below is not None:

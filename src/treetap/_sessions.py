@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
@@ -24,9 +23,10 @@ from treetap._jaxprs import Body
 from treetap._listening import Asked, listening
 from treetap._pytrees import variables_below
 from treetap._reductions import Reduction
-from treetap._scopes import Root, Where, open_scopes, resolve, rooted
+from treetap._scopes import Root, Roots, Where, open_scopes, resolve, rooted
 from treetap._taps import PLAIN_TAPS, Label, current_guards, linear_p, tap_p
 from treetap._traces import Through
+from treetap._trees import Path
 from treetap._variables import raw_values
 from treetap._walk import (
     MARKS,
@@ -95,7 +95,7 @@ class Session:
         self.is_forward = False  # whether something is differentiated forward
         self.unmatched: set[str] = set()  # gradients whose values were not found
         self.edited: set[str] = set()  # names of values that are edited
-        self.number = 0  # among the captures around
+        self.known = Roots(())  # until it opens
         self.depth = 0
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class Session:
             listener = Listener(parent, self)
             asked = self.asked if outer is None else united(self.asked, outer)
             with (
-                rooted(self.roots) as self.number,
+                rooted(self.roots) as self.known,
                 set_current_trace(listener),
                 listening(asked),
             ):
@@ -117,8 +117,8 @@ class Session:
         """The scopes that are open, inside the capture."""
         return scopes_in(current_name_stack())[self.depth :]
 
-    def roots_among(self, values: Sequence[Any]) -> tuple[Root, ...]:
-        """The roots that may have come into a function with these operands.
+    def roots_among(self, values: Sequence[Any]) -> tuple[Path, ...]:
+        """Paths of the roots that may have come into a function with these operands.
 
         A Module that was handed over brought its arrays along.
         """
@@ -128,7 +128,7 @@ class Session:
             arrays = raw_values(variables_below(root.node))
             return not arrays or any(id(array) in given for array in arrays)
 
-        return tuple(root for root in self.roots if may_be(root))
+        return tuple(root.path for root in self.roots if may_be(root))
 
     def sparing(self, params: dict[str, Any], operands: Sequence[Any]) -> Any:
         """The parameters of a jit that gives no recorded value away."""
@@ -147,15 +147,12 @@ class Session:
         self.calls, self.tickets = [], {}
         self.wants, self.feeds = (lambda call: False), (lambda call: None)
 
-    def heard(self, spot: Spot, roots: tuple[Root, ...] | None = None) -> Call:
+    def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
         """A call without its value yet."""
-        key: Any = spot.scopes
-        if roots is not None:
-            key = spot.scopes, *(root.path for root in roots)
+        key: Any = spot.scopes if roots is None else (spot.scopes, *roots)
         where = self.places.get(key)
         if where is None:
-            known = self.roots if roots is None else roots
-            where = self.places[key] = resolve(spot.scopes, known, self.number)
+            where = self.places[key] = resolve(spot.scopes, self.known, roots)
         if spot.label.how == "output":
             label = spot.label._replace(kind=self.asked.outputs)
             spot = spot._replace(label=label)
@@ -175,7 +172,7 @@ class Session:
         if not self.is_heard(label):
             return
         own = tuple(values)
-        spot = Spot(label, 0, open_scopes(self.number), own, own)
+        spot = Spot(label, 0, open_scopes(self.known), own, own)
         call = self.heard(spot)
         if self.wants(call):
             call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
@@ -187,7 +184,7 @@ class Session:
             return arrays
         values = [*arrays, *current_guards()]
         flags = ("taken",) * (len(values) - len(arrays))
-        scopes = open_scopes(self.number)
+        scopes = open_scopes(self.known)
         spot = Spot(label, 0, scopes, tuple(values), tuple(arrays), flags=flags)
         call = self.heard(spot)
         fed = self.feeds(call)
@@ -278,8 +275,7 @@ class Session:
             for n in spot.tickets if is_followed else ():
                 ticket = outs[n]
                 if not self.keep:  # who listens further out has done so, and knows it
-                    # One of its own: JAX may give one array for several equal results.
-                    ticket = outs[n] = jnp.add(ticket, 0)
+                    ticket = outs[n] = _of_its_own(ticket)
                 self.tickets[id(ticket)] = ticket, call, fed
         for spot, values in zip(spots, found):
             if not spot.is_gradient or values is None:
@@ -300,8 +296,13 @@ class Session:
             for n, source in survey(body.jaxpr).handed_on():
                 known = self.tickets.get(id(ins[body.first + source]))
                 if known is not None and id(outs[n]) not in self.tickets:
-                    ticket = outs[n] = jnp.add(outs[n], 0)
+                    ticket = outs[n] = _of_its_own(outs[n])
                     self.tickets[id(ticket)] = ticket, *known[1:]
+
+
+def _of_its_own(ticket: Any) -> Any:
+    """Another array: JAX may give one for several equal results."""
+    return jax.lax.neg(ticket)
 
 
 def _is_open(spot: Spot) -> bool:
