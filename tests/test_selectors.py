@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from treetap._records import Record, Site
 
 
 class Mlp(tt.Module):
@@ -225,3 +226,28 @@ def test_near_misses_are_listed():
     assert lines[0].startswith("observe: Select('blocks/1/att:weights') matches none")
     assert "  blocks/1/attn:weights" in lines
     assert 2 <= len(lines) <= 9
+
+
+@pytest.mark.parametrize("index", ["²", "x", "9" * 5000, "-1"])
+def test_a_call_index_is_a_number(index):
+    with pytest.raises(tt.CaptureError, match="is not a number"):
+        tt.Select(f"head#{index}")
+
+
+def test_sites_that_were_meant_are_told_quickly_and_plainly():
+    names = [f"\x1b[2J{n}" for n in range(3)] + ["a" * 100_000, "b" * 100_000]
+    record = Record(tuple(Site(None, name=name) for name in names))
+    with pytest.raises(tt.CaptureError) as caught:
+        record.select("c" * 100_000)
+    told = str(caught.value).partition("Near it are:")[2]
+    assert "\x1b" not in told
+    assert len(told) < 2000
+
+
+def test_names_that_a_selector_can_take_are_known():
+    one, two = tt.Select("a:x"), tt.Select("*:y")
+    assert tt.Select(one).names == one.names == {"x"}
+    assert (one & two).names == frozenset()
+    assert (one & tt.Select("b:x")).names == {"x"}
+    assert (one | two).names == {"x", "y"}
+    assert (~one).names is None

@@ -6,6 +6,7 @@ numbers themselves need not be at hand. `write` gives what a record says to what
 user logs with; it knows a writer by its methods. `Record.log` and `watch` use it.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -77,14 +78,26 @@ class EventWriter:
 
     def flush(self) -> None:
         """Writes to disk what is still in memory."""
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._writer.flush()
+        except OSError as error:
+            raise OSError(
+                f"EventWriter: the file in {self.folder!r} could not be written: "
+                f"{error}. Events since the last flush may be lost; if the disk is "
+                "full, make room."
+            ) from error
 
     def close(self) -> None:
         """Writes the rest and closes the file; nothing if it is closed."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        try:
+            self.flush()  # which tells of what closing alone would lose in silence
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                with contextlib.suppress(OSError):  # told by now
+                    writer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -11,13 +11,13 @@ A selector is made from
 and combined with `&`, `|` and `~`.
 """
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from treetap._errors import CaptureError
+from treetap._names import near_to, shown
 from treetap._scopes import class_named
 from treetap._trees import Path
 from treetap._variables import Variable
@@ -151,18 +151,22 @@ def _matcher(what: Any) -> Callable[[Any], bool]:
 def _glob(text: str) -> Callable[[Any], bool]:
     """Sites by a glob: of the path and the name after `:`, or of both joined by `/`."""
     body, _, index = text.partition("#")
-    if index and not index.isdigit():
+    if index and re.fullmatch(r"\d{1,9}", index) is None:
         raise CaptureError(f"The call index in the selector {text!r} is not a number.")
     path, colon, name = body.partition(":")
     pattern = [part for part in path.split("/") if part]
+    is_anywhere = pattern == ["**"]
 
     def matches(site: Any) -> bool:
         if index and site.index != int(index):
             return False
+        if colon and not fnmatch.fnmatchcase(site.name, name or "*"):
+            return False
+        if is_anywhere:
+            return True
         parts = [str(key) for key in site.path]
         if colon:
-            named = fnmatch.fnmatchcase(site.name, name or "*")
-            return named and _fits(pattern, parts)
+            return _fits(pattern, parts)
         return _fits(pattern, parts) or _fits(pattern, [*parts, site.name])
 
     return matches
@@ -188,9 +192,9 @@ def _fits(pattern: Sequence[str], parts: Sequence[str]) -> bool:
 def refuse_nothing(selector: Select, texts: Iterable[str], what: str) -> CaptureError:
     """The error for a selector that took nothing, with the sites it may have meant."""
     known = sorted(set(texts))
-    wanted = selector._text.strip("'\"")
-    near = difflib.get_close_matches(wanted, known, n=5, cutoff=0.3) or known[:8]
-    shown = "\n".join(f"  {text}" for text in near) or "  (there are no sites at all)"
+    near = near_to(selector._text.strip("'\""), known, 5, 0.3) or known[:8]
+    lines = "\n".join(f"  {shown(text)}" for text in near)
     return CaptureError(
-        f"{what}: {selector} matches none of {len(known)} sites. Near it are:\n{shown}"
+        f"{what}: {selector} matches none of {len(known)} sites. Near it are:\n"
+        + (lines or "  (there are no sites at all)")
     )

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
+from click.testing import CliRunner
 from command_line import loaded, named, passed, refused, run
 from rich.cells import cell_len
 
 import treetap as tt
+from treetap._cli.options import guarded
 
 COMMANDS = ("inspect", "sites", "summary", "blame", "compare", "completion", "run-nnx")
 
@@ -101,6 +104,8 @@ def test_blame_of_nothing():
     found = loaded("blame", named("with_inputs"), "--grads")
     assert not found["found"]
     assert found["text"] == "All is finite."
+    text = passed("blame", named("with_inputs"), "--grads")
+    assert text.startswith("All is finite.\nNo loss was given: gradients are those of")
 
 
 def test_blame_everywhere(tmp_path):
@@ -174,3 +179,21 @@ def test_a_reader_that_goes_away():
 
 def test_the_version():
     assert passed("--version").split()[-1] == tt.__version__
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (click.UsageError("no such thing"), 2, "Error: no such thing"),
+        (click.exceptions.Exit(7), 7, ""),
+    ],
+)
+def test_what_click_raises_is_for_click(error, code, said):
+    @click.command()
+    @guarded
+    def command():
+        raise error
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == code
+    assert said in result.stderr

@@ -3,6 +3,8 @@
 
 import pickle
 import re
+import struct
+import zipfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from command_line import loaded, named, refused
 from safetensors.numpy import save_file
 
 import treetap as tt
-from treetap._cli.inputs import drawn
+from treetap._cli.inputs import drawn, read
 
 VALUES = np.asarray(targets.numbers())
 
@@ -55,6 +57,29 @@ def test_positions_are_by_number(tmp_path):
     assert [site["value"]["mean"] for site in found["sites"]] == list(range(11))
 
 
+@pytest.mark.parametrize("name", ["arg00", "arg٣", "arg" + "9" * 5000])
+def test_only_plain_numbers_are_positions(name, tmp_path):
+    save_file({"arg0": VALUES, name: VALUES}, tmp_path / "in.safetensors")
+    args, kwargs = read(str(tmp_path / "in.safetensors"))
+    assert len(args) == 1
+    assert list(kwargs) == [name]
+
+
+def test_columns_may_come_first(tmp_path):
+    np.savez(tmp_path / "in.npz", np.asfortranarray(VALUES))
+    np.testing.assert_array_equal(read(str(tmp_path / "in.npz")).args[0], VALUES)
+
+
+def test_bytes_may_be_in_the_other_order(tmp_path):
+    np.savez(tmp_path / "in.npz", VALUES.astype(">f4"))
+    np.testing.assert_array_equal(read(str(tmp_path / "in.npz")).args[0], VALUES)
+
+
+def test_numbers_too_large_for_float32_are_infinite(tmp_path):
+    np.savez(tmp_path / "in.npz", np.array([1e300]))
+    assert np.isposinf(read(str(tmp_path / "in.npz")).args[0]).all()
+
+
 def test_sixty_four_bits_become_thirty_two(tmp_path):
     np.savez(tmp_path / "in.npz", VALUES.astype(np.float64))
     found = loaded("inspect", named("alone"), "--inputs", tmp_path / "in.npz")
@@ -65,6 +90,38 @@ def broken_zip(path):
     np.savez(path, np.zeros((64, 64), np.float32))
     data = bytearray(path.read_bytes())
     data[200:8000] = b"\xff" * 7800
+    path.write_bytes(data)
+
+
+def npy(shape="(2,)"):
+    """An array as numpy writes it, of two numbers, whatever shape it claims."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n"
+    return (
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + bytes(8)
+    )
+
+
+def zipped(path, members, method=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", method) as opened:
+        for name, data in members.items():
+            opened.writestr(name, data)
+
+
+def sharing(path):
+    """Each member says that it is large."""
+    zipped(path, {"x.npy": npy()})
+    data = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        start = data.index(mark) + place
+        data[start : start + 4] = struct.pack("<I", 2**31)
+    path.write_bytes(data)
+
+
+def encrypted(path):
+    zipped(path, {"x.npy": npy()})
+    data = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + place] |= 1
     path.write_bytes(data)
 
 
@@ -84,6 +141,16 @@ WRONG = {
         "in.npz",
         lambda path: np.savez(path, x=np.array(["a"])),
         "has the type <U1, which JAX does not have",
+    ),
+    "a span of time": (
+        "in.npz",
+        lambda path: np.savez(path, x=np.array([3], "m8[s]")),
+        "has the type timedelta64.*, which JAX does not have",
+    ),
+    "more than 64 bits": (
+        "in.npz",
+        lambda path: np.savez(path, x=np.zeros(2, np.clongdouble)),
+        "has the type complex256, which JAX does not have",
     ),
     "too large": (
         "in.npz",
@@ -111,6 +178,57 @@ WRONG = {
         "in.safetensors",
     ),
     "not there": ("in.npz", lambda path: None, "there is no file"),
+    "a shape that lies": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(shape="(1099511627776,)")}),
+        "does not fit into",
+    ),
+    "a header of nonsense": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(shape="(((")}),
+        "is broken",
+    ),
+    "a negative shape": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(shape="(-1,)")}),
+        "is broken",
+    ),
+    "rows and rows of nothing": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(shape="(32768, 32768, 0)")}),
+        "is broken",
+    ),
+    "data cut short": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(shape="(3,)")}),
+        "its data are not 12 bytes",
+    ),
+    "no array": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": b"hello"}),
+        "'x' in .* is no array",
+    ),
+    "another packing": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy()}, zipfile.ZIP_BZIP2),
+        "packed in a way that numpy does not use",
+    ),
+    "a name twice": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": npy(), "x": npy()}),
+        "has 'x' twice",
+    ),
+    "members that share data": (
+        "in.npz",
+        lambda path: sharing(path),
+        "it cannot hold the .* bytes that it says",
+    ),
+    "a password": ("in.npz", lambda path: encrypted(path), "is broken: .*encrypted"),
+    "a newer version": (
+        "in.npz",
+        lambda path: zipped(path, {"x.npy": b"\x93NUMPY\x03\x00" + npy()[8:]}),
+        "is no array of numbers",
+    ),
     "wrong names": (
         "in.npz",
         lambda path: np.savez(path, y=VALUES),
@@ -156,7 +274,12 @@ def test_an_integer_input_reaches_an_embedding():
         ("float32(8)", "is not understood"),
         ("float32[-1]", "is not understood"),
         ("float32[3,,4]", "lacks a size"),
+        ("float32[3 4]", "lacks a size"),
+        ("float32[" + "9" * 5000 + "]", "lacks a size"),
+        ("int32[2]<" + "9" * 5000, "is not understood"),
         ("float33[2]", "there is no type 'float33'"),
+        ("timedelta64[2]", "JAX has no type 'timedelta64'"),
+        ("str[2]", "JAX has no type 'str'"),
         ("float64[2]", "JAX has no float64 unless JAX_ENABLE_X64=1"),
         ("float32[2]<5", "`<` is for integers"),
         ("int8[2]<500", "no int8 is from 0 to below 500"),

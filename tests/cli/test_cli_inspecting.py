@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """inspect: figures of users' models, of the examples, and of the built-in one."""
 
+import json
+import math
 import os
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ from command_line import loaded, named, passed, refused
 from rich.cells import cell_len
 
 import treetap as tt
+from treetap._cli import inspecting
+from treetap._cli.looking import look_at, plain
 
 
 def test_figures_are_those_of_the_values():
@@ -85,6 +90,33 @@ def test_the_iteration_of_a_scan_is_named():
     assert [part["nonfinite"] for part in row["value"]["parts"]] == [0, 3, 8]
 
 
+def test_numbers_that_are_not_finite_are_texts_in_json():
+    assert [plain(x) for x in (1.5, math.inf, -math.inf)] == [1.5, "inf", "-inf"]
+    assert plain(math.nan) == "nan"
+
+
+def test_bits_say_that_something_is_not_finite_but_not_what():
+    fn = lambda x: tt.tap(jnp.log(x), "log")
+    _, record = tt.observe(fn, reduce=[tt.AllFinite(), tt.AbsMax()])(jnp.zeros(2))
+    look = look_at(record)
+    assert "not finite" in str(look.first)
+
+
+def test_the_built_in_model_as_json(monkeypatch, capsys):
+    """All but the training, which takes a while."""
+    out, record = tt.observe(lambda x: tt.tap(x * 2, "doubled"))(jnp.ones(2))
+    found = types.SimpleNamespace(
+        records=[record], losses=[3.0, 2.0], steps=[0, 1], model=out
+    )
+    monkeypatch.setattr(inspecting, "trained", lambda *_: found)
+    monkeypatch.setattr(inspecting, "written", lambda *_: "'Twas brillig")
+    assert inspecting.show_demo(1, 0, None, (), as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["written"] == "'Twas brillig"
+    assert (told["losses"], told["steps"], told["out"]) == ([3.0, 2.0], [0, 1], [])
+    assert [row["site"] for row in told["sites"]] == ["doubled"]
+
+
 def test_statistics_only():
     values = loaded("inspect", named("with_loss"), "--grads")
     reduced = loaded("inspect", named("with_loss"), "--grads", "--reduce")
@@ -117,6 +149,8 @@ def test_a_model_that_looks_at_values():
     assert "try --eager" in text
     assert "in looks.<locals>.fn: if x.sum() > 0:" in text
     assert len(loaded("inspect", named("looks"), "--eager")["sites"]) == 1
+    (site,) = loaded("inspect", named("looks"), "--eager", "--reduce")["sites"]
+    assert site["value"]["count"] == 3
 
 
 def test_selectors():

@@ -2,6 +2,7 @@
 """Targets: what can be named, and what is said of what cannot."""
 
 import sys
+import textwrap
 
 import pytest
 from command_line import loaded, named, passed, refused, run
@@ -183,3 +184,40 @@ def test_what_a_factory_prints_is_kept_out_of_json():
     assert "hello from the factory" not in result.stdout
     assert "hello from the factory" in result.stderr
     assert "hello from the factory" in passed("inspect", named("chatty"))
+
+
+def user_file(folder, text):
+    """A user's file, as the beginning of a TARGET."""
+    file = folder / "user_file.py"
+    file.write_text(f"import jax.numpy as jnp\nimport treetap as tt\n\n{text}")
+    return file
+
+
+def test_a_key_that_is_missing_is_shown_as_the_user_wrote_it(folder):
+    file = user_file(folder, "def model():\n    return {'a': 1}['size of it']\n")
+    text = refused("inspect", f"{file}:model")
+    assert text.startswith("KeyError: size of it\n  at user_file.py:5, in model")
+
+
+def test_what_has_no_signature_is_called_without_arguments():
+    assert "max expected at least 1 argument" in refused("sites", "builtins:max")
+
+
+def test_a_call_without_a_signature_is_not_checked_before(folder):
+    text = "def model():\n    return max, (jnp.float32(1.0), jnp.float32(2.0))\n"
+    found = loaded("inspect", f"{user_file(folder, text)}:model", "--eager")
+    assert found["finite"]
+    assert found["sites"] == []
+
+
+def test_a_function_of_a_module_is_differentiated_by_it(folder):
+    text = """
+    def call(model, count):
+        return tt.tap(model.kernel[...] * count, "scaled")
+
+    def factory():
+        return call, (tt.Linear(2, 3, rngs=tt.Rngs(0)), 2)
+    """
+    file = user_file(folder, textwrap.dedent(text))
+    (site,) = loaded("inspect", f"{file}:factory", "--grads")["sites"]
+    assert site["gradient"]["norm"] == pytest.approx(site["value"]["norm"] / 3)

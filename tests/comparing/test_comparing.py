@@ -3,6 +3,7 @@
 
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -442,6 +443,16 @@ def test_a_loop_is_compared_with_layers_apart():
         compare(a, b, rename=rules, select="first")
 
 
+def test_loops_over_very_many_are_compared_whole():
+    def long(count):
+        site = Site(np.zeros((count, 2, 0)), name="x", wraps=("scan", "scan"))
+        return Record((site,))
+
+    assert len(compare(long(3), long(3))) == 6
+    assert len(compare(long(4096), long(4096))) == 4096
+    assert len(compare(long(2**40), long(2**40))) == 1
+
+
 def test_loops_in_loops():
     def run(change):
         def inner(x, n):
@@ -568,6 +579,29 @@ def test_nothing_in_common_is_refused_with_a_rule_to_begin_with():
         "Say with `rename` what sites of `a` are called in `b`: "
         "`rename={'blocks/0/attn:__call__': 'transformer.h.0.attn'}`.",
     ]
+
+
+def test_many_and_long_and_unprintable_names_are_refused_quickly():
+    a = {f"a{n}{'x' * 5000}": ONES for n in range(300)}
+    b = {f"b{n}{'y' * 5000}": ONES for n in range(300)}
+    start = time.monotonic()
+    with pytest.raises(tt.CaptureError) as caught:
+        compare({"\x1b[2J": ONES, **a}, b)
+    assert time.monotonic() - start < 5
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 3000
+
+
+def test_numbers_in_names_may_have_any_number_of_digits():
+    many = "9" * 5000
+    names = {f"h.{many}": ONES, f"h#{many}": ONES}
+    assert compare(names, names)
+
+
+def test_a_dict_whose_keys_have_no_order_is_refused():
+    record = Record((Site({1: ONES, "1": ONES}, name="x"),))
+    with pytest.raises(tt.CaptureError, match=r"x has a dict .* have no order"):
+        compare(record, record)
 
 
 def test_rules_and_layouts_that_match_nothing_are_refused():

@@ -134,3 +134,12 @@ def test_complex_numbers():
     assert found.ulp is not None
     real = measure(np.array([1.0, 2.0]), np.array([1, 2 + 1j]))
     assert real.max_abs == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.complex64])
+def test_nans_that_signal_are_nans(dtype):
+    bits = np.array([0x7D00] * 4, np.uint16) if dtype == np.float16 else None
+    if bits is None:
+        bits = np.array([0x7FA00000] * 4, np.uint32)
+    array = bits.view(dtype)
+    assert measure(array, array).unequal == 0

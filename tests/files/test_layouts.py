@@ -116,3 +116,8 @@ def test_shapes_that_a_layout_cannot_give(source, shape, reason):
     found = Rules({"x": source}, "test").find(("x",))
     with pytest.raises(Misfit, match=reason):
         list(needs(found.tensor.steps, shape, found.bound))
+
+
+def test_a_stack_of_more_tensors_than_anybody_has_is_refused():
+    with pytest.raises(Misfit, match="would be 1099511627776 tensors at axis 0"):
+        list(needs(tensor("{i}").stack("i").steps, (2**40, 0), {}))

@@ -113,3 +113,21 @@ def test_bare_values_and_other_wrong_arguments(path):
         tt.save_weights(path.with_suffix(".bin"), {})
     with pytest.raises(FileNotFoundError):
         tt.load_weights(path.with_name("no.safetensors"), {})
+
+
+def test_two_that_would_be_one_tensor_must_be_equal(path):
+    rules = {"a": "shared", "b": "shared"}
+    a, b = tt.Param(jnp.ones(2)), tt.Param(jnp.ones(3))
+    with pytest.raises(WeightsError, match="would both be 'shared', and differ"):
+        tt.save_weights(path, {"a": a, "b": b}, rules=rules)
+    tt.save_weights(path, {"a": a, "b": tt.Param(jnp.ones(2))}, rules=rules)
+    assert list(load_file(path)) == ["shared"]
+
+
+def test_values_of_other_processes_are_told_and_nothing_is_written(path, monkeypatch):
+    value = jnp.ones(2)
+    elsewhere = property(lambda self: False)
+    monkeypatch.setattr(type(value), "is_fully_addressable", elsewhere)
+    with pytest.raises(WeightsError, match="devices of other processes: use `save_ch"):
+        tt.save_weights(path, {"a": tt.Param(value)})
+    assert not path.exists()

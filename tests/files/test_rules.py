@@ -87,6 +87,7 @@ def test_tensors_are_values():
     [
         (lambda: tensor("a{"), "has braces"),
         (lambda: tensor("a{0}"), "has braces"),
+        (lambda: tensor("a{i²}"), "has braces"),
         (lambda: tensor("a.{i}", "b"), "do not have the same names"),
         (lambda: tensor("a").transpose(1, 2), "no order of 2 axes"),
         (lambda: tensor("a").rearrange("a b"), "is no pattern"),
@@ -122,6 +123,7 @@ def test_tensors_that_mean_nothing(make, reason):
         ({"a/{i}": tensor("{i}").stack("i")}, r"cannot gather over \['i'\]"),
         ({"a": tensor("x").stack("i")}, r"cannot gather over \['i'\]"),
         ({"a{": "x"}, "has braces"),
+        ({"a/{i²}": "x"}, "has braces"),
     ],
 )
 def test_rules_that_mean_nothing(rules, reason):

@@ -159,6 +159,17 @@ def test_names_from_a_file_are_shown_safely(written):
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [[2**64 - 1, 0], [0, 2**40, 2**40], [0, *[1] * 64], [2**15, 2**15, 0]],
+    ids=str,
+)
+def test_shapes_that_no_array_can_have_are_refused(written, shape):
+    content = file_of({"a": {**ONE, "shape": shape, "data_offsets": [0, 0]}})
+    with pytest.raises(WeightsError, match=r"'a' has the shape .* no array can have"):
+        stored_tensors(written(content), "load_weights")
+
+
 def test_hostile_headers_cost_neither_time_nor_memory(written):
     path = written(file_of(other(shape=[2**40, 2**40]), b"1234"))
     many = b'{"a":[' + b"[]," * 3_000_000 + b"[]]}"
@@ -289,6 +300,15 @@ def test_a_broken_index(tmp_path, text, reason):
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["\udc80", "a" * 300, "\x1b[2J", "a\n"])
+def test_an_index_with_names_that_no_file_has(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(WeightsError, match="only names of files") as caught:
+        stored_tensors(index, "load_weights")
+    assert str(caught.value).isprintable()
+
+
 def test_an_index_whose_file_is_lost(tmp_path):
     path = sharded(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
@@ -365,8 +385,22 @@ def test_an_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch, faili
     assert names_in(tmp_path) == []
 
 
+def test_a_name_that_is_no_text_cannot_be_written(tmp_path):
+    with pytest.raises(WeightsError, match="no text that a file can hold"):
+        write_tensors(tmp_path / "a", {"\udc80": np.ones(2)}, {}, "save_weights")
+    assert names_in(tmp_path) == []
+
+
 def test_places_that_cannot_be_written(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder"):
         write_tensors(tmp_path, {"a": np.ones(2)}, {}, "save_weights")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         write_tensors(tmp_path / "no" / "a", {"a": np.ones(2)}, {}, "save_weights")
+
+
+def test_an_index_that_is_too_long_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("treetap._files.tensors.HEADER_LIMIT", 8)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(WeightsError, match="has 18 bytes, too many for an index"):
+        stored_tensors(index, "test")

@@ -446,3 +446,11 @@ def test_separate_and_scanned_layers_exchange_files(path):
     tt.save_weights(path, scanned, rules=rules)
     tt.load_weights(path, blank)
     assert tt.state(blank) == tt.state(separate)
+
+
+def test_rules_in_messages_are_printable(tmp_path):
+    file, model = tmp_path / "w.safetensors", {"w": tt.Param(jnp.ones(2))}
+    tt.save_weights(file, model)
+    with pytest.raises(tt.WeightsError, match="no Variable matched") as told:
+        tt.load_weights(file, {"v": tt.Param(jnp.ones(2))}, rules={"\ud800": "x"})
+    assert str(told.value).isascii()

@@ -238,6 +238,10 @@ def test_a_file_of_weights_is_no_record(tmp_path):
         load_record(tmp_path / "none.safetensors")
 
 
+MANY_DIGITS = "@digits@"  # which `json` would not write
+BOLD_DEF = "\U0001d41d\U0001d41e\U0001d41f"  # which Python reads as `def`
+
+
 def edit(file: pathlib.Path, change):
     """Changes what a file says of its Record."""
     from safetensors import safe_open
@@ -246,6 +250,7 @@ def edit(file: pathlib.Path, change):
         about = json.loads(opened.metadata()[ABOUT])
     changed = change(about)
     text = json.dumps(about if changed is None else changed)
+    text = text.replace(f'"{MANY_DIGITS}"', "9" * 5000)
     save_file(load_file(file), file, {ABOUT: text})
 
 
@@ -284,6 +289,11 @@ def site(about):
             value={"named": "A", "fields": [["_x", None]]}
         ),
         lambda about: site(about).update(value=nested(100)),
+        lambda about: site(about).update(index=MANY_DIGITS),
+        lambda about: site(about).update(value=named_like("ﬁ")),
+        lambda about: site(about).update(value=named_like(BOLD_DEF)),
+        lambda about: site(about).update(value={"dict": [["a", None], ["a", None]]}),
+        lambda about: {**about, "leaves": [{"tensor": "x"}, {"tensor": "x"}]},
     ],
 )
 def test_descriptions_that_are_not_ours_are_refused(change, tmp_path):
@@ -292,6 +302,38 @@ def test_descriptions_that_are_not_ours_are_refused(change, tmp_path):
     edit(file, change)
     with pytest.raises(tt.WeightsError, match=r"load_record: .*is broken"):
         load_record(file)
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "float", "complex"])
+def test_numbers_of_another_kind_are_refused(kind, tmp_path):
+    file = tmp_path / "x.safetensors"
+    for other in (True, 3, float("nan"), 2 + 1j):
+        save_record(file, Record((Site(other, name="x"),)))
+        edit(file, lambda about: site(about)["value"].update(python=kind))
+        if type(other).__name__ == kind:
+            assert type(load_record(file)[0].value) is type(other)
+        else:
+            with pytest.raises(tt.WeightsError, match="no Python number"):
+                load_record(file)
+
+
+def test_keys_are_of_the_type_of_keys(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_record(file, Record((Site(np.array([1e300, 2.0]), name="x"),)))
+    edit(file, lambda about: site(about)["value"].update(key="threefry2x32"))
+    with pytest.raises(tt.WeightsError, match="float64, which is no random key"):
+        load_record(file)
+    save_record(file, Record((Site(jax.random.key(0), name="x"),)))
+    edit(file, lambda about: site(about)["value"].update(key="my\ud800own"))
+    with pytest.raises(tt.WeightsError, match=r"no random key: .*unrecognized") as told:
+        load_record(file)
+    assert str(told.value).isascii()
+
+
+def test_names_in_messages_are_printable(tmp_path):
+    save_file({"\x1b[2J": np.ones(2, np.float32)}, tmp_path / "w.safetensors")
+    with pytest.raises(tt.WeightsError, match=r"it holds '\\x1b\[2J'"):
+        load_record(tmp_path / "w.safetensors")
 
 
 def nested(depth):

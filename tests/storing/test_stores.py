@@ -17,7 +17,7 @@ import treetap as tt
 from meshes import mesh_of
 from storing.kept_records import assert_same, record_of
 from treetap._records import Record, Site
-from treetap._storing import arrays
+from treetap._storing import arrays, writers
 from treetap._storing.descriptions import DTYPES
 from treetap._storing.stores import Store
 from treetap._storing.writers import StoreWriter
@@ -469,6 +469,12 @@ def rewrite(file, number, change):
         (2, lambda e: e.update(rows=[-1]), "is broken"),
         (2, lambda e: e.pop("metadata"), "is broken"),
         (2, lambda e: e["rows"].__setitem__(0, 10_000), "rows, and 1000"),
+        (2, lambda e: e.update(metadata=["abc"]), "is broken"),
+        (2, lambda e: e["rows"].__setitem__(-1, 0), "other rows than one"),
+        (2, lambda e: e["rows"].__setitem__(0, 2**70), "is broken"),
+        (1, lambda e: e["columns"][0].update(chunk=[]), "is broken"),
+        (1, lambda e: e["columns"][0].update(chunk=[0, 40, 30]), "is broken"),
+        (1, lambda e: e["columns"][0].update(chunk=[2, 40, 30]), "another store"),
     ],
 )
 def test_journals_that_lie_are_refused(number, change, message, tmp_path):
@@ -478,11 +484,72 @@ def test_journals_that_lie_are_refused(number, change, message, tmp_path):
         Store(tmp_path / "runs")
 
 
+def test_any_number_of_processes_may_be_told(tmp_path):
+    filled(tmp_path / "runs", 1)
+    file = tmp_path / "runs/journal-0.jsonl"
+    rewrite(file, 0, lambda e: e.update(processes=10**15))
+    assert len(Store(tmp_path / "runs")) == 0
+
+
+def rewrite_array(folder, change):
+    """Changes what the first array says of itself."""
+    (file,) = (folder / "data").glob("0000-*/zarr.json")
+    about = json.loads(file.read_text())
+    change(about)
+    file.write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("packing", ["gzip", "sharding_indexed"])
+def test_arrays_of_another_packing_are_refused(packing, tmp_path):
+    filled(tmp_path / "runs", 1)
+    gzip = {"name": "gzip", "configuration": {"level": 5}}
+    inner = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    parts = {"chunk_shape": [1, 40, 30], "codecs": inner, "index_codecs": inner}
+    codecs = {
+        "gzip": [*inner, gzip],
+        "sharding_indexed": [{"name": "sharding_indexed", "configuration": parts}],
+    }
+    rewrite_array(tmp_path / "runs", lambda e: e.update(codecs=codecs[packing]))
+    with pytest.raises(tt.WeightsError, match="belongs to another store"):
+        Store(tmp_path / "runs")
+
+
+def test_what_no_memory_can_hold_is_refused_and_ends_no_program(tmp_path):
+    filled(tmp_path / "runs", 1)
+    rewrite_array(tmp_path / "runs", lambda e: e["shape"].__setitem__(0, 2**50))
+    file = tmp_path / "runs/journal-0.jsonl"
+    rewrite(file, 2, lambda e: e["rows"].__setitem__(0, 2**49))
+    store = Store(tmp_path / "runs")
+    with pytest.raises(MemoryError, match=r"StoredArray: .* Read fewer rows"):
+        store.batch(0)
+    with pytest.raises(MemoryError, match=r"StoredArray: .* Read fewer rows"):
+        np.asarray(store["blocks/0:__call__"])
+    long = [2**50, 40, 30]
+    rewrite(file, 1, lambda e: e["columns"][0].update(chunk=long))
+
+    def lengthen(about):
+        about["chunk_grid"]["configuration"]["chunk_shape"] = long
+
+    rewrite_array(tmp_path / "runs", lengthen)
+    with pytest.raises(MemoryError, match="a chunk of blocks/0:__call__ has"):
+        Store(tmp_path / "runs")
+
+
 def test_sites_in_a_journal_that_lie_are_refused(tmp_path):
     filled(tmp_path / "runs", 1)
     rewrite(tmp_path / "runs/journal-0.jsonl", 1, lambda e: e.update(sites=[3]))
     with pytest.raises(tt.WeightsError, match="is broken: a site is 3"):
         Store(tmp_path / "runs").batch(0)
+
+
+@pytest.mark.parametrize("sites", [3, [3], [{}], [{"path": 3}], {"path": []}])
+def test_nothing_is_appended_to_a_store_whose_sites_are_broken(sites, tmp_path):
+    filled(tmp_path / "runs", 1)
+    rewrite(tmp_path / "runs/journal-0.jsonl", 1, lambda e: e.update(sites=sites))
+    with StoreWriter(tmp_path / "runs") as writer:
+        with pytest.raises(tt.WeightsError, match="the journal is broken"):
+            writer.append(record_of(1))
+        assert len(writer) == 1
 
 
 def test_names_never_lead_out_of_the_folder(tmp_path):
@@ -536,6 +603,49 @@ def test_a_failed_write_keeps_nothing_and_the_next_one_works(tmp_path, monkeypat
     assert_same(Store(tmp_path / "runs").batch(1), record_of(1))
 
 
+def test_an_interrupted_batch_comes_to_its_end_before_the_next(tmp_path, monkeypatch):
+    waited = []
+
+    class Slow:
+        """A write that is still at work when the interrupt comes."""
+
+        def result(self):
+            waited.append(self)
+            if len(waited) == 1:
+                raise KeyboardInterrupt
+
+    with StoreWriter(tmp_path / "runs") as writer:
+        writer.append(record_of(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(writers, "written", lambda *_: iter([Slow()]))
+            with pytest.raises(KeyboardInterrupt):
+                writer.append(record_of(1))
+        assert len(waited) == 1
+        assert writer.append(record_of(1)) == 1
+        assert len(waited) > 3
+    assert_same(Store(tmp_path / "runs").batch(1), record_of(1))
+
+
+def test_a_smaller_batch_follows_one_that_failed(tmp_path, monkeypatch):
+    few, many = (record_with(np.full((n, 3), n, np.float32)) for n in (1, 5))
+
+    def fail(_):
+        raise OSError(28, "no space left")
+
+    with StoreWriter(tmp_path / "runs") as writer:
+        writer.append(few)
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._journal, "write", fail)
+            with pytest.raises(OSError, match="no space left"):
+                writer.append(many)
+        assert writer.append(few) == 1
+    with StoreWriter(tmp_path / "runs") as writer:
+        assert writer.append(many) == 2
+    store = Store(tmp_path / "runs")
+    for number, wanted in enumerate((few, few, many)):
+        assert_same(store.batch(number), wanted)
+
+
 def test_a_batch_that_an_interrupt_hid_is_counted(tmp_path, monkeypatch):
     with StoreWriter(tmp_path / "runs") as writer:
         writer.append(record_of(0))
@@ -587,3 +697,12 @@ def test_the_journal_is_lines_of_json(tmp_path):
     assert header == {"format": "treetap store", "version": 1, "processes": 1}
     assert [site["name"] for site in sites["sites"]][:2] == ["__call__", "pair"]
     assert batch["metadata"] == {"number": 0}
+
+
+def test_names_near_one_that_is_not_there_are_printable(tmp_path):
+    record = tt.Record((tt.Site(np.ones((1, 2), np.float32), name="a\x1b[2J"),))
+    with tt.StoreWriter(tmp_path / "runs") as writer:
+        writer.append(record)
+    with pytest.raises(tt.CaptureError, match="near it are") as told:
+        tt.Store(tmp_path / "runs")["a\x1b"]
+    assert str(told.value).isprintable()

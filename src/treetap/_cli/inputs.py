@@ -5,7 +5,10 @@ Files are `.npz` or `.safetensors`; pickles are never read. `float32[8,128]` sta
 an array that is drawn, with the same numbers for the same seed.
 """
 
+import math
 import re
+import tokenize
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +22,17 @@ import numpy as np
 from treetap._attributes import Node
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
-from treetap._files.tensors import stored_tensors
+from treetap._files.tensors import is_shape, stored_tensors
 from treetap._files.weights import load_weights
+from treetap._names import quoted
 
 _SHORT = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*(?:_\w+)?)"
-    r"\[(?P<sizes>[\d,\s]*)\](?:<(?P<below>\d+))?"
+    r"\[(?P<sizes>[\d,\s]*)\](?:<(?P<below>\d{1,20}))?"
 )
-_POSITION = re.compile(r"(arg|arr_)(\d+)")
+_POSITION = re.compile(r"(arg|arr_)(0|[1-9][0-9]{0,8})")
+DENSEST = 1032  # bytes that one byte of a zip file can stand for
 FORM = "'float32[8,128]', 'int32[8,128]<50' (from 0 to 49) or 'mask=bool[8,128]'"
 
 
@@ -62,6 +67,8 @@ def spec_of(text: str) -> Spec:
         raise Failure(f"--shape {text!r}: there is no type {found['dtype']!r}.") from (
             error
         )
+    if not _is_known(dtype):
+        raise Failure(f"--shape {text!r}: JAX has no type {found['dtype']!r}.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise Failure(
             f"--shape {text!r}: JAX has no {name} unless JAX_ENABLE_X64=1 is set."
@@ -69,8 +76,11 @@ def spec_of(text: str) -> Spec:
     sizes = [part.strip() for part in found["sizes"].split(",")]
     if sizes[-1] == "":
         sizes.pop()
-    if "" in sizes:
-        raise Failure(f"--shape {text!r} lacks a size. It is written {FORM}.")
+    if not all(re.fullmatch(r"\d{1,18}", size) for size in sizes):
+        raise Failure(
+            f"--shape {text!r} lacks a size, or has one that is none. It is written "
+            f"{FORM}."
+        )
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if found["below"] is not None and not is_integer:
         raise Failure(f"--shape {text!r}: `<` is for integers.")
@@ -78,6 +88,16 @@ def spec_of(text: str) -> Spec:
     if is_integer and not 1 <= below <= int(jnp.iinfo(dtype).max):
         raise Failure(f"--shape {text!r}: no {name} is from 0 to below {below}.")
     return Spec(found["name"] or "", tuple(map(int, sizes)), dtype, below)
+
+
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has numbers of a type.
+
+    Spans of time are none, though numpy's are, nor has it numbers beyond 64 bits.
+    """
+    is_number = jnp.issubdtype(dtype, jnp.number) and dtype.kind not in "mM"
+    is_wide = dtype.itemsize > (16 if dtype.kind == "c" else 8)
+    return (is_number and not is_wide) or dtype.kind == "b"
 
 
 def _drawn(spec: Spec, key: jax.Array) -> jax.Array:
@@ -135,39 +155,88 @@ def _in_npz(file: Path) -> Iterator[tuple[str, np.ndarray]]:
             f"--inputs: {file} is not what `numpy.savez` writes, though it is called "
             ".npz. If it is a pickle, it is not read: that can run any program."
         )
+    seen: set[str] = set()
     try:
-        with np.load(file, allow_pickle=False) as opened:
-            for name in opened.files:
-                yield name, _member(opened, name, file)
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
-        raise Failure(f"--inputs: {file} is broken: {error}.") from error
+        with zipfile.ZipFile(file) as opened:
+            total = sum(about.file_size for about in opened.infolist())
+            if total > DENSEST * file.stat().st_size:  # members that share their data
+                raise Failure(
+                    f"--inputs: {file} is broken: it cannot hold the {total:,} bytes "
+                    "that it says it does."
+                )
+            for about in opened.infolist():
+                name = about.filename.removesuffix(".npy")
+                if name in seen:
+                    raise Failure(f"--inputs: {file} has {quoted(name)} twice.")
+                seen.add(name)
+                yield name, _member(opened, about, f"{quoted(name)} in {file}")
+    except _BROKEN as error:
+        raise Failure(f"--inputs: {file} is broken: {str(error)!r:.200}.") from error
 
 
-def _member(opened: Mapping[str, Any], name: str, file: Path) -> np.ndarray:
+# What zip files, and headers of arrays, can be broken in.
+_BROKEN = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, SyntaxError),
+    *(NotImplementedError, RuntimeError, tokenize.TokenError, TypeError),
+)
+
+
+def _member(opened: zipfile.ZipFile, about: zipfile.ZipInfo, where: str) -> np.ndarray:
+    """An array, which is not larger than its member says that it is."""
+    if about.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise Failure(f"--inputs: {where} is packed in a way that numpy does not use.")
+    with opened.open(about) as member:
+        shape, in_columns, dtype = _header(member, where)
+        if dtype.hasobject:
+            raise Failure(
+                f"--inputs: {where} is a pickle, which can run any program when it is "
+                "read. Save an array of numbers."
+            )
+        size = math.prod(shape) * dtype.itemsize
+        if size > about.file_size:
+            raise Failure(
+                f"--inputs: {where} is broken: {dtype} of the shape {shape!r:.60} does "
+                f"not fit into {about.file_size} bytes."
+            )
+        data = member.read(size + 1)
+        if len(data) != size or dtype.itemsize == 0:
+            raise Failure(
+                f"--inputs: {where} is broken: its data are not {size} bytes."
+            )
+    order = "F" if in_columns else "C"
+    return np.frombuffer(data, dtype).reshape(shape, order=order)
+
+
+def _header(member: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether columns come first, and type of the array in a member."""
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
     try:
-        found = opened[name]
+        read_header = readers.get(np.lib.format.read_magic(member))
     except ValueError as error:
-        if "pickle" not in str(error).lower():
-            raise Failure(f"--inputs: {name!r} in {file}: {error}.") from error
-        raise Failure(
-            f"--inputs: {name!r} in {file} is a pickle, which can run any program when "
-            "it is read. Save an array of numbers."
-        ) from error
-    if not isinstance(found, np.ndarray):
-        raise Failure(f"--inputs: {name!r} in {file} is no array.")
-    return found
+        raise Failure(f"--inputs: {where} is no array.") from error
+    if read_header is None:
+        raise Failure(f"--inputs: {where} is no array of numbers.")
+    with warnings.catch_warnings(action="ignore"):  # of headers of very old versions
+        shape, in_columns, dtype = read_header(member)
+    if not is_shape(shape):
+        raise ValueError(f"the shape {shape!r:.60} of {where}")
+    return shape, in_columns, dtype
 
 
 def _on_device(name: str, array: np.ndarray, path: str) -> jax.Array:
     """An array as JAX has it: of 32 bits unless 64 are allowed."""
-    is_known = jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
-    if not is_known:
+    if not _is_known(array.dtype):
         raise Failure(
             f"--inputs: {name!r} in {path} has the type {array.dtype}, which JAX does "
             "not have. Types such as bfloat16 are kept by .safetensors."
         )
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    made = array.astype(dtype)
+    # some files have the bytes of a number in the other order
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large is inf
+        made = array.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and (made != array).any():
         raise Failure(
             f"--inputs: {name!r} in {path} has integers that {dtype} does not hold. "

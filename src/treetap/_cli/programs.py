@@ -173,10 +173,6 @@ def mean_square(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     return loss
 
 
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _single(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A loss that is refused unless it gives a single number."""
 

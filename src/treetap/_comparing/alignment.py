@@ -6,7 +6,6 @@ that `blocks/0/attn:__call__` is PyTorch's `blocks.0.attn`. Rules rename, as tho
 `load_weights` do, and may have steps; layouts turn axes. What has no partner is told.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from treetap._errors import CaptureError
 from treetap._files.layouts import Gathered, Misfit, Shape, Step, assembled, needs
 from treetap._files.rules import Rules, Source, Tensor
 from treetap._files.targets import section
+from treetap._names import near_to, shown
 from treetap._selectors import Select, as_select, refuse_nothing
 
 NUMBERS = ("value", "grad")
@@ -52,10 +52,8 @@ class Names:
 
     def near(self, text: str) -> list[str]:
         """Names that look like one."""
-        known = dict.fromkeys(entry.text for entry in self._exact.values())
-        forms = {dotted(name): name for name in known}
-        found = difflib.get_close_matches(dotted(text), forms, n=3, cutoff=0.5)
-        return [forms[form] for form in found]
+        forms = {dotted(entry.text): entry.text for entry in self._exact.values()}
+        return [shown(forms[form]) for form in near_to(dotted(text), forms, 3, 0.5)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Aligner:
             elif entry.part not in NUMBERS:
                 continue  # a flag, of a branch that the other does not have
             elif source is not None and not source.tensor.is_optional:
-                lost.append(f"{entry.label}: {found.missing(names)}")
+                lost.append(f"{shown(entry.label)}: {found.missing(names)}")
             else:
                 alone.append(entry)
         if lost:
@@ -129,11 +127,11 @@ class Aligner:
         texts = [entry.text for entry in a]
         for pattern in self._rules.unmatched:
             wanted = re.sub(r"\{\w+\}", "0", pattern)
-            near = difflib.get_close_matches(wanted, texts, n=3, cutoff=0.3)
+            near = near_to(wanted, texts, 3, 0.3)
             raise CaptureError(
                 f"{self._name}: the rule for {pattern!r} in `rename` takes no site of "
                 "`a`, or only what an earlier rule takes. Near it are: "
-                f"{', '.join(near or texts[:5])}."
+                f"{', '.join(map(shown, near or texts[:5]))}."
             )
         for select, _ in self._layout:
             if not any(select(entry.site) for entry in a):
@@ -224,7 +222,7 @@ class _Found:
             if self._look(bound) is None:
                 text = self._source.names(bound)[0] + self._call
                 near = names.near(text)
-                return f"{text}" + (f" (near it: {', '.join(near)})" if near else "")
+                return shown(text) + (f" (near it: {', '.join(near)})" if near else "")
         return ""
 
     def pair(self, turn: Turn) -> Pair:
@@ -243,7 +241,7 @@ class _Found:
         for entry, shape in pieces.values():
             assert entry is not None
             if not is_fold(entry.shape, shape):
-                told = f"{entry.text} has {entry.shape}, and {shape} is needed"
+                told = f"{shown(entry.text)} has {entry.shape}, and {shape} is needed"
                 return Pair(self._a, first, told if steps else "their shapes differ")
 
         def read_piece(bound: Mapping[str, str]) -> np.ndarray:
@@ -282,8 +280,8 @@ class _Found:
         """With a layout that is a function."""
         if self._steps():
             raise CaptureError(
-                f"compare: {self._a.label} has a rule with steps and a `layout` that "
-                "is a function; put the steps into the function."
+                f"compare: {shown(self._a.label)} has a rule with steps and a `layout` "
+                "that is a function; put the steps into the function."
             )
         array = np.asarray(turn(first.read()))
         shape = self._a.shape

@@ -6,7 +6,6 @@ The result is in order of execution, so its first line that differs is where to 
 Sites without a partner are part of the result, and of whether the two agree.
 """
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from treetap._comparing.sides import Side, side_of
 from treetap._comparing.tables import alone_text, number, plain, table_of
 from treetap._errors import CaptureError
 from treetap._files.rules import Tensor
+from treetap._names import near_to, quoted, shown
 from treetap._records import Record
 from treetap._report.tables import printed
 from treetap._selectors import as_select, refuse_nothing
@@ -189,7 +189,7 @@ def compare(
     Each is a Record, a mapping of names to arrays, or a safetensors file: of
     `save_record`, or of another program. `name@grad` in those is a gradient; gradients
     are compared where both have them. Distances are those of float64. Values in a
-    `scan` are compared iteration by iteration.
+    `scan` are compared iteration by iteration, if there are at most 4096.
 
     Sites are paired by name; `blocks/0/attn:__call__` also with `blocks.0.attn`. Axes
     that are merged in one and split in the other, as of heads, are no difference.
@@ -265,10 +265,10 @@ def compare(
 def _refuse_strangers(a: Side, b: Side, name: str) -> CaptureError:
     """The error for two sides of which nothing is called alike."""
     from_a, from_b = (list(dict.fromkeys(e.text for e in side)) for side in (a, b))
-    shown = [", ".join(texts[:6]) for texts in (from_a, from_b)]
+    both = [", ".join(map(shown, texts[:6])) for texts in (from_a, from_b)]
     return CaptureError(
         f"{name}: no site of `a` has the name of one of `b`.\n"
-        f"  a ({len(from_a)}): {shown[0]}\n  b ({len(from_b)}): {shown[1]}\n"
+        f"  a ({len(from_a)}): {both[0]}\n  b ({len(from_b)}): {both[1]}\n"
         "Say with `rename` what sites of `a` are called in `b`: "
         f"`rename={{{_suggested(from_a, from_b)}}}`."
     )
@@ -276,10 +276,10 @@ def _refuse_strangers(a: Side, b: Side, name: str) -> CaptureError:
 
 def _suggested(a: Sequence[str], b: Sequence[str]) -> str:
     """A rule, for the two names that look most alike."""
-    for text in a:
-        if near := difflib.get_close_matches(text, b, n=1, cutoff=0.3):
-            return f"{text!r}: {near[0]!r}"
-    return f"{a[0]!r}: {b[0]!r}"
+    for text in a[:20]:
+        if near := near_to(text, b, 1, 0.3):
+            return f"{quoted(text)}: {quoted(near[0])}"
+    return f"{quoted(a[0])}: {quoted(b[0])}"
 
 
 def _with_floor(

@@ -16,6 +16,7 @@ import numpy as np
 from treetap._comparing.measures import Measures, coarser, is_exact
 from treetap._comparing.sides import Entry
 from treetap._errors import CaptureError
+from treetap._names import shown
 from treetap._selectors import as_select
 
 FACTOR = 8.0
@@ -96,8 +97,8 @@ class Limits:
 
 def refuse_noise(missing: list[str], name: str) -> CaptureError:
     """The error for a third run that lacks sites."""
-    shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
+    told = ", ".join(map(shown, missing[:8])) + (" …" if len(missing) > 8 else "")
     return CaptureError(
-        f"{name}: `noise` lacks {len(missing)} of the sites compared: {shown}. It is a "
+        f"{name}: `noise` lacks {len(missing)} of the sites compared: {told}. It is a "
         "run of the same computation as `a` or as `b`, with the same names."
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from treetap._comparing.sides import Entry
 
+MOST = 4096  # iterations that are told apart: of layers, not of tokens
+
 
 class Pair(NamedTuple):
     """An array of one side, and the same of the other, in the layout of the first.
@@ -35,19 +37,20 @@ def in_order(pairs: Sequence[Pair]) -> list[Pair]:
     """Pairs as they were computed."""
     forward = [pair for pair in pairs if pair.a.part != "grad"]
     backward = [pair for pair in pairs if pair.a.part == "grad"]
-    return [*_unrolled(forward, 0), *reversed(_unrolled(backward, 0))]
+    return [*_unrolled(forward, 0, MOST), *reversed(_unrolled(backward, 0, MOST))]
 
 
-def _unrolled(pairs: Sequence[Pair], level: int) -> list[Pair]:
+def _unrolled(pairs: Sequence[Pair], level: int, most: int) -> list[Pair]:
+    """Pairs of single iterations, of which there are so many at most."""
     found: list[Pair] = []
     for length, run in itertools.groupby(pairs, key=lambda pair: _length(pair, level)):
         group = list(run)
-        if length is None:
+        if length is None or length > most:
             found += group
             continue
         for number in range(length):
             body = [_iteration(pair, level, number) for pair in group]
-            found += _unrolled(body, level + 1)
+            found += _unrolled(body, level + 1, most // length)
     return found
 
 

@@ -138,16 +138,17 @@ def _flat(array: np.ndarray) -> Iterator[np.ndarray]:
     rows: Any = array.reshape(-1) if array.flags.c_contiguous else array.flat
     for start in range(0, array.size, PIECE):
         piece = np.asarray(rows[start : start + PIECE])
-        if np.iscomplexobj(piece):
-            yield np.ascontiguousarray(piece, np.complex128).view(np.float64)
-        else:
-            yield piece.astype(np.float64)
+        wide = np.complex128 if np.iscomplexobj(piece) else np.float64
+        with np.errstate(invalid="ignore"):  # of NaNs that signal
+            piece = np.ascontiguousarray(piece, wide)
+        yield piece.view(np.float64)
 
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     types = [np.iscomplexobj(side) for side in (a, b)]
     if types[0] != types[1]:  # then both have two parts
-        a, b = (side.astype(np.complex128) for side in (a, b))
+        with np.errstate(invalid="ignore"):
+            a, b = (side.astype(np.complex128) for side in (a, b))
     return zip(_flat(a), _flat(b))
 
 

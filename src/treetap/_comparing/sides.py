@@ -20,6 +20,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from treetap._errors import CaptureError
 from treetap._files.tensors import stored_tensors
+from treetap._names import shown
 from treetap._records import Record, Site
 from treetap._storing.descriptions import is_key, leaf_text
 from treetap._storing.records import ABOUT, ORDER, record_in, texts_of
@@ -101,16 +102,27 @@ def side_of(given: Any, what: str, name: str) -> Side:
 def _of_record(record: Record, where: str) -> Side:
     found: Side = []
     for site in record:
+        place = f"{where}: {shown(site.text)}"
         for part in PARTS:
-            for keys, leaf in tree_flatten_with_path(getattr(site, part))[0]:
+            for keys, leaf in _leaves(getattr(site, part), place):
                 names = [plain_key(key) for key in keys]
                 text = leaf_text(site.text, names, "value")
                 found.append(_entry(text, part, site, leaf, where))
     return found
 
 
+def _leaves(value: Any, where: str) -> list[tuple[Any, Any]]:
+    try:
+        return tree_flatten_with_path(value)[0]
+    except ValueError as error:
+        raise CaptureError(
+            f"{where} has a dict that JAX takes no values from: its keys are of "
+            "several types, and have no order."
+        ) from error
+
+
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
-    label = leaf_text(text, (), part)
+    label = shown(leaf_text(text, (), part))
     if isinstance(leaf, Tracer):
         raise CaptureError(
             f"{where}: {label} is being traced; compare outside of transforms."
@@ -168,8 +180,8 @@ def _site_named(text: str) -> Site:
     if not colon:
         path, name = body, "__call__"
     parts = [part for part in re.split(r"[/.]", path) if part]
-    keys = tuple(int(part) if part.isdecimal() else part for part in parts)
-    number = re.match(r"\d+", index)
+    keys = tuple(int(p) if re.fullmatch(r"\d{1,9}", p) else p for p in parts)
+    number = re.match(r"\d{1,9}", index)
     return Site(None, path=keys, name=name, index=int(number[0]) if number else 0)
 
 

@@ -12,6 +12,7 @@ import glob
 import os
 import pathlib
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from types import ModuleType
@@ -36,6 +37,7 @@ from treetap._variables import Variable
 T = TypeVar("T")
 Names = tuple[str, ...]
 
+WAITS, WAIT = 20, 0.05  # how often, and how long, for threads that write on
 TREE_FILE = "_METADATA"  # what makes a folder a checkpoint of a tree
 
 
@@ -163,8 +165,16 @@ def save_checkpoint(
         with _checkpointer(ocp) as checkpointer:
             checkpointer.save(place, args=args, force=overwrite)
         return
-    with _replacing(place) as beside, _checkpointer(ocp) as checkpointer:
-        checkpointer.save(beside, args=args)
+    try:
+        with _replacing(place) as beside, _checkpointer(ocp) as checkpointer:
+            checkpointer.save(beside, args=args)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and "os_error_code" not in str(error):
+            raise  # not what tensorstore says of files
+        raise OSError(
+            f"{name}: {place} could not be written: {error!s:.300}. What was there "
+            "before is as it was; if the disk is full, make room, and save again."
+        ) from error
 
 
 def _no_kind(raw: Any) -> str:
@@ -200,17 +210,26 @@ def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
         yield beside
         if place.exists():
             place.rename(old)
-        try:
-            beside.rename(place)
-        except BaseException:
-            if old.exists():
-                old.rename(place)
-            raise
+        beside.rename(place)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
-        for rest in place.parent.glob(f"{mark}.new*"):  # and Orbax's unfinished one
-            shutil.rmtree(rest, ignore_errors=True)
+        if place.exists():  # the old one still, or the new one already
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(place)
+        _remove(place.parent, f"{mark}.new*")  # and Orbax's unfinished one
         raise
+
+
+def _remove(folder: pathlib.Path, pattern: str) -> None:
+    """Removes what is half written; threads of Orbax may write on for a moment."""
+    for _ in range(WAITS):
+        rests = [*folder.glob(pattern)]
+        for rest in rests:
+            shutil.rmtree(rest, ignore_errors=True)
+        if not rests:
+            return
+        time.sleep(WAIT)
 
 
 # Restoring.

@@ -6,7 +6,6 @@ what does not fit is noted. Only then are values read, converted and placed, eac
 the old value is. The model itself is not touched here.
 """
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,8 @@ from treetap._files.targets import (
     section,
     sharding_of,
 )
-from treetap._files.tensors import Stored, quoted
+from treetap._files.tensors import Stored
+from treetap._names import near_to, quoted, shown
 from treetap._trees import Path
 
 
@@ -189,11 +189,11 @@ def misfits(
 ) -> WeightsError:
     """The error that lists all that does not fit."""
     lines: list[str] = []
-    spare = [name for name in unused if name in plan.stored][:1000]
+    spare = [name for name in unused if name in plan.stored]
     for place, (target, absent) in enumerate(plan.missing):
         hint = ""
         if place < SHOWN:
-            near = difflib.get_close_matches(absent[0][:200], spare, n=1)
+            near = near_to(absent[0], spare, 1)
             hint = f"; did you mean {quoted(near[0])}?" if near else ""
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
@@ -208,7 +208,7 @@ def misfits(
     return WeightsError(
         f"load_weights: {path} does not fit the model; nothing was changed."
         + sections
-        + section("rules that no Variable matched", [*rules.unmatched])
+        + section("rules that no Variable matched", [*map(shown, rules.unmatched)])
         + "\nSay where values are with `rules=`, which Variables are meant with "
         "`only=`, which tensors may be left over with `ignore=`."
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+MOST = 100_000  # tensors in one stack
 Shape = tuple[int, ...]
 Bound = Mapping[str, str]  # what the names in braces stand for
 
@@ -173,6 +174,8 @@ class Gathered:
         """What each tensor is told by, and its shape."""
         axis = _axis_in(self.axis, after, self)
         start, length, end = after[:axis], after[axis], after[axis + 1 :]
+        if self.is_new and length > MOST:
+            raise Misfit(f"{self} would be {length} tensors at axis {axis} of {after}")
         if self.is_new:
             labels = self.over or tuple(map(str, range(length)))
             if len(labels) != length or not labels:

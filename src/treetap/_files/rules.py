@@ -212,7 +212,7 @@ def _groups(side: str) -> Groups:
     return tuple(tuple(n for n in group if n != "1") for group in groups)
 
 
-_FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)(\.\.\.)?\}")
+_FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(\.\.\.)?\}")
 _WILD = re.compile(r"(\*\*?)")
 
 

@@ -9,23 +9,30 @@ a file in one step, or leaves it alone.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 
 from treetap._errors import WeightsError
+from treetap._names import quoted
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
 INDEX = ".safetensors.index.json"
+MOST_AXES = 64  # of an array of numpy
+MOST_EMPTY = 2**20  # rows of nothing
+LARGEST = 16  # bytes of a number
+LONGEST_NAME = 255  # bytes of the name of a file
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -60,11 +67,6 @@ _STARTS = {
     b"GGUF": "a GGUF file",
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull`",
 }
-
-
-def quoted(name: str) -> str:
-    """A name from a file, safe to print and not longer than a line."""
-    return repr(name if len(name) <= 120 else f"{name[:80]}…{name[-30:]}")
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
@@ -134,6 +136,7 @@ def _of_file(file: pathlib.Path, name: str) -> dict[str, Stored]:
         opened.seek(8)
         header = _parsed(opened.read(length), file, name)
     header.pop("__metadata__", None)
+    _refuse_shapes(header, file, name)
     data = 8 + length
     return {
         key: Stored(
@@ -146,6 +149,30 @@ def _of_file(file: pathlib.Path, name: str) -> dict[str, Stored]:
         )
         for key, entry in header.items()
     }
+
+
+def _refuse_shapes(header: Mapping[str, Any], file: pathlib.Path, name: str) -> None:
+    for key, entry in header.items():
+        shape = entry["shape"]
+        if not is_shape(shape):
+            raise WeightsError(
+                f"{name}: {file} is broken: tensor {quoted(key)} has the shape "
+                f"{shape!r:.60}, which no array can have."
+            )
+
+
+def is_shape(shape: Sequence[int]) -> bool:
+    """Whether arrays have such shapes: (2**64 - 1, 0) is none.
+
+    For an empty array JAX goes through all that comes before the axis of length 0, so
+    that must not be much.
+    """
+    if len(shape) > MOST_AXES or any(length < 0 for length in shape):
+        return False
+    before = itertools.takewhile(bool, shape)
+    if 0 in shape and math.prod(before) > MOST_EMPTY:
+        return False
+    return math.prod(filter(None, shape)) * LARGEST < 2**63
 
 
 def refuse_other_formats(file: pathlib.Path, name: str) -> None:
@@ -329,7 +356,8 @@ def _inside(
     folder: pathlib.Path, entry: str, told: pathlib.Path, name: str
 ) -> pathlib.Path:
     """A file of a folder; a name or a link that leads out of it is refused."""
-    plain = entry not in ("", ".", "..") and not set(entry) & set("/\\\0:")
+    plain = entry not in ("", ".", "..") and not set(entry) & set("/\\:")
+    plain = plain and entry.isprintable() and len(entry.encode()) <= LONGEST_NAME
     if not plain:
         raise WeightsError(
             f"{name}: {told} names the file {quoted(entry)}; only names of files in "
@@ -408,7 +436,15 @@ def write_tensors(
         try:
             save_file(dict(tensors), beside, dict(metadata))
         except SafetensorError as error:
-            raise OSError(f"{name}: {path} could not be written: {error}") from error
+            raise OSError(
+                f"{name}: {path} could not be written: {error}. What was there before "
+                "is as it was; if the disk is full, make room, and save again."
+            ) from error
+        except UnicodeEncodeError as error:
+            raise WeightsError(
+                f"{name}: {path} could not be written: {error.object!r:.80} is no text "
+                "that a file can hold."
+            ) from error
         _to_disk(beside, os.O_RDWR)
         if path.exists():
             shutil.copymode(path, beside)

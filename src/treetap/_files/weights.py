@@ -20,9 +20,14 @@ from treetap._files.outgoing import Outgoing
 from treetap._files.paths import refuse_no_path
 from treetap._files.rules import Rules, Tensor
 from treetap._files.targets import Target, no_value, section, targets_of
-from treetap._files.tensors import refuse_other_formats, stored_tensors, write_tensors
+from treetap._files.tensors import (
+    refuse_other_formats,
+    stored_tensors,
+    write_tensors,
+)
 from treetap._filters import Filter, Not
 from treetap._kinds import Cache, Intermediate, RngState
+from treetap._names import shown
 from treetap._states import nested
 from treetap._trees import show_path
 from treetap._updates import update
@@ -101,7 +106,7 @@ def save_weights(
         raise WeightsError(
             f"{name}: nothing was written to {file}."
             + section("what cannot be saved", problems)
-            + section("rules that no Variable matched", [*found.unmatched])
+            + section("rules that no Variable matched", [*map(shown, found.unmatched)])
             + "\nChoose what is saved with `only=`, where and how with `rules=`."
         )
     tensors = {

@@ -6,9 +6,10 @@ batch held, so processes write their own and nothing is gathered; each chunk car
 checksum, and one that is missing is an error, never zeros. Needs tensorstore.
 """
 
+import math
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ import jax
 import numpy as np
 
 from treetap._errors import WeightsError
+from treetap._names import quoted, shown
 from treetap._storing.descriptions import DTYPES
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
+PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
 _NATIVE = frozenset(
     {
         *("bool", "int8", "int16", "int32", "int64"),
@@ -135,15 +138,37 @@ def opened(ts: ModuleType, column: Column, folder: pathlib.Path, name: str) -> A
         array = ts.open(_spec(folder), open=True).result()
     except (ValueError, OSError) as error:
         raise WeightsError(
-            f"{name}: the array of {column.text} is broken or missing: {error}"
+            f"{name}: the array of {shown(column.text)} is broken or missing: {error}"
         ) from error
-    found = array.dtype.numpy_dtype, tuple(array.shape[1:])
-    if found != (column.stored, column.shape):
+    found = array.dtype.numpy_dtype, tuple(array.shape[1:]), *_packing(array)
+    wanted = column.stored, column.shape, column.chunk
+    if found[:3] != wanted or found[3] - PACKINGS:
         raise WeightsError(
-            f"{name}: the array of {column.text} is {found}, and the journal says "
-            f"{(column.stored, column.shape)}. It belongs to another store."
+            f"{name}: the array of {shown(column.text)} is {found!r:.200}, and the "
+            f"journal says {wanted!r:.200}. It belongs to another store."
         )
+    what = f"{name}: a chunk of {shown(column.text)}"
+    _refuse_size(column.chunk, column, lambda: what)
     return array
+
+
+def _packing(array: Any) -> tuple[tuple[int, ...], frozenset[str]]:
+    """The shape of a chunk, and how chunks are written."""
+    about = array.spec().to_json()["metadata"]
+    grid = about["chunk_grid"]["configuration"]["chunk_shape"]
+    return tuple(grid), frozenset(codec["name"] for codec in about["codecs"])
+
+
+def _refuse_size(shape: Sequence[int], column: Column, what: Callable[[], str]) -> None:
+    """Refuses what memory cannot hold; for tensorstore that is the program's end."""
+    size = math.prod(shape) * column.stored.itemsize
+    try:
+        np.empty(size, np.uint8)  # takes no memory as long as nothing is written
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise MemoryError(
+            f"{what()} has {size:,} bytes, more than there is memory for. Read fewer "
+            "rows."
+        ) from error
 
 
 def written(array: Any, column: Column, value: Any, start: int) -> Iterator[Any]:
@@ -209,7 +234,7 @@ class StoredArray:
         return self._rows
 
     def __repr__(self) -> str:
-        return f"StoredArray({self.text!r}, {self.dtype}{list(self.shape)})"
+        return f"StoredArray({quoted(self.text)}, {self.dtype}{list(self.shape)})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -235,6 +260,9 @@ class StoredArray:
             _place(item, length, axis, self)
             for axis, (item, length) in enumerate(zip(items, self.shape))
         ]
+        lengths = [_length(place) for place in places] + [*self.shape[len(places) :]]
+        what = lambda: f"StoredArray: {index!r:.60} of {self}"  # noqa: E731 - for later
+        _refuse_size(lengths, self.column, what)
         return self._array[tuple(places)].read()
 
     def finished(self, future: Any) -> np.ndarray:
@@ -243,9 +271,14 @@ class StoredArray:
             data = future.result()
         except (ValueError, OSError) as error:
             raise WeightsError(
-                f"Store: rows of {self.text} are broken or missing: {error}"
+                f"Store: rows of {shown(self.text)} are broken or missing: {error}"
             ) from error
         return np.require(data, requirements="C").view(self.dtype)
+
+
+def _length(place: Any) -> int:
+    """How many a place is of."""
+    return place.stop - place.start if isinstance(place, slice) else np.size(place)
 
 
 def _place(item: Any, length: int, axis: int, whole: StoredArray) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from treetap._errors import WeightsError
+from treetap._files.tensors import MOST_AXES
 from treetap._storing.arrays import Column
 from treetap._storing.descriptions import DTYPES, Strange
 from treetap._storing.journals import read_journal
@@ -71,8 +72,8 @@ class Contents:
         try:
             for entry in entries:
                 self._take(entry)
-        except (KeyError, TypeError, AttributeError, Strange) as error:
-            raise WeightsError(f"{self._where} is broken: {error!r}.") from error
+        except (KeyError, TypeError, AttributeError, ValueError, Strange) as error:
+            raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error
 
     def _take(self, entry: Any) -> None:
         if self.begun is None:
@@ -81,9 +82,11 @@ class Contents:
             return
         rows = entry["rows"]
         if len(rows) != len(self.columns) or any(
-            type(n) is not int or n < 0 for n in rows
+            type(n) is not int or not 0 <= n < 2**60 for n in rows
         ):
             raise Strange(f"line {self.lines + 1} does not tell the rows of each site")
+        if any(column.axis is None and n != 1 for column, n in zip(self.columns, rows)):
+            raise Strange(f"line {self.lines + 1} has other rows than one of a value")
         ends = [end + count for end, count in zip(self.ends, rows)]
         self.batches.append(Batch(rows, ends, dict(entry["metadata"])))
 
@@ -92,7 +95,8 @@ def _column(about: Any) -> Column:
     shape, chunk, dtype = about["shape"], about["chunk"], about["dtype"]
     text, axis = about["text"], about["axis"]
     good = isinstance(text, str) and dtype in DTYPES
-    good &= all(type(n) is int and n >= 0 for n in (*shape, *chunk))
+    good &= all(type(n) is int and 0 <= n < 2**60 for n in (*shape, *chunk))
+    good &= len(chunk) == len(shape) + 1 <= MOST_AXES and min(chunk) > 0
     good &= axis is None or (type(axis) is int and 0 <= axis <= len(shape))
     if not good:
         raise Strange(f"a column is {about!r:.80}")
@@ -115,6 +119,8 @@ def read_contents(folder: pathlib.Path, name: str) -> Contents:
     for process in range(1, processes):
         file = journal_file(folder, process)
         count = min(count, len(read_journal(file, name)) if file.is_file() else 0)
+        if count == 0:  # there may be said to be any number of others
+            break
     contents = Contents(f"{name}: {first}")
     contents.take(entries[1:count])
     return contents

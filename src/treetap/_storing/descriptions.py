@@ -9,6 +9,7 @@ called by a name that it holds, and what is not as it should be raises `Strange`
 import collections
 import dataclasses
 import keyword
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _SCALARS: dict[str, type] = {
     "float": float,
     "complex": complex,
 }
+_KINDS = {bool: "b", int: "i", float: "f", complex: "c"}  # as numpy writes them
 
 
 class Strange(Exception):
@@ -303,7 +305,7 @@ def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:
         raise Strange("an item is not a key and a value")
     items = [(_rebuilt_key(k), _rebuilt_node(v, leaves, depth + 1)) for k, v in pairs]
     if "dict" in node:
-        return dict(items)
+        return _rebuilt_dict(items)
     fields = [key for key, _ in items]
     names = [node.get("named"), *fields]
     if not all(_is_name(n) for n in names) or len(set(fields)) < len(fields):
@@ -312,8 +314,17 @@ def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:
     return made(*(value for _, value in items))
 
 
+def _rebuilt_dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(items)
+    if len(found) < len(items):  # 1 and True are one key, too
+        raise Strange("a dict has a key twice")
+    return found
+
+
 def _is_name(name: Any) -> bool:
     is_word = isinstance(name, str) and name.isidentifier()
+    # Python reads a name in this form, in which two may be the same, or a keyword
+    is_word = is_word and unicodedata.normalize("NFKC", name) == name
     return is_word and not keyword.iskeyword(name) and not name.startswith("_")
 
 
@@ -324,15 +335,18 @@ def _rebuilt_leaf(node: dict[str, Any], leaves: Sequence[Any]) -> Any:
     value = leaves[index]
     if "python" in node:
         kind = _SCALARS.get(str(node["python"]))
-        if kind is None or np.shape(value) != ():
+        if kind is None or np.shape(value) != () or value.dtype.kind != _KINDS[kind]:
             raise Strange(f"leaf {index} is no Python number")
         return kind(value)
     if "key" not in node:
         return value
+    if value.dtype != np.uint32:
+        raise Strange(f"leaf {index} is {value.dtype}, which is no random key")
     try:
         return jax.random.wrap_key_data(jnp.asarray(value), impl=str(node["key"]))
     except (TypeError, ValueError) as error:
-        raise Strange(f"leaf {index} is no random key: {error}") from error
+        told = str(error)
+        raise Strange(f"leaf {index} is no random key: {told!a:.200}") from error
 
 
 def _rebuilt_key(key: Any, depth: int = 0) -> Any:

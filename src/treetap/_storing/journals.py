@@ -13,6 +13,7 @@ import pathlib
 import re
 import sys
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from treetap._errors import WeightsError
@@ -23,6 +24,10 @@ else:  # where nothing tells a second writer to wait
     fcntl = None
 
 FORMAT = "treetap store"
+AGAIN = (
+    "All that was appended before is there: if the disk is full, make room, and append "
+    "this one again."
+)
 VERSION = 1
 
 
@@ -158,6 +163,18 @@ class Journal:
     def write(self, entry: Any) -> None:
         """Appends a line; it is on the disk when this returns, or not there."""
         line = _line(entry)
+        try:
+            self._put(line)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"StoreWriter: {self._file} could not be written: {error.strerror}. "
+                f"{AGAIN}",
+            ) from error
+        # in one step: an interrupt finds the line told, or cut off by the next
+        self._lines.append(Line(entry, self._end + len(line)))
+
+    def _put(self, line: bytes) -> None:
         if os.fstat(self._handle).st_size != self._end:  # after a write that failed
             os.ftruncate(self._handle, self._end)
         os.lseek(self._handle, self._end, os.SEEK_SET)
@@ -165,18 +182,16 @@ class Journal:
         while rest:
             rest = rest[os.write(self._handle, rest) :]
         os.fsync(self._handle)
-        # in one step: an interrupt finds the line told, or cut off by the next
-        self._lines.append(Line(entry, self._end + len(line)))
 
     @property
     def is_open(self) -> bool:
         """Whether it can be written to."""
         return self._handle >= 0
 
-    def close(self) -> None:
-        """Lets go of the journal."""
+    def close(self, *, let_go: Callable[[int], None] = os.close) -> None:
+        """Lets go of the journal, even when the program ends and `os` is gone."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            os.close(handle)
+            let_go(handle)
 
     __del__ = close  # a writer that was forgotten must not keep others out

@@ -25,6 +25,7 @@ from treetap._files.tensors import (
     stored_tensors,
     write_tensors,
 )
+from treetap._names import shown
 from treetap._records import Record
 from treetap._storing.descriptions import DTYPES, Leaf, Strange, described, rebuilt
 
@@ -120,9 +121,9 @@ def load_record(path: str | os.PathLike[str]) -> Record:
     stored = stored_tensors(path, name)
     about = texts_of(path, stored).get(ABOUT)
     if about is None:
-        shown = ", ".join(sorted(stored)[:5]) or "no tensors"
+        names = ", ".join(map(shown, sorted(stored)[:5])) or "no tensors"
         raise WeightsError(
-            f"{name}: {path} is not from `save_record`; it holds {shown}. `compare` "
+            f"{name}: {path} is not from `save_record`; it holds {names}. `compare` "
             "and `safetensors.numpy.load_file` read files of any names."
         )
     return record_in(path, stored, about, _placed, name)
@@ -158,22 +159,36 @@ def record_in(
         name: The public function at work, for messages.
     """
     try:
-        about = json.loads(text)
+        about = _parsed(text)
         if not isinstance(about, dict) or about.get("version") != VERSION:
             raise Strange("it was written by another version of this library")
-        leaves = [
-            _leaf(entry, stored, made, name) for entry in _listed(about.get("leaves"))
-        ]
+        entries = _listed(about.get("leaves"))
+        leaves = [_leaf(entry, stored, made, name) for entry in entries]
         return rebuilt(about.get("sites"), leaves)
-    except (Strange, RecursionError, json.JSONDecodeError) as error:
+    except (Strange, RecursionError) as error:
         raise WeightsError(
             f"{name}: {path} is broken, or not a Record: {error}."
         ) from error
 
 
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # of JSON, or of numbers with many digits
+        raise Strange(str(error)) from error
+
+
 def _listed(value: Any) -> list[Any]:
+    """The list of leaves, of which each has a tensor of its own.
+
+    A tensor that served many would take many times the memory of the file.
+    """
     if not isinstance(value, list):
         raise Strange(f"its leaves are {value!r:.60}")
+    names = [entry.get("tensor") for entry in value if isinstance(entry, dict)]
+    texts = [text for text in names if isinstance(text, str)]
+    if len(set(texts)) < len(texts):
+        raise Strange("two of its leaves are the same tensor")
     return value
 
 

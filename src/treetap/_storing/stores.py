@@ -5,7 +5,6 @@ By site, for the rows of all batches; by batch, for Records as they were; or shu
 for training. A store has what was appended when it was opened.
 """
 
-import difflib
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from treetap import _display
 from treetap._errors import CaptureError, StructureError, WeightsError
 from treetap._files.paths import refuse_no_path
+from treetap._names import near_to, quoted, shown
 from treetap._records import Record
 from treetap._storing.arrays import StoredArray, opened, tensorstore_for
 from treetap._storing.contents import read_contents
@@ -61,8 +61,9 @@ class Store:
             array = opened(ts, column, column.folder(self._folder, number), name)
             if array.shape[0] < rows:
                 raise WeightsError(
-                    f"{name}: {column.text} has {array.shape[0]} rows, and {rows} were "
-                    f"appended: {self._folder} was changed by something else."
+                    f"{name}: {shown(column.text)} has {array.shape[0]} rows, and "
+                    f"{rows} were appended: {self._folder} was changed by something "
+                    "else."
                 )
             self._arrays.append(StoredArray(array, column, rows))
         self._by_text = {array.text: array for array in self._arrays}
@@ -82,9 +83,11 @@ class Store:
         """The rows of a site: `blocks/3:__call__`, `blocks/3:__call__@grad`."""
         found = self._by_text.get(text)
         if found is None:
-            near = difflib.get_close_matches(str(text), self.names, n=5, cutoff=0.3)
-            shown = ", ".join(near or self.names[:8]) or "nothing yet"
-            raise CaptureError(f"Store: there is no {text!r}; near it are: {shown}.")
+            near = near_to(str(text), self.names, 5, 0.3) or self.names[:8]
+            told = ", ".join(map(shown, near)) or "nothing yet"
+            raise CaptureError(
+                f"Store: there is no {quoted(str(text))}; near it are: {told}."
+            )
         return found
 
     def batch(self, number: int) -> Record:

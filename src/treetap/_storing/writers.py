@@ -6,13 +6,14 @@ are on the disk, and what has no line does not count. So a program may be killed
 moment, and every batch that it was told of is there.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from treetap._storing.arrays import (
 from treetap._storing.axes import EXAMPLES, Axes, Axis
 from treetap._storing.contents import Contents, journal_file, read_contents
 from treetap._storing.descriptions import Leaf, described
-from treetap._storing.journals import Journal
+from treetap._storing.journals import AGAIN, Journal
 
 
 class StoreWriter:
@@ -80,6 +81,7 @@ class StoreWriter:
                 f"{name}: `compression` is 0 to 22, and is {compression!r}."
             )
         self._compression = compression
+        self._pending: list[Any] = []  # futures; after an interrupt, still at work
         self._process, processes = jax.process_index(), jax.process_count()
         if self._process == 0:
             _refuse_place(self._folder, name)
@@ -121,6 +123,22 @@ class StoreWriter:
         if problem is not None:
             raise problem
 
+    def _begun(self, futures: Iterable[Any]) -> list[Any]:
+        """Takes note of what is begun."""
+        start = len(self._pending)
+        self._pending.extend(futures)
+        return self._pending[start:]
+
+    def _settle(self) -> None:
+        """Waits for what a batch that was interrupted has left at work.
+
+        It would write where the next one does.
+        """
+        for future in self._pending:
+            with contextlib.suppress(ValueError, OSError):  # told when it failed
+                future.result()
+        self._pending.clear()
+
     def _meet(self, what: str) -> None:
         if jax.process_count() > 1:
             sync_global_devices(f"StoreWriter {what} {self._folder}")
@@ -136,6 +154,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Lets go of the folder; all that was appended is there already."""
+        self._settle()
         self._journal.close()
 
     def append(self, record: Record, metadata: Mapping[str, Any] | None = None) -> int:
@@ -154,6 +173,7 @@ class StoreWriter:
         told = _as_json(metadata, name)
         sites, leaves = described(record, name)
         contents = self._contents
+        self._settle()
         self._catch_up()  # if an interrupt came in between
         if contents.begun is None:
             self._begin(record, sites, leaves, name)
@@ -164,12 +184,14 @@ class StoreWriter:
             if isinstance(leaf.value, jax.Array):
                 leaf.value.copy_to_host_async()
         self._grow([start + count for start, count in zip(starts, rows)])
-        futures = [
+        futures = itertools.chain.from_iterable(
             written(array, column, leaf.value, start)
             for array, column, leaf, start in zip(self._arrays, columns, leaves, starts)
-        ]
-        self._agree([*itertools.chain(*futures)], f"{name}: the batch was not kept")
+        )
+        what = f"{name}: a batch for {self._folder} was not kept"
+        self._agree(self._begun(futures), what)
         self._journal.write({"rows": rows, "metadata": told})
+        self._pending.clear()
         self._meet("told")
         self._catch_up()
         return len(self) - 1
@@ -197,8 +219,9 @@ class StoreWriter:
             if data.exists():  # of a program that was killed here
                 shutil.rmtree(data)
             pairs = zip(columns, folders)
-            futures = [created(self._ts, c, f, self._compression) for c, f in pairs]
-            _wait(futures, f"{name}: the store was not begun")
+            futures = (created(self._ts, c, f, self._compression) for c, f in pairs)
+            what = f"{name}: the store {self._folder} was not begun"
+            _wait(self._begun(futures), what)
         self._meet("begun")
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
@@ -206,17 +229,17 @@ class StoreWriter:
         self._arrays = self._opened(name)
 
     def _grow(self, ends: Sequence[int]) -> None:
-        """Makes room for rows."""
+        """Makes room for rows, or takes back what a batch that failed had made."""
         if self._process == 0:
-            futures = [
+            futures = (
                 array.resize(
                     exclusive_max=[end, *array.shape[1:]],
                     resize_metadata_only=True,
-                    expand_only=True,
                 )
                 for array, end in zip(self._arrays, ends)
-            ]
-            self._arrays = _wait(futures, "StoreWriter.append: no batch was kept")
+            )
+            what = f"StoreWriter.append: a batch for {self._folder} was not kept"
+            self._arrays = _wait(self._begun(futures), what)
         self._meet("grown")
         if self._process:
             self._arrays = self._opened("StoreWriter.append")
@@ -226,7 +249,8 @@ def _wait(futures: Sequence[Any], what: str) -> list[Any]:
     try:
         return [future.result() for future in futures]
     except (ValueError, OSError) as error:
-        raise OSError(f"{what}: {error}") from error
+        told = str(error).partition(" [tensorstore_spec=")[0]
+        raise OSError(f"{what}: {told}. {AGAIN}") from error
 
 
 def _fsync(folder: pathlib.Path) -> None:
@@ -272,6 +296,10 @@ def _refuse_others(
 ) -> None:
     """Refuses a Record of other sites, shapes or types than those in the store."""
     tail = "Records of one kind belong in one store; begin another for these."
+    if not isinstance(known.sites, list):
+        raise WeightsError(
+            f"{name}: the journal is broken: its sites are {known.sites!r:.60}."
+        )
     for old, new in itertools.zip_longest(known.sites, sites):
         if _unlike(old, new):
             raise StructureError(
@@ -298,8 +326,14 @@ def _refuse_others(
 def _site_text(about: Any) -> str:
     if about is None:
         return "nothing more"
-    path = "/".join(map(str, about["path"]))
-    return f"{path}:{about['name']}#{about['index']}".removesuffix("#0").lstrip(":")
+    try:
+        path = "/".join(map(str, about["path"]))
+        text = f"{path}:{about['name']}#{about['index']}"
+    except (KeyError, TypeError) as error:
+        raise WeightsError(
+            f"StoreWriter.append: the journal is broken: a site is {about!r:.60}."
+        ) from error
+    return text.removesuffix("#0").lstrip(":")
 
 
 def _unlike(old: Any, new: Any) -> str:

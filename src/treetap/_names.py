@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names from elsewhere, in messages: short, printable, and those that look like one.
+
+A file or a user may give names of any length, with anything in them, in any number.
+What is shown of them fits a line and leads no terminal astray, and looking for the one
+that was meant takes bounded time.
+"""
+
+import difflib
+import itertools
+from collections.abc import Iterable
+
+LONG, MANY = 200, 1000  # letters of a name, and names, that are looked at
+
+
+def quoted(name: str) -> str:
+    """A name, safe to print and not longer than a line."""
+    return repr(name if len(name) <= 120 else f"{name[:80]}…{name[-30:]}")
+
+
+def shown(name: str) -> str:
+    """A name as it is, unless a line or a terminal could not take it."""
+    return name if name.isprintable() and len(name) <= 120 else quoted(name)
+
+
+def near_to(
+    name: str, names: Iterable[str], count: int, cutoff: float = 0.6
+) -> list[str]:
+    """Names that look like one, the likest first; of many, or long ones, not all."""
+    short = [each for each in itertools.islice(names, MANY) if len(each) <= LONG]
+    return difflib.get_close_matches(name[:LONG], short, n=count, cutoff=cutoff)
