@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from reference import sites
 from reference.compare import compare, expected_of, folder_argument, show
 
@@ -29,7 +30,11 @@ import treetap as tt
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a Llama; `scaling` is Llama 3's way to more positions."""
+    """The sizes of a Llama; `scaling` is Llama 3's way to more positions.
+
+    On a mesh, `split` says how what goes from layer to layer lies: `P("data")` if each
+    device has a part of the batch.
+    """
 
     vocabulary: int = 32000
     positions: int = 2048
@@ -46,6 +51,7 @@ class Config:
     mlp_bias: bool = False
     tied: bool = False
     dtype: Any = jnp.float32
+    split: PartitionSpec | None = None
 
     @classmethod
     def from_hf(cls, folder: pathlib.Path) -> "Config":
@@ -101,6 +107,10 @@ def rotated(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
     first, second = jnp.split(x, 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1)
+
+
+def laid_out(x: jax.Array, split: PartitionSpec | None) -> jax.Array:
+    return x if split is None else jax.lax.with_sharding_constraint(x, split)
 
 
 class KVCache(tt.Module):
@@ -181,6 +191,7 @@ class Block(tt.Module):
     """Attention and an MLP, each added to what they read; one layer, or a stack."""
 
     def __init__(self, config: Config, *, rngs: tt.Rngs):
+        self.split = config.split
         options = {"epsilon": config.epsilon, "param_dtype": config.dtype}
         self.norm_1 = tt.RMSNorm(config.width, **options, rngs=rngs)
         self.attn = Attention(config, rngs=rngs)
@@ -189,8 +200,9 @@ class Block(tt.Module):
 
     def __call__(self, x: jax.Array, cache: KVCache | None = None) -> jax.Array:
         """Runs one layer."""
-        x = x + self.attn(self.norm_1(x), cache)
-        return x + self.mlp(self.norm_2(x))
+        x = laid_out(x, self.split)
+        x = laid_out(x + self.attn(self.norm_1(x), cache), self.split)
+        return laid_out(x + self.mlp(self.norm_2(x)), self.split)
 
     def in_turn(self, x: jax.Array, cache: KVCache | None = None) -> jax.Array:
         """Runs the layers of a stack one after the other."""

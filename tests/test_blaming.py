@@ -483,3 +483,61 @@ def test_code_without_a_file_is_blamed_without_its_text():
     exec(compile("f = lambda x: jnp.log(x).sum()", "<typed>", "exec"), scope)
     text = str(tt.blame(scope["f"])(jnp.array([0.0, 1.0])))
     assert "at <typed>:1 in <lambda>. 1 of 2 numbers are bad" in text
+
+
+def test_frames_of_frozen_code_are_nobodys():
+    scope = {"jnp": jnp}
+    exec(compile("f = lambda x: jnp.log(x).sum()", "<frozen f>", "exec"), scope)
+    found = tt.blame(lambda x: scope["f"](x))(jnp.zeros(2))
+    assert found.file == __file__
+    assert found.source.startswith("found = tt.blame(")
+
+
+def test_values_without_a_hash_are_parts_of_the_program():
+    class Options:
+        __hash__ = None
+        base = 10.0
+
+    traces = []
+
+    def call(x, options):
+        traces.append(options)
+        return jnp.log(x) / options.base
+
+    blamed, options = tt.blame(call), Options()
+    for _ in range(2):
+        assert blamed(jnp.zeros(2), options).operation == "log"
+    assert len(traces) == 1
+    blamed(jnp.zeros(2), Options())
+    assert len(traces) == 2
+
+
+def test_a_bad_value_in_an_object_that_is_no_pytree():
+    class Opaque(tt.Module, pytree=False):
+        def __init__(self):
+            self.w = tt.Param(jnp.array(jnp.nan))
+
+    found = tt.blame(lambda model: model.w[...] * 2)(Opaque())
+    assert found.kind == "nan"
+    assert "came in with the argument model/w" in str(found)
+
+
+def test_a_value_that_went_bad_in_a_loop_spoils_another_later():
+    def call(x):
+        def body(held):
+            n, a, b = held
+            return n + 1, jnp.log(a - 1.0), b + a
+
+        return jax.lax.while_loop(lambda held: held[0] < 5, body, (0, x, 0.0))[2]
+
+    found = tt.blame(call)(3.0)
+    assert (found.operation, found.kind) == ("log", "nan")
+    assert "in iteration 1 of a while" in str(found)
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, lambda fn: jax.checkpoint(jax.jit(fn))]
+)
+def test_what_a_checkpoint_computes_again_is_of_the_backward_pass(wrap):
+    found = tt.blame(jax.grad(wrap(lambda x: jnp.sqrt(jnp.sum(x**2)))))(jnp.zeros(3))
+    assert (found.operation, found.kind, found.backward) == ("div", "inf", True)

@@ -428,3 +428,34 @@ def test_the_way_back_through_a_reshape():
     assert back([None, None, "m"], (8, 4, 6), (8, 24)) == [None, None]
     assert back([None, "m"], (8, 24), (8, 4, 6)) == [None, "m", None]
     assert back(["m", None], (8, 24), (8, 1, 4, 6)) == ["m", None, None, None]
+
+
+class Drawn(tt.Module):
+    """A Param that a function makes of a key, sharded along its first axis."""
+
+    def __init__(self, fn, *, rngs):
+        self.w = tt.Param(fn(rngs.params()), out_sharding=("model",))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda key: jnp.broadcast_to(jax.random.normal(key, (64,)), (64, 64)),
+        lambda key: jax.random.normal(key, (3, 64)).reshape(192),
+    ],
+    ids=["of another shape", "that does not divide"],
+)
+def test_operands_that_cannot_lie_as_the_result_does(fn, kind):
+    with jax.set_mesh(mesh_of((2,), ("model",), kind)):
+        model = check(Drawn, fn)
+    assert model.w.sharding.spec[0] == "model"
+
+
+def test_an_operation_that_says_where_its_result_lies_is_done_as_it_says():
+    def fn(key):
+        row, place = jax.random.normal(key, (64, 1)), PartitionSpec("model")
+        return jnp.sin(jnp.broadcast_to(row, (64, 64), out_sharding=place))
+
+    with jax.set_mesh(mesh_of((2,), ("model",), AxisType.Explicit)):
+        check(Drawn, fn)

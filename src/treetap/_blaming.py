@@ -49,8 +49,9 @@ from treetap._scopes import resolve
 from treetap._sessions import Session
 from treetap._settings import Mode
 from treetap._trees import Path
-from treetap._variables import raw_values
+from treetap._variables import Variable, raw_values
 from treetap._walk import Choice, is_inexact, scopes_in, survey
+from treetap._walks import iter_graph
 
 SCOPES_ONLY = Asked(frozenset(), None, False)
 
@@ -222,14 +223,13 @@ class _Suspect:
                 inner = copy if owner is fn else types.MethodType(fn.__func__, copy)
             session = Session(SCOPES_ONLY, roots_of(inner, rest, named))
             out = session.run(inner, *rest, **named)
-            held[:] = session.roots, session.number
+            held.append(session.known)
             results = [*jax.tree.leaves(out), *raw_values(inside.leaves)]
             return [leaf for leaf in results if is_inexact(leaf)]
 
         values = [jnp.asarray(raw[n]) for n in traced]
         self.body = _jaxprs.body_of(jax.make_jaxpr(pure)(*values))
-        self.roots = tuple(root._replace(node=None) for root in held[0])
-        self.capture = held[1]
+        self.known = held[0]
         self.check = jax.jit(self._all_finite)
         self.sorts: Any = None
 
@@ -280,7 +280,7 @@ class _Suspect:
         return {
             "kind": kind,
             "operation": eqn.primitive.name,
-            "path": resolve(scopes, self.roots, self.capture).path,
+            "path": resolve(scopes, self.known).path,
             "backward": is_backward(eqn) or findings.is_derivative(node),
             "inputs_finite": not findings.before(node),
             **_turns(findings, node),
@@ -385,11 +385,10 @@ def _argument(fn: Any, args: Any, kwargs: Any, value: Any) -> str:
     owner, _ = callee_of(fn)
     given = [*named_arguments(fn, args, kwargs), ((), owner)]
     for name, tree in given:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if leaf is value:
-                keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-                keys = keys[:-1] if keys[-1:] == ["value"] else keys  # of a Variable
-                return "/".join([*map(str, name), *keys])
+        for path, leaf in iter_graph(tree, graph=True):
+            held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
+            if held is value:
+                return "/".join(map(str, (*name, *path)))
     return "that is no array"
 
 

@@ -26,8 +26,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from treetap._attributes import Node
 from treetap._errors import StructureError
-from treetap._jaxprs import Body, bind, bodies_of, body_of, in_context_of, read
+from treetap._jaxprs import (
+    Body,
+    bind,
+    bodies_of,
+    body_of,
+    in_context_of,
+    key_of,
+    read,
+    setting_of,
+)
 from treetap._lift import Inputs, inputs_of, run
+from treetap._placement import put
 from treetap._settings import Mode
 from treetap._traces import is_eager
 from treetap._variables import Variable
@@ -130,12 +140,15 @@ class _Given:
         return values[:count], dict(zip(self.names, values[count:]))
 
 
+_MADE = object()  # stands where the next result of a plan's body belongs
+
+
 class _Plan(NamedTuple):
     """A call on paper."""
 
     body: Body  # its operations
     values: list[Any]  # their inputs
-    leaves: list[Any]  # what it gives; a Tracer where the body's next result belongs
+    leaves: list[Any]  # what it gives, with `_MADE` where the body makes it
     tree: Any  # how to put that together
 
 
@@ -150,8 +163,9 @@ def _planned(called: Callable[[list[Any]], Any], inputs: Inputs) -> _Plan:
         supply = iter(arrays)
         values = [next(supply) if traced else x for x, traced in zip(flat, is_array)]
         out = run(called, inputs, structure.unflatten(values), "build")
-        found.extend(jax.tree.flatten(out))
-        return [leaf for leaf in found[0] if isinstance(leaf, Tracer)]
+        leaves, tree = jax.tree.flatten(out)
+        found[:] = [_MADE if isinstance(x, Tracer) else x for x in leaves], tree
+        return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
 
     body = body_of(jax.make_jaxpr(pure)(arrays))
     return _Plan(body, arrays, *found)
@@ -204,7 +218,7 @@ class _Run:
                     if not left[atom]:
                         env.pop(atom, None)  # its memory is free from here on
         supply = (_result(atom, env) for atom in self.jaxpr.outvars)
-        return [next(supply) if isinstance(x, Tracer) else x for x in plan.leaves]
+        return [next(supply) if x is _MADE else x for x in plan.leaves]
 
     def _done(self, step: _Step, env: dict[Any, Any]) -> list[Any]:
         """The results of one operation."""
@@ -219,7 +233,7 @@ class _Run:
             return step.program.run(*_operands(eqn, env))
         with jax.set_mesh(step.sharding.mesh):
             places = self._places(eqn, step.sharding)
-            return step.program.run(*jax.device_put(_operands(eqn, env), places))
+            return step.program.run(*map(put, _operands(eqn, env), places))
 
     def _places(self, eqn: Any, sharding: Any) -> list[Any]:
         """Where the operands of a sharded operation lie."""
@@ -330,7 +344,7 @@ _programs: OrderedDict[Any, _Program] = OrderedDict()
 
 def _program(eqn: Any, sharding: NamedSharding | None) -> _Program:
     """The program of an operation; equal ones share it."""
-    key = (_key_of(eqn), tuple(atom.aval for atom in eqn.invars), sharding)
+    key = (key_of(eqn), tuple(atom.aval for atom in eqn.invars), sharding)
     program = _programs.get(key)
     if program is None:
         program = _programs[key] = _Program(eqn, sharding)
@@ -354,26 +368,6 @@ def _is_worth_compiling(eqn: Any) -> bool:
 
 def _is_key(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _key_of(eqn: Any) -> Any:
-    """What equal operations have in common, apart from the types of the operands."""
-    names = ("compute_type", "cur_abstract_mesh", "threefry_partitionable")
-    settings = [getattr(eqn.ctx, name, None) for name in (*names, "xla_metadata")]
-    return (eqn.primitive, *map(_key, settings), _key(eqn.params))
-
-
-def _key(value: Any) -> Any:
-    """A key for a parameter of an operation. JAX itself keeps and reuses jaxprs."""
-    if isinstance(value, dict):
-        return tuple((name, _key(x)) for name, x in value.items())
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_key, value))
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)  # which the program keeps alive
-    return type(value), value
 
 
 # Shards.
@@ -406,8 +400,9 @@ def _is_local(eqn: Any) -> bool:
         (body,) = bodies_of(eqn.primitive, params)
         return all(map(_is_local, body.jaxpr.eqns))
     if name == "random_bits":
-        is_partitionable = getattr(eqn.ctx, "threefry_partitionable", False)
-        return is_partitionable and str(eqn.invars[0].aval.dtype) == "key<fry>"
+        return setting_of(eqn, "threefry_partitionable") and (
+            str(eqn.invars[0].aval.dtype) == "key<fry>"
+        )
     return name in _LOCAL
 
 

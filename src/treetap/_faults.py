@@ -310,7 +310,8 @@ class Findings:
         eqn = frame.body.jaxpr.eqns[number]
         inside = frame.below(number)
         if not inside:
-            yield from (Node(frame, turn, one) for one in eqn.invars)
+            for when in self._moments(node, eqn):
+                yield from (Node(frame, when, one) for one in eqn.invars)
             return
         which = _place_of(atom, eqn.outvars)
         for body in inside:
@@ -340,6 +341,32 @@ class Findings:
         axes = _jaxprs.shard_axes(frame.equation.params)
         mesh = frame.equation.params["mesh"]
         return int(np.prod([mesh.shape[axis] for axis in axes]))
+
+    def _moments(self, node: Node, eqn: Any) -> Iterator[tuple[int, ...]]:
+        """When and where what an equation reads was: on its own shard, or on several.
+
+        A sum over shards, and all that brings shards together, names their axes.
+        """
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = set(named if isinstance(named, tuple | list) else (named,))
+        looped = [one for one in node.frame.chain[1:] if one.kind in WITH_AXIS]
+        around = [
+            (place, one)
+            for place, one in enumerate(looped)
+            if one.kind == "shard_map"
+            and names & set(_jaxprs.shard_axes(one.equation.params))
+        ]
+        if not around:
+            yield node.turn
+            return
+        place, frame = around[-1]
+        axes = _jaxprs.shard_axes(frame.equation.params)
+        sizes = [frame.equation.params["mesh"].shape[axis] for axis in axes]
+        shards = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+        own = np.unravel_index(node.turn[place], sizes)
+        group = tuple(slice(None) if a in names else n for a, n in zip(axes, own))
+        for shard in np.ravel(shards[group]):
+            yield (*node.turn[:place], int(shard), *node.turn[place + 1 :])
 
     def _started(self, frame: Frame, turn: Any, which: int) -> Iterator[Node]:
         """What a while loop began with."""
@@ -373,19 +400,21 @@ class Findings:
         yield Node(frame.above, outer, outside)
 
     def order(self, node: Node) -> tuple[float, ...]:
-        """When a value is made, relative to others."""
+        """When a value is made, relative to others; shards work at the same time."""
         since = float(self.sort(node).since)
-        turns, when = list(node.turn), []
+        turns, when, shards = list(node.turn), [], []
         for frame in node.frame.chain[1:]:
             turn = 0.0
-            if frame.kind in WITH_AXIS:
-                turn = float(turns.pop(0))
-                turn = -turn if frame.kind == "scan" and is_reversed(frame) else turn
+            if frame.kind == "scan":
+                turn = float(turns.pop(0)) * (-1 if is_reversed(frame) else 1)
+            elif frame.kind == "shard_map":
+                shards.append(float(turns.pop(0)))
             elif frame.kind == "while":
                 turn = since
             when += [float(frame.number), float(frame.branch), turn]
         number = node.number
-        return (*when, -1.0) if number is None else (*when, float(number), np.inf)
+        last = (-1.0,) if number is None else (float(number), np.inf)
+        return (*when, *last, *shards)
 
     def is_derivative(self, node: Node) -> bool:
         """Whether a value is of use only to a backward pass."""

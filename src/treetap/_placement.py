@@ -2,7 +2,8 @@
 """Placement: from a Variable's `out_sharding` annotation to a sharded array.
 
 An annotation names mesh axes, or logical axes that rules map to mesh axes. Placing
-happens once, when a Variable is made; later writes keep the array's own sharding.
+happens once, when a Variable is made; later writes keep the array's own sharding. Where
+a compiler would choose, `kept` tells it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from treetap._errors import MetadataError
@@ -131,3 +134,36 @@ def place(value: Any, metadata: Mapping[str, Any]) -> Any:
         f"The mesh mixes axis types {mesh.axis_types}. Variables can be placed on a "
         "mesh whose axes are all Auto or all Explicit."
     )
+
+
+def kept(value: Any, metadata: Mapping[str, Any]) -> Any:
+    """Returns `value`, computed inside a `jit`, to lie as its Variable is annotated.
+
+    On Auto axes the compiler chooses where results lie. A parameter that it moves has a
+    step compiled again. What cannot be known here is left to it: without a mesh, where
+    rules are no longer in force, and on other axes than the annotation is for.
+    """
+    is_told = metadata.get("out_sharding") is not None and metadata["eager_sharding"]
+    if not is_told or not isinstance(value, Tracer):
+        return value
+    try:
+        sharding = resolve_sharding(metadata)
+        if sharding is None:
+            return value
+        inner = getattr(sharding, "sharding", sharding)
+        around = jax.sharding.get_abstract_mesh()
+        if {*around.axis_types, *inner.mesh.axis_types} != {AxisType.Auto}:
+            return value
+        inner.shard_shape(value.shape)
+    except (MetadataError, ValueError):
+        return value
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """`jax.device_put`, of random keys to devices of other processes too."""
+    is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
+    if not is_key or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    numbers = jax.device_put(jax.random.key_data(value), sharding)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))

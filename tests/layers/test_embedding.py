@@ -103,6 +103,32 @@ def test_results_of_a_table_of_one_row_are_sharded_as_asked():
         assert jax.typeof(outputs).sharding.spec == spec
 
 
+@pytest.mark.parametrize(
+    ("table_spec", "expected"),
+    [(P(), P("data", None, None)), (P(None, "model"), P("data", None, "model"))],
+)
+def test_rows_lie_as_the_numbers_where_there_is_no_choice(table_spec, expected):
+    plain, ids = made(tt.Embed, 5, 8), jnp.asarray(NUMBERS)
+    rows = np.asarray(plain(ids))
+    with jax.set_mesh(mesh_of((2, 4), ("data", "model"), AxisType.Explicit)):
+        table = made(tt.Embed, 5, 8, embedding_metadata={"out_sharding": table_spec})
+        ids = jax.device_put(ids, P("data"))
+        for run in (table, compiled(lambda ids: table(ids))):
+            outputs = run(ids)
+            assert jax.typeof(outputs).sharding.spec == expected
+            close(outputs, rows)
+
+
+@pytest.mark.parametrize("spec", [P("model"), P(None, "data")])
+def test_rows_that_are_split_or_split_twice_need_to_be_told_how_to_lie(spec):
+    with jax.set_mesh(mesh_of((2, 4), ("data", "model"), AxisType.Explicit)):
+        table = made(tt.Embed, 8, 8, embedding_metadata={"out_sharding": spec})
+        ids = jax.device_put(jnp.asarray(NUMBERS), P("data"))
+        with pytest.raises(Exception, match="out_sharding="):
+            table(ids)
+        assert table(ids, out_sharding=P("data")).shape == (*ids.shape, 8)
+
+
 def test_the_gradient_of_a_row_counts_how_often_it_was_looked_up():
     table = made(tt.Embed, 5, 3)
     ids = jnp.array([0, 2, 2])

@@ -431,3 +431,16 @@ def test_lengths_that_are_known_while_tracing_are_checked():
     )
     with pytest.raises(tt.StructureError, match="from 0 to the 5 steps"):
         run(layer, jnp.array([2, 6]))
+
+
+def test_a_filter_without_a_hash_may_say_which_streams_are_kept():
+    class Nothing:
+        __hash__ = None
+
+        def __call__(self, path, value):
+            return False
+
+    inputs = jnp.ones((1, 4, 2))
+    cell = tt.LSTMCell(2, 3, rngs=tt.Rngs(0))
+    found = tt.RNN(cell, broadcast_rngs=Nothing())(inputs)
+    assert found.tolist() == tt.RNN(cell)(inputs).tolist()

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import treetap as tt
 from meshes import mesh_of
 
+P = PartitionSpec
+
 
 def sharded(mesh, **metadata):
     with jax.set_mesh(mesh):
@@ -134,3 +136,79 @@ def test_the_state_of_a_parameter_in_a_ref_is_in_a_ref():
     optimizer.update(model, tt.as_pure(tt.state(model)))
     assert kept[...].tolist() == [[1.0] * 4] * 8
     assert model["kernel"][...].tolist() == [[2.0] * 4] * 8
+
+
+class Gated(tt.Module):
+    """A kernel that is split, and a scale that a compiler would split likewise."""
+
+    def __init__(self, **metadata):
+        self.kernel = tt.Param(jnp.ones((8, 16)), out_sharding=(None, "data"))
+        self.scale = tt.Param(jnp.ones(16), out_sharding=P(), **metadata)
+
+    def __call__(self, x):
+        return (x @ self.kernel) * self.scale[None]
+
+
+@tt.jit
+def gated_step(model, optimizer, x):
+    grads = tt.grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+
+
+def places_after(steps, model, step=gated_step):
+    mesh = model.kernel[...].sharding.mesh
+    optimizer = tt.Optimizer(model, optax.adam(0.1), wrt=tt.Param)
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+    for _ in range(steps):
+        step(model, optimizer, x)
+    moments = optimizer.opt_state[0]
+    return [tree.scale[...].sharding.spec for tree in (model, moments.mu, moments.nu)]
+
+
+def test_a_compiled_step_leaves_parameters_and_state_where_they_are():
+    with jax.set_mesh(mesh_of((8,), ("data",))):
+        assert places_after(2, Gated()) == [P()] * 3
+        # and where nothing is said, or nothing shall be placed, it may move them
+        moved = places_after(1, Gated(eager_sharding=False))
+    assert moved == [P("data")] * 3
+
+
+def test_a_step_without_a_mesh_or_with_rules_that_are_gone_is_left_to_the_compiler():
+    mesh = mesh_of((8,), ("data",))
+    with jax.set_mesh(mesh):
+        model = Gated()
+    assert len(places_after(1, model)) == 3  # no mesh is around
+    with jax.set_mesh(mesh), tt.logical_axis_rules([("rows", "data")]):
+        model = {"w": tt.Param(jnp.ones((8, 4)), out_sharding=("rows",))}
+    optimizer = tt.Optimizer(model, optax.adam(0.1), wrt=tt.Param)
+    with jax.set_mesh(mesh):
+        tt.jit(lambda m, o: o.update(m, tt.state(m)))(model, optimizer)
+    assert model["w"][...].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_a_step_in_shards_is_left_alone(spec):
+    mesh = mesh_of((8,), ("data",))
+
+    @tt.jit
+    @tt.shard_map(mesh=mesh, in_specs=(spec, P()), out_specs=None)
+    def step(kernel, optimizer):
+        optimizer.update({"w": kernel}, {"w": jnp.ones(kernel.shape)})
+
+    with jax.set_mesh(mesh):
+        kernel = tt.Param(jnp.ones((8, 4)), out_sharding=spec)
+        step(kernel, tt.Optimizer({"w": kernel}, optax.sgd(0.5), wrt=tt.Param))
+    assert kernel[...].tolist() == [[0.5] * 4] * 8
+
+
+def test_a_step_for_each_row_is_left_alone():
+    with jax.set_mesh(mesh_of((8,), ("data",))):
+        kernel = tt.Param(jnp.ones((8, 4)), out_sharding=("data",))
+        optimizer = tt.Optimizer({"w": kernel}, optax.sgd(0.5), wrt=tt.Param)
+
+        @tt.vmap(in_axes=(0, None))
+        def step(row, optimizer):
+            optimizer.update({"w": row}, {"w": jnp.ones(row.shape)})
+
+        step(kernel, optimizer)
+    assert kernel[...].tolist() == [[0.5] * 4] * 8

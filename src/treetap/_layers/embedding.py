@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from treetap._errors import StructureError
 from treetap._layers.dtypes import promote_dtype as default_promote
@@ -83,7 +84,8 @@ class Embed(Module):
 
         Args:
             inputs: Whole numbers, of any shape.
-            out_sharding: The sharding of the result, on an explicit mesh.
+            out_sharding: The sharding of the result, on an explicit mesh. By default
+                that of `inputs` and the features, if every row is whole somewhere.
         """
         inputs = jnp.asarray(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -94,6 +96,8 @@ class Embed(Module):
         (table,) = self.promote_dtype(
             (self.embedding.get_value(),), dtype=self.dtype, inexact=False
         )
+        if out_sharding is None:
+            out_sharding = _sharding_of_rows(table, inputs)
         if out_sharding is None:
             return _rows(table, inputs)
         take: Any = jax.sharding.auto_axes(_rows, out_sharding=out_sharding)
@@ -113,6 +117,24 @@ class Embed(Module):
         if out_sharding is None:
             return jnp.dot(query, table.T)
         return jnp.dot(query, table.T, out_sharding=out_sharding)
+
+
+def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | None:
+    """How rows lie that each device can look up by itself; None where JAX decides.
+
+    JAX wants to be told as soon as the numbers are split, though there is no choice
+    when the table is not split along its rows, and not in the same way as the numbers.
+    """
+    held, asked = jax.typeof(table).sharding, jax.typeof(numbers).sharding
+    kinds = (*held.mesh.axis_types, *asked.mesh.axis_types)
+    if any(kind is not AxisType.Explicit for kind in kinds) or not any(asked.spec):
+        return None
+    across, features = (*held.spec, None, None)[:2]
+    missing = [None] * (numbers.ndim - len(asked.spec))
+    parts = [*asked.spec, *missing, features]
+    used = [n for x in parts if x for n in (x if isinstance(x, tuple) else (x,))]
+    is_clear = across is None and len(used) == len(set(used))
+    return PartitionSpec(*parts) if is_clear else None
 
 
 def _rows(table: jax.Array, numbers: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ model's parameters and the gradients by path, computes everything, and then writ
 and state in one go: when anything does not fit, nothing is changed.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +23,10 @@ from treetap._copies import as_pure
 from treetap._errors import FilterError, StructureError
 from treetap._filters import Filter, predicate_of
 from treetap._graphs import take_apart
-from treetap._placement import has_mesh
+from treetap._placement import has_mesh, kept
 from treetap._pytrees import Pytree
 from treetap._settings import resolve_graph
+from treetap._splitting import is_variable
 from treetap._states import FlatState, State, flat_items, is_branch, nested
 from treetap._traces import is_foreign, refuse_foreign_variable
 from treetap._training.equal_functions import EqualFunctions
@@ -289,6 +291,13 @@ def _sharding_of(value: Any) -> NamedSharding | None:
     return value.sharding if isinstance(value.sharding, NamedSharding) else None
 
 
+def _left_in_place(leaf: Any, value: Any) -> Any:
+    """A new value, to lie as the Variable that it is for."""
+    if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
+        return value
+    return jax.tree.map(functools.partial(kept, metadata=leaf._metadata), value)
+
+
 # The optimizer.
 
 
@@ -363,6 +372,9 @@ class Optimization(Pytree):
         state = structure.unflatten(map(raw_value, held))
         updates, state = self.tx.update(matched(grads), state, pure, **options)
         changed = optax.apply_updates(pure, updates)
+        changed = jax.tree.map(
+            _left_in_place, gathered(params), changed, is_leaf=is_variable
+        )
         try:
             values = structure.flatten_up_to(state)
         except ValueError as error:
@@ -391,6 +403,7 @@ class Optimization(Pytree):
             if not isinstance(variable, Variable):
                 continue
             value = jax.tree.map(strong, value)  # noqa: PLW2901 - the form that is kept
+            value = _left_in_place(variable, value)  # noqa: PLW2901 - the same
             if not misfit(raw_value(variable), value):
                 known[number] = value
             elif is_foreign(variable._trace):
