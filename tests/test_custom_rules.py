@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """custom_vjp: a function with its own reverse rule."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -286,3 +288,47 @@ def test_with_graph_updates_structure_changes_by_the_rule_or_without_it():
         model = Model(x=3.0)
         assert float(call(model)) in (6.0, 10.0)
         assert float(model.z) == 6.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scale:
+    by: jax.Array
+
+    @tt.custom_vjp
+    def call(self, x):
+        return self.by * x
+
+    call.defvjp(
+        lambda self, x: (self.by * x, self), lambda kept, g: (Scale(g * 0), g * 7)
+    )
+
+
+def test_a_rule_may_be_a_method_of_any_class():
+    scale = Scale(jnp.array(3.0))
+    assert float(scale.call(2.0)) == float(Scale.call(scale, 2.0)) == 6.0
+    assert float(jax.grad(scale.call)(2.0)) == 7.0
+
+
+def test_a_shared_variable_has_one_tangent():
+    f = tt.custom_vjp(lambda m: m.x * m.y, graph=True)
+
+    def bwd(kept, g):
+        tangent = Model()
+        tangent.x = tangent.y = tt.Param(g * 10)
+        return (tangent,)
+
+    f.defvjp(lambda m: (m.x * m.y, None), bwd)
+    model = Model()
+    model.y = model.x
+    grads = tt.grad(lambda m: f(m), graph=True)(model)
+    assert grads.x is grads.y
+    assert float(grads.x) == 10.0
+
+
+def test_a_tangent_that_is_no_tree_like_the_argument_is_refused():
+    f = tt.custom_vjp(lambda d: d["a"] * 2)
+    f.defvjp(lambda d: (f(d), None), lambda kept, g: (g,))
+    message = r"for 0 does not fit: it is a .*, the argument is a dict with \['a'\]"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.grad(lambda d: f(d))({"a": 1.0})

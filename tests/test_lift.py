@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import treetap as tt
 from modes import ALL_MODES, GRAPH_MODES, SIMPLE_MODES, UPDATES
+from treetap import _scanning
+from treetap._lift import Updates, Written
 
 
 class Layer(tt.Module):
@@ -355,3 +357,43 @@ def test_a_shared_variable_with_one_prefix_is_mapped_in_graph_mode(mode):
 
     tt.vmap(f, in_axes=({"a": 0}, [0]), **mode)({"a": shared}, [shared])
     np.testing.assert_array_equal(shared[...], jnp.arange(1.0, 4.0))
+
+
+def test_what_changed_is_a_static_part_of_a_result():
+    def written(*numbers):
+        return Written((tuple((n, {"tag": n}) for n in numbers),))
+
+    def structure(note):
+        return jax.tree.structure(Updates(([1.0, 1.0],), note))
+
+    one, again, other = written(0, 2), written(0, 2), written(1, 2)
+    assert structure(one) == structure(again)
+    assert hash(one) == hash(again)  # as JAX asks of what is static
+    assert structure(one) != structure(other)
+
+
+@ALL_MODES
+def test_a_scan_of_carry_alone_carries_it(mode):
+    def double(layer):
+        layer.w[...] = layer.w[...] * 2
+        return layer
+
+    layer = Layer()
+    start = float(layer.w[...].sum())
+    scanned = tt.scan(double, in_axes=tt.Carry, out_axes=tt.Carry, length=3, **mode)
+    assert float(scanned(layer).w[...].sum()) == 8 * start
+
+
+def test_a_scan_remembers_no_more_structures_than_a_number(monkeypatch):
+    monkeypatch.setattr(_scanning, "MAX_STEPS", 2)
+    traces = []
+
+    def step(carry, x):
+        traces.append(len(carry))
+        return carry, x
+
+    scanned = tt.scan(step)
+    for count in (1, 1, 2, 3, 3, 1):
+        carry, _ = scanned([jnp.zeros(())] * count, jnp.ones(2))
+        assert len(carry) == count
+    assert traces == [1, 2, 3, 1]

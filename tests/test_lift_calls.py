@@ -413,3 +413,13 @@ def test_only_the_same_for_all_may_be_written_where_nothing_is_mapped():
         tt.vmap(add, in_axes=(None, 0))(v, x_of(2))
     tt.vmap(lambda v, x: add(v, 1.0), in_axes=(None, 0))(v, x_of(2))
     assert float(v) == 2.0
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_program_is_called_as_its_function(pack, caplog):
+    def train_step(layer, x):
+        return layer(x)
+
+    with jax.log_compiles():
+        tt.jit(train_step, pack=pack)(Layer(), jnp.ones(2))
+    assert "Compiling jit(train_step)" in caplog.text

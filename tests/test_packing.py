@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import treetap as tt
 from meshes import mesh_of
+from treetap import _packing, _packs
 from treetap._variables import own_box, pack_of
 
 
@@ -499,3 +500,108 @@ def test_modes(graph):
 def test_the_default_size():
     assert tt.jit(step)._packer is None
     assert tt.jit(step, pack=True)._packer.keywords == {"limit": 4096}
+
+
+class Row(tt.Module):
+    """Variables of one sort, which share a buffer."""
+
+    def __init__(self, size=2):
+        shape, dtype = (size,), jnp.float32
+        self.items = tt.List([tt.Param(jnp.full(shape, n, dtype)) for n in range(6)])
+
+
+def bump(row, x):
+    row.items[1][...] += x
+    return row.items[1].sum()
+
+
+def test_a_buffer_that_was_given_away_keeps_what_still_fits():
+    def call(row, x):
+        for item in row.items[2:] if x.shape[0] > 1 else ():
+            item.set_value(jnp.concatenate([item[...], x]))
+        return bump(row, x[0])
+
+    packed, row = tt.jit(call, pack=True, donate_argnums=0), Row()
+    for number in range(1, 4):
+        assert float(packed(row, jnp.ones(1))) == 2 * (1 + number)
+    assert is_packed(row.items[0])
+    assert float(packed(row, jnp.ones(2))) == 10.0
+    assert [item.shape for item in row.items] == [(2,)] * 2 + [(4,)] * 4
+    assert [float(item[0]) for item in row.items] == [0.0, 5.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_result_that_is_shared_goes_the_usual_way():
+    def call(row, x):
+        bump(row, x[0])
+        made = Row()
+        return x if x.shape[0] == 1 else (made, made)
+
+    packed, row = tt.jit(call, pack=True, graph=True), Row()
+    for _ in range(3):
+        packed(row, jnp.ones(1))
+    one, two = packed(row, jnp.ones(2))
+    assert one is two
+    assert float(row.items[1][0]) == 5.0
+
+
+def test_a_packed_model_is_called_under_a_trace_the_usual_way():
+    call, row = tt.jit(lambda row, x: row.items[2].sum() + x, pack=True), Row()
+    for _ in range(3):
+        call(row, 1.0)
+    assert is_packed(row.items[2])
+    assert float(jax.jit(lambda x: call(row, x))(1.0)) == 5.0
+
+    def inside(x):
+        row = Row()
+        row.items[2][...] = jnp.full(2, x)
+        return [call(row, x) for _ in range(3)]
+
+    assert jax.jit(inside)(3.0) == [9.0] * 3
+
+
+def test_programs_for_packs_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr(_packing, "MAX_PROGRAMS", 2)
+    call, rows = tt.jit(bump, pack=True), [Row(size) for size in (1, 2, 3)]
+    for number in range(1, 5):
+        found = [float(call(row, 1.0)) for row in rows]
+        assert found == [size * (1.0 + number) for size in (1, 2, 3)]
+    programs = [
+        len(recipe.packed) for group in call._recipes.values() for recipe in group
+    ]
+    assert max(programs) <= 2
+
+
+def test_a_pack_that_lost_members_to_another_is_made_anew():
+    model = tt.List([Row(), Row()])
+    whole = tt.jit(
+        lambda model: model[0].items[1].sum() + bump(model[1], 1.0), pack=True
+    )
+    part = tt.jit(bump, pack=True)
+    for number in range(1, 4):
+        assert float(whole(model)) == 2 + 2 * (1 + number)
+    for number in range(1, 4):
+        assert float(part(model[0], 1.0)) == 2 * (1 + number)
+    assert float(whole(model)) == 8 + 10
+
+
+def test_arrays_of_an_explicit_mesh_travel_by_themselves():
+    mesh, row = mesh_of((2,), ("i",), AxisType.Explicit), Row()
+    for item in row.items:
+        item[...] = jax.device_put(item[...], NamedSharding(mesh, PartitionSpec()))
+    call = tt.jit(bump, pack=True)
+    with jax.set_mesh(mesh):
+        assert [float(call(row, 1.0)) for _ in range(4)] == [4.0, 6.0, 8.0, 10.0]
+    assert not is_packed(row.items[0])
+
+
+def test_an_interrupt_while_a_pack_is_made_leaves_no_half_of_one(monkeypatch):
+    def interrupted(members):
+        raise KeyboardInterrupt
+
+    row, call = Row(2), tt.jit(bump, pack=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(_packs, "_count", interrupted)  # the last thing that is done
+        with pytest.raises(KeyboardInterrupt):
+            [call(row, 0.0) for _ in range(3)]
+    assert pack_of(row.items[0]) is not None
+    assert [float(call(row, 1.0)) for _ in range(3)] == [4.0, 6.0, 8.0]

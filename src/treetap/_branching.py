@@ -13,16 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._changes import with_policy
-from treetap._lift import (
-    Inputs,
-    Options,
-    Updates,
-    Written,
-    inputs_of,
-    mode_of,
-    run,
-    transform,
-)
+from treetap._lift import Inputs, Options, Written, inputs_of, mode_of, run, transform
 from treetap._listening import listening
 
 
@@ -30,13 +21,13 @@ def _written_by(
     branch: Any, inputs: Inputs, name: str, force: Collection[int] = ()
 ) -> Written:
     """What a branch changes."""
-    found: list[Updates] = []
+    found: list[Written] = []
 
     def probe(values: Any) -> None:
-        found.append(run(branch, inputs, values, name, force=force)[1])
+        found.append(run(branch, inputs, values, name, force=force)[1].written)
 
     jax.eval_shape(probe, inputs.values())
-    return found[0].written
+    return found[0]
 
 
 def _outline(written: Written) -> Any:

@@ -452,8 +452,6 @@ def recipe_for(
     leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
     if len(leaves) != len(inputs.leaves) or any(map(is_not, leaves, inputs.leaves)):
         return None
-    if any(isinstance(leaf, Node) for leaf in leaves):
-        return None
     recipe = Recipe(tree, leaves, program, packer)
     plain = [leaf for leaf in leaves if not _is_variable(leaf)]
     return recipe if _are_different([plain[place] for place in recipe._inner]) else None

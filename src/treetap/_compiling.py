@@ -13,14 +13,7 @@ from treetap._arguments import HOLE, Positions, put_statics, take_statics
 from treetap._calling import MISFIT, Left, Recipe, recipe_for
 from treetap._grafts import Lanes
 from treetap._layouts import kinds_of
-from treetap._lift import (
-    Inputs,
-    Options,
-    inputs_of,
-    mode_of,
-    run,
-    transform,
-)
+from treetap._lift import Inputs, Options, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._prefixes import check_prefix, spread
 from treetap._programs import Key, Program, refuse_changing_statics
@@ -108,7 +101,9 @@ class Jit(Generic[P, R]):
         if self.in_shardings is not None or self.out_shardings is not None:
             prefixes = tuple(lanes.prefixes if lanes else (None,))
             options["out_shardings"] = (prefixes, self._results.for_jax, None)
-        program = Program(key, leaves, self._traced, options)
+        traced: Any = functools.partial(self._traced)
+        traced.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
+        program = Program(key, leaves, traced, options)
         while len(self._programs) >= MAX_PROGRAMS:
             old = self._programs.pop(next(iter(self._programs)))
             self._forget(old)
@@ -203,9 +198,8 @@ class Jit(Generic[P, R]):
         if stage is not None:
             stage.check(program)
             program = stage.program
-        recipe = recipe_for(
-            tree, inputs, program, self._packer
-        )  # before anything is written
+        # Before anything is written:
+        recipe = recipe_for(tree, inputs, program, self._packer)
         news, out, note = (program if stage is None else stage).run(*given)
         out = inputs.finish(out, program.updates(news, note))
         self._learn(recipe, tree, statics)

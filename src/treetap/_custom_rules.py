@@ -18,12 +18,7 @@ import numpy as np
 
 from treetap._attributes import Node
 from treetap._changes import policy_of
-from treetap._differentiating import (
-    DiffState,
-    check_numbers,
-    holds_objects,
-    states_of,
-)
+from treetap._differentiating import DiffState, check_numbers, holds_objects, states_of
 from treetap._errors import StructureError
 from treetap._graphs import Apart
 from treetap._lift import (
@@ -31,6 +26,7 @@ from treetap._lift import (
     Inside,
     Options,
     Updates,
+    Written,
     inputs_of,
     mode_of,
     run,
@@ -96,7 +92,10 @@ class CustomVjp:
             symbolic_zeros: Only False is supported.
         """
         if symbolic_zeros:
-            raise NotImplementedError("custom_vjp: symbolic_zeros is not supported.")
+            raise NotImplementedError(
+                "custom_vjp: `symbolic_zeros` is not supported. Leave it out: the rule "
+                "then gets zeros where nothing depends on a result."
+            )
         self._fwd, self._bwd = fwd, bwd
         self._wants_updates = _wants_updates(bwd)
 
@@ -195,15 +194,14 @@ class _Rule:
 
     def _written(self) -> set[int]:
         """The Variables that the function or its rule changes."""
-        found: list[Updates] = []
+        found: list[Written] = []
 
         def probe(values: Any) -> None:
-            found.append(self._run(values)[1])
-            found.append(self._forward(values)[2])
+            found.append(self._run(values)[1].written)
+            found.append(self._forward(values)[2].written)
 
         jax.eval_shape(probe, self.values)
-        lanes = [lane for updates in found for lane in updates.written.lanes]
-        return {number for lane in lanes for number, _ in lane}
+        return {n for written in found for lane in written.lanes for n, _ in lane}
 
     def _check_written(self) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
@@ -211,8 +209,7 @@ class _Rule:
             return
         for number in self.written:
             leaf = self.inputs.leaves[number]
-            inexact = jnp.issubdtype(jnp.result_type(leaf._box[0]), jnp.inexact)
-            if self.active[number] and inexact:
+            if self.active[number] and _is_inexact(leaf._box[0]):
                 raise StructureError(
                     f"custom_vjp: a differentiable {type(leaf).__name__} is changed "
                     "inside, and `bwd` does not take its cotangent. Give `bwd` a "
@@ -263,10 +260,10 @@ class _Rule:
             if isinstance(leaf, Variable) and self.active[number]:
                 cotangent = given.get(number, _zero(leaf._box[0]))
                 wanted[id(leaf)] = leaf.copy(cotangent)
-        pairs = [(n, arg) for n, arg in enumerate(args) if n not in self.nondiff]
         return tuple(
             states_of(arg, wanted) if list(variables_below(arg)) else None
-            for _, arg in pairs
+            for number, arg in enumerate(args)
+            if number not in self.nondiff
         )
 
     def _cotangents(self, found: Any, values: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ shows as `Type(...)`, so cycles end.
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,8 +31,9 @@ class Shown:
 
     __slots__ = ()
 
-    def _display_parts(self) -> Parts:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _display_parts(self) -> Parts: ...
 
     def __repr__(self) -> str:
         return show(self)
@@ -62,12 +63,14 @@ class Raw(str):
 
 def readable_bytes(count: int) -> str:
     """Writes a number of bytes in powers of a thousand."""
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+    if count < 1000:
+        return f"{count} B"
+    size = count / 1000
+    for unit in ("KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.1f} {unit}"
         size /= 1000
-    raise AssertionError("unreachable")
+    return f"{size:.1f} TB"
 
 
 def size_of(value: Any) -> tuple[int, int]:

@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from treetap import _jaxprs
 from treetap._taps import Label, all_mapped, tap_p
 
 edit_p = Primitive("tap_edit")
@@ -94,9 +93,8 @@ class Backward(NamedTuple):
                 given[n] = value
 
             def at(*parts: Any) -> list[Any]:
-                for n, part in zip(self.linear, parts):
-                    given[n] = part
-                return held.call(*given)
+                own = dict(zip(self.linear, parts))
+                return held.call(*(own.get(n, x) for n, x in enumerate(given)))
 
             zeros = [jnp.zeros_like(values[ins.index(leaf)]) for leaf in outs]
             _, pull = jax.vjp(at, *zeros)
@@ -165,11 +163,6 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     moved = tuple(n for n, tangent in pairs if not _is_zero(tangent))
     numbers = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in out]
     still: list[Any] = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
-    if not moved:
-        return out, [
-            _jaxprs.zero_tangent(x) if flag else none
-            for x, flag, none in zip(out, numbers, still)
-        ]
     outs = tuple(n for n, flag in enumerate(numbers) if flag)
     params["recipe"] = (*params["recipe"], Forward(moved, outs))
     given = [tangents[n] for n in moved]

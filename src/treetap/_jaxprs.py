@@ -67,7 +67,7 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 BODIES: dict[str, Callable[[dict[str, Any]], list[Body]]] = {
     "jit": lambda p: [body_of(p["jaxpr"])],
     "closed_call": lambda p: [body_of(p["call_jaxpr"])],
-    "core_call": lambda p: [body_of(p["call_jaxpr"])],
+    "call": lambda p: [body_of(p["call_jaxpr"])],
     "eval_jaxpr": lambda p: [body_of(p.get("jaxpr") or p["call_jaxpr"])],
     "remat2": lambda p: [body_of(p["jaxpr"])],
     "checkpoint": lambda p: [body_of(p["jaxpr"])],
@@ -134,6 +134,31 @@ def in_context_of(eqn: Any) -> Iterator[None]:
     here = source_info_util.user_context(info.traceback, name_stack=stack)
     with here, eqn.ctx.manager:
         yield
+
+
+def setting_of(eqn: Any, name: str) -> Any:
+    """A setting that an operation of a jaxpr was traced with; None if JAX has none."""
+    return getattr(eqn.ctx, name, None)
+
+
+def key_of(eqn: Any) -> Any:
+    """What equal operations have in common, apart from the types of the operands."""
+    names = ("compute_type", "cur_abstract_mesh", "threefry_partitionable")
+    settings = [setting_of(eqn, name) for name in (*names, "xla_metadata")]
+    return (eqn.primitive, *map(_key, settings), _key(eqn.params))
+
+
+def _key(value: Any) -> Any:
+    """A key for a parameter of an operation. JAX itself keeps and reuses jaxprs."""
+    if isinstance(value, dict):
+        return tuple((name, _key(x)) for name, x in value.items())
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_key, value))
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # which the program keeps alive
+    return type(value), value
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:

@@ -84,10 +84,9 @@ class Layout:
         self.arrange = _getter([sources[name] for name in status])
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
         return self is other or (
-            self.keys == other.keys
+            isinstance(other, Layout)
+            and self.keys == other.keys
             and self.static_names == other.static_names
             and (not self.ordered or tuple(self.status) == tuple(other.status))
         )

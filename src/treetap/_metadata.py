@@ -7,7 +7,7 @@ Variable without further metadata shares the one mapping `PLAIN`.
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from treetap._errors import MetadataError
 
@@ -95,8 +95,9 @@ class MetadataMethods:
         for name in vars(cls):
             refuse_hook(cls.__name__, name)
 
-    def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def _replace_metadata(self, metadata: dict[str, Any]) -> None: ...
 
     def get_metadata(
         self,

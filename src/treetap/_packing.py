@@ -91,6 +91,7 @@ class PackedProgram:
             out, updates = program.traced(program.key, values)
             return self._results(out, updates, buffers, held)
 
+        run.__name__ = run.__qualname__ = program.traced.__name__
         self.run = jax.jit(run, donate_argnums=0, **program.options)
 
     def _results(self, out: Any, updates: Updates, buffers: Any, held: Any) -> Any:
@@ -112,7 +113,7 @@ class PackedProgram:
             else:
                 alone[number] = value
         made = [
-            _renewed(self._layouts[n][g], buffers[n][g], changed, self.donated[n])
+            _renewed(self._layouts[n][g], buffers[n][g], changed)
             for (n, g), changed in news.items()
         ]
         note = Note(tuple(news), tuple(alone))
@@ -143,19 +144,14 @@ def _is_alike(value: Any, before: Any) -> bool:
     )
 
 
-def _renewed(group: Group, buffer: Any, new: dict[int, Any], is_own: bool) -> Any:
-    """A buffer with some of its values changed; in place if it is our own."""
-    if is_own and 2 * len(new) < len(group.shapes) and not group.is_weak:
-        for place, value in new.items():
-            start = (group.offsets[place],)
-            buffer = jax.lax.dynamic_update_slice(buffer, value.ravel(), start)
-    else:
-        parts, done = [], 0
-        for place in sorted(new):  # what is between is taken over in one piece
-            start, stop = group.offsets[place : place + 2]
-            parts += [buffer[done:start], new[place].ravel()]
-            done = stop
-        buffer = jnp.concatenate([*parts, buffer[done:]])
+def _renewed(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
+    """A buffer with some of its values changed."""
+    parts, done = [], 0
+    for place in sorted(new):  # what is between is taken over in one piece
+        start, stop = group.offsets[place : place + 2]
+        parts += [buffer[done:start], new[place].ravel()]
+        done = stop
+    buffer = jnp.concatenate([*parts, buffer[done:]])
     if isinstance(group.sharding, NamedSharding):
         buffer = jax.lax.with_sharding_constraint(buffer, group.buffer_sharding())
     return buffer

@@ -154,7 +154,7 @@ class Pack:
     ):
         self.layout = layout
         self.limit = limit
-        self._is_broken = False
+        self._is_broken = True  # until all is in place: an interrupt may come before
         self.lock = threading.RLock()
         self._places = {id(member): place for place, member in enumerate(members)}
         values = iter([member._box[0] for member in members])
@@ -171,6 +171,7 @@ class Pack:
             set_pack(member, self)
             del_box(member)
         self._count = _count(members)
+        self._is_broken = False
 
     @property
     def state(self) -> State:

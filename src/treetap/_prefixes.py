@@ -248,6 +248,19 @@ def filter_values(prefix: Any) -> list[Any]:
 
 def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     """Refuses what cannot stand in a prefix."""
+    waiting, seen = [prefix], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        _check_part(part, name, argument, mode)
+        if isinstance(part, Node):  # which may be inside itself
+            seen.add(id(part))
+        inside = None if _is_end(part) else _parts(part)
+        waiting += reversed(tuple(inside[1])) if inside else ()
+
+
+def _check_part(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     if isinstance(prefix, Variable):
         raise StructureError(
             f"{name}: Variables prefixes are not supported: `{argument}` contains a "
@@ -265,9 +278,6 @@ def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
             f"`{argument}` contains a {type(prefix).__name__}. Use `StateAxes` or "
             "`StateSharding`, or `graph_updates=False`."
         )
-    inside = None if _is_end(prefix) else _parts(prefix)
-    for child in inside[1] if inside else ():
-        check_prefix(child, name, argument, mode)
 
 
 Rules = Mapping[Any, Any] | Callable[[Path, Any], Any]

@@ -6,7 +6,6 @@ values in two flat lists, those to be donated and the rest, and returns changed 
 the result, and which they are.
 """
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -64,7 +63,8 @@ class Program:
     Args:
         key: What it depends on.
         leaves: The leaves of the arguments.
-        traced: A function of the key and all values, in the order of the leaves.
+        traced: A function of the key and all values, in the order of the leaves. Its
+            name is that of the program, in profiles and logs.
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
@@ -100,7 +100,7 @@ class Program:
             # take over buffers in order, so each stays where it is.
             return updates.values, out, ((),) * self.note(updates.written)
 
-        functools.update_wrapper(run, traced)
+        run.__name__ = run.__qualname__ = traced.__name__
         if "in_shardings" in options:
             given = options["in_shardings"]
             pair = [given[n] for n in donated], [given[n] for n in kept]

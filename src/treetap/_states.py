@@ -5,6 +5,7 @@ A State wraps a plain nested dict; nested dicts come back as States that write t
 Functions here accept any nested mapping, so a dictionary read from a file does as well.
 """
 
+import re
 from collections.abc import (
     Callable,
     Iterable,
@@ -324,9 +325,12 @@ def to_pure_dict(
     return pure(state)
 
 
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
 def _fitting_key(mapping: Nested, key: Key) -> Key:
     """`key`, or the number it spells when the mapping has that instead."""
-    if key in mapping or not (isinstance(key, str) and key.lstrip("-").isdigit()):
+    if key in mapping or not (isinstance(key, str) and _NUMBER.fullmatch(key)):
         return key
     return int(key) if int(key) in mapping else key
 
@@ -375,7 +379,7 @@ def replace_by_pure_dict(
 def restore_int_paths(pure_dict: Nested) -> dict[Key, Any]:
     """Turns keys that spell numbers into numbers, at every level."""
     return {
-        int(key) if isinstance(key, str) and key.isdigit() else key: (
+        int(key) if isinstance(key, str) and key.isdecimal() else key: (
             restore_int_paths(value) if is_branch(value) else value
         )
         for key, value in pure_dict.items()

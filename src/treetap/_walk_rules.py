@@ -458,7 +458,7 @@ RULES.update(
     {
         "jit": Rule(_same, _jit),
         "closed_call": Rule(_same, _inlined),
-        "core_call": Rule(_same, _inlined),
+        "call": Rule(_same, _inlined),
         "eval_jaxpr": Rule(_same, _inlined),
         "remat2": Rule(_same, _remat),
         "checkpoint": Rule(_same, _remat),

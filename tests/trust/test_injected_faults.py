@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from injection import Injected, Lines
+from steps import loss, step
 
 import treetap as tt
 from treetap import edits
@@ -49,16 +50,6 @@ class Net(tt.Module):
         out = self(x)
         self.sow(tt.Intermediate, "sown", out)
         return out
-
-
-def loss(model, x):
-    return jnp.mean(model(x) ** 2)
-
-
-def step(model, optimizer, x):
-    value, grads = tt.value_and_grad(loss)(model, x)
-    optimizer.update(model, grads)
-    return value
 
 
 def body(both, x):

@@ -28,7 +28,7 @@ from treetap._listening import Asked, around_methods, listening
 from treetap._methods import is_wrapped
 from treetap._regrowing import regrow
 from treetap._report.texts import arguments_text, is_array, text_of
-from treetap._scopes import Root, inside, resolve, rooted
+from treetap._scopes import Roots, inside, resolve, rooted
 from treetap._settings import Mode
 from treetap._sharing import places
 from treetap._taps import TICKET, Label, bind_tap, tap_p
@@ -149,17 +149,18 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
     """
     inputs = inputs_of((node, args), kwargs, Mode.GRAPH, name)
     arrays, restore = parted(inputs.values())
-    run: list[Run] = []
+    known: list[Roots] = []
 
     def pure(arrays: list[Any]) -> None:
         with around_methods(told):
-            run.append(run_quietly(inputs.definition, restore(arrays), method, CALLS))
+            run = run_quietly(inputs.definition, restore(arrays), method, CALLS)
+        known.append(run.known)
 
     jaxpr = jax.make_jaxpr(pure)(arrays)
     names = _Names(node)
     found = _notes_in(_jaxprs.opened(jaxpr)[0], (), 1)
     calls = (
-        Call(resolve(scopes, run[0].roots, run[0].number).path, note, times)
+        Call(resolve(scopes, known[0]).path, note, times)
         for scopes, note, times in found
     )
     return [call._replace(path=names.path_of(call)) for call in calls]
@@ -171,14 +172,12 @@ class Run(NamedTuple):
     Attributes:
         out: The result.
         leaves: The Variables and plain values of the arguments.
-        roots: The outermost objects among the arguments.
-        number: Of the capture that was open, among those around.
+        known: What the capture knows that was open.
     """
 
     out: Any
     leaves: list[Any]
-    roots: tuple[Root, ...]
-    number: int
+    known: Roots
 
 
 QUIET = Asked(frozenset(), None, False)
@@ -203,13 +202,13 @@ def run_quietly(definition: Any, leaves: Any, method: str, asked: Asked = QUIET)
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    with rooted(roots) as number, listening(asked):
+    with rooted(roots) as known, listening(asked):
         if asked is QUIET or is_wrapped(getattr(type(node), method)):
             out = bound(*args, **kwargs)
         else:  # nobody else tells of it
             with inside(node):
                 out = told(method, call, node, args, kwargs)
-    return Run(out, built, roots, number)
+    return Run(out, built, known)
 
 
 def parted(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
