@@ -11,7 +11,7 @@ PEERS_READY := .venv-peers/.ready
 # Two workers suit a laptop and a small CI machine alike.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-newest newest-python lint format bench docs clean
+.PHONY: demo test test-all test-newest coverage newest-python lint format bench docs clean
 
 demo: $(READY)
 	$(BIN)/treetap inspect
@@ -24,6 +24,13 @@ test-all: $(READY)
 
 test-newest: $(NEWEST_READY)
 	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long"
+
+# Python 3.12 tells of lines at little cost.
+coverage: $(NEWEST_READY)
+	.venv-newest/bin/python -m pip install --quiet --group coverage
+	rm -rf .coverage-data && mkdir .coverage-data
+	COVERAGE_CORE=sysmon .venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long" --cov --cov-report=
+	.venv-newest/bin/python tests/house/check_coverage.py .coverage-data/of
 
 newest-python:
 	@echo $(NEWEST)
@@ -49,7 +56,7 @@ docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-newest .venv-peers dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-peers .coverage-data dist site .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "treetap needs Python 3.11 or later; run: make PYTHON=python3.12 ..."; exit 1; }

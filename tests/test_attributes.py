@@ -307,3 +307,13 @@ def test_has_data_lists_what_it_finds():
 def test_markers_show_what_they_mark():
     assert repr(tt.data(1)) == "data(1)"
     assert repr(tt.static(1)) == "static(1)"
+
+
+def test_a_static_attribute_may_become_a_number_of_numpy():
+    box = Box(2)
+    box.value = np.float32(3)
+    assert box.value == 3
+    assert jax.tree.leaves(box) == []
+    with pytest.raises(tt.AttributeStatusError, match="cannot assign data of type nda"):
+        box.value = np.zeros(2)
+    assert box.value == 3

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import treetap as tt
+from small_models import ONE
 from treetap import _calling, nnx
 
 
@@ -643,3 +644,79 @@ for _ in range(3):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+class Careful(Leaf):
+    """A class that writes its attributes its own way."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+
+
+def test_an_object_that_writes_its_own_way_is_looked_at_each_time():
+    model = Model()
+    model.a = Careful()
+    call = tt.jit(run)
+    for scale in (1, 1, 1, 5, 5):
+        model.a.scale = scale
+        np.testing.assert_allclose(call(model), total(model))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        (lambda model: model.a.w.set_metadata(tag="new"), {}),
+        (lambda model: setattr(model, "c", Leaf(9.0)), {"graph": True}),
+    ],
+    ids=["metadata", "structure"],
+)
+def test_a_call_that_comes_to_change_more_than_values(change, mode, pack):
+    def step(model, x):
+        model.a.w[...] += x[0]
+        if x.shape[0] > 1:
+            change(model)
+        return x.sum()
+
+    call = tt.jit(step, pack=pack, graph_updates=bool(mode), **mode)
+    model, other = Model(), Model()
+    for size in (1, 1, 1, 2, 2):
+        assert float(call(model, jnp.ones(size))) == size
+        step(other, jnp.ones(size))
+    np.testing.assert_array_equal(total(model), total(other))
+
+
+@jax.tree_util.register_pytree_node_class
+class Fresh:
+    """A container that makes what it holds whenever it is asked."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value + 0,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_container_with_ever_new_leaves_goes_the_long_way():
+    model = Model()
+    call = tt.jit(lambda model, batch: run(model) * batch.value)
+    for scale in (1.0, 2.0, 3.0):
+        found = call(model, Fresh(jnp.array(scale)))
+        np.testing.assert_allclose(found, total(model) * scale)
+    assert int(model.count) == 3
+
+
+def test_a_compiled_stage_passes_by_the_recipes_of_other_programs():
+    fn = tt.jit(lambda batch: sum(batch.values()))
+    one, two = {"a": ONE}, {"a": ONE, "b": ONE}
+    compiled = fn.lower(one).compile()
+    assert float(fn(two)) == 2.0
+    assert float(compiled(one)) == 1.0
+
+
+def test_a_function_without_a_signature_has_static_arguments_by_number():
+    assert int(tt.jit(max, static_argnums=(0, 1))(2, 3)) == 3

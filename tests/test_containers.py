@@ -201,3 +201,16 @@ def test_sequential_splits_by_position():
     assert list(state.layers) == [0, 2]
     hash(graphdef)
     assert tt.merge(graphdef, state)(0.0) == 0.0
+
+
+def test_an_attribute_of_a_list_is_popped():
+    items = tt.List(params(1.0, 2.0))
+    items.mean = tt.BatchStat(1.5)
+    assert tt.pop(items, tt.BatchStat)["mean"][...] == 1.5
+    assert not hasattr(items, "mean")
+    assert numbers(items) == [1.0, 2.0]
+
+
+def test_a_sequence_may_hold_functions_without_a_signature():
+    model = tt.Sequential(max, tt.Dropout(0.0))
+    assert float(model((jnp.array(1.0), jnp.array(2.0)), rngs=tt.Rngs(0))) == 2.0

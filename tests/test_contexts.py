@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update contexts, and objects as pure trees: to_tree, from_tree, NodeStates."""
 
+import pickle
 import threading
 
 import jax
@@ -284,3 +285,49 @@ def test_node_states_hold_one_or_several_states():
     assert two.states == (state, state)
     with pytest.raises(ValueError, match="2 states"):
         two.state
+
+
+def test_definitions_that_know_their_origins_are_values():
+    @nnx.update_context("values")
+    def definition(model, grow):
+        with nnx.split_context("values") as context:
+            graphdef, state = context.split(model)
+        with nnx.merge_context("values") as context:
+            inside = context.merge(graphdef, state)
+        inside.more = grow
+        with nnx.split_context("values") as context:
+            return context.split(inside)[0]
+
+    model = Model()
+    one, again, other = (definition(model, grow) for grow in (1, 1, 2))
+    assert one == again
+    assert hash(one) == hash(again)
+    assert one != other
+    assert one != nnx.split(model)[0]
+    copied = pickle.loads(pickle.dumps(one))
+    assert (copied, copied.origins) == (one, one.origins)
+
+
+class Keyed:
+    """A container whose keys are of no class of JAX's."""
+
+    def __init__(self, item):
+        self.item = item
+
+
+jax.tree_util.register_pytree_with_keys(
+    Keyed, lambda box: ((("inner", box.item),), None), lambda _, items: Keyed(*items)
+)
+
+
+def test_keys_of_any_class_are_parts_of_paths():
+    paths = []
+
+    def split(context, path, prefix, leaf):
+        paths.append(path)
+        return nnx.NodeStates.from_split(*context.split(leaf))
+
+    tree = {"a": Keyed(tt.Param(1.0))}
+    nnx.to_tree(tree, split_fn=split)
+    assert paths == [("a", "inner")]
+    assert [path for path, _ in tt.iter_graph(tree)] == [("a", "inner"), ("a",), ()]

@@ -146,3 +146,23 @@ def test_a_gradient_state_updates_its_model():
     step(model)
     assert model.x is x
     assert (float(model.x), float(model.y)) == (-5.0, -1.0)
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
+def test_numbers_of_arguments_that_are_not_there_are_refused(argnums):
+    with pytest.raises(tt.StructureError, match="but 2 positional arguments were"):
+        tt.grad(lambda x, y: x * y, argnums=argnums)(1.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["grad", "value_and_grad", "vjp"])
+def test_axes_to_reduce_are_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: `reduce_axes` is not supp"):
+        getattr(tt, name)(lambda x: x, reduce_axes=("i",))
+
+
+@pytest.mark.parametrize(
+    ("result", "text"), [(lambda x: x, "Tracer"), (lambda x: (x, 1, 2), "3 items")]
+)
+def test_a_function_with_aux_gives_a_pair(result, text):
+    with pytest.raises(tt.StructureError, match=f"must return a pair.*{text}"):
+        tt.grad(result, has_aux=True)(1.0)

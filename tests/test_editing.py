@@ -497,3 +497,55 @@ def test_captures_around_one_another_call_a_module_the_same():
         out, record = fn(X)
         assert [site.text for site in record] == names
         assert jnp.all(out == 0)
+
+
+def test_a_name_that_nothing_has_is_refused_with_what_there_is():
+    with pytest.raises(tt.CaptureError, match=r"(?s)matches none of 1 sites.*  h$"):
+        tt.edit(lambda x: tapped(x), {"**:nothing": edits.zero()})(X)
+
+
+def test_values_that_are_no_arrays_cannot_be_edited_and_pass():
+    class Chooser(tt.Module):
+        def __call__(self, x):
+            return self.side(x), tt.tap("a text", "note"), tapped(x)
+
+        def side(self, x):
+            return "left"
+
+    side, note, h = tt.edit(Chooser(), {"*": edits.scale(3.0)})(X)
+    assert (side, note) == ("left", "a text")
+    np.testing.assert_allclose(h, 3 * X, rtol=1e-6)
+
+
+def test_one_array_may_stand_for_all_leaves_of_a_tree():
+    def fn(x):
+        return tt.tap({"a": x, "b": 2 * x}, "h")
+
+    found = tt.edit(fn, {"h": edits.add(jnp.ones(3))})(X)
+    np.testing.assert_allclose(found["a"], X + 1, rtol=1e-6)
+    np.testing.assert_allclose(found["b"], 2 * X + 1, rtol=1e-6)
+
+    def uneven(x, _):
+        return x, tt.tap((x, x[0]), "h")
+
+    scan = lambda x: jax.lax.scan(uneven, x, None, length=3)[1]
+    with pytest.raises(tt.CaptureError, match=r"one array of shape \(3,\) cannot stan"):
+        tt.edit(scan, {"h": edits.add(jnp.ones(3))})(X)
+
+
+def test_an_array_may_have_the_axis_of_a_mapping_or_of_a_loop_alone():
+    def row(x):
+        return jax.lax.scan(lambda x, _: (tapped(x), None), x, None, length=4)[0]
+
+    rows = jnp.stack([X, X])
+    for shape, expected in (((2, 1), [[0.0], [4.0]]), ((4, 1), [[6.0], [6.0]])):
+        amounts = jnp.arange(float(shape[0]))[:, None] * jnp.ones((1, 3))
+        found = tt.edit(jax.vmap(row), {"h": edits.add(amounts)})(rows)
+        np.testing.assert_allclose(found, rows + jnp.array(expected), rtol=1e-5)
+
+
+def test_an_edit_of_no_sort_does_nothing_by_itself():
+    with pytest.raises(NotImplementedError):
+        edits.Edit()(X)
+    with pytest.raises(NotImplementedError):
+        tt.edit(tapped, {"h": edits.Edit()})(X)

@@ -365,3 +365,15 @@ def test_a_forgotten_sow_is_no_error_under_any_transform(transform, mode):
     with pytest.warns(DeprecationWarning, match="outside a capture"):
         transform(forward, NAMED[mode])(model, ONE)
     assert ("seen" in vars(model)) == (mode == "updates")
+
+
+def test_a_value_may_be_sown_for_a_module_from_outside():
+    class Empty(tt.Module):
+        pass
+
+    def call(models, x):
+        models[1].sow(I, "seen", x)
+        return models[1].perturb("moved", x)
+
+    _, record = tt.observe(call)([Empty(), Empty()], ONE)
+    assert [site.text for site in record] == ["1:seen", "1:moved"]

@@ -377,3 +377,15 @@ def test_a_capture_in_a_capture():
     (_, inner), record = tt.observe(outer)(WEIGHTS, X)
     assert len(record) == 9
     assert_same(record["block:out#2"].value, inner)
+
+
+def test_a_gradient_compiled_inside_has_no_scopes_of_its_own():
+    slope = jax.jit(jax.grad(lambda x: jnp.sin(x) * x))
+
+    def call(x):
+        with jax.named_scope("last"):
+            return slope(x) * 2
+
+    out, record = tt.observe(tt.tap_scopes(call))(1.0)
+    np.testing.assert_allclose(out, 2 * (np.sin(1.0) + np.cos(1.0)), rtol=1e-6)
+    assert [site.text for site in record] == ["last:out"]

@@ -394,3 +394,27 @@ def test_a_captured_object_without_variables_is_refused_too(name):
         wrap(keep)(Model())
     with pytest.raises((ValueError, tt.TraceContextError), match=text):
         wrap(lambda m: outer)(Model())
+
+
+@pytest.mark.parametrize("name", ["fori_loop", "scan"])
+def test_an_object_of_an_outer_level_cannot_be_given_new_arrays(name):
+    model = Part()
+    model.raw = jnp.ones(2)
+
+    def body(model):
+        model.raw = model.raw * 2
+        return model
+
+    def call(x):
+        mode = {"graph": True, "graph_updates": True}
+        if name == "fori_loop":
+            made = tt.fori_loop(0, 2, lambda _, model: body(model), model, **mode)
+        else:
+            axes = {"in_axes": (tt.Carry, 0), "out_axes": (tt.Carry, 0)}
+            step = tt.scan(lambda model, x: (body(model), x), **axes, **mode)
+            made, _ = step(model, jnp.ones(2))
+        return made.raw * x
+
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate 'Part'"):
+        jax.jit(call)(1.0)
+    assert model.raw.tolist() == [1.0, 1.0]

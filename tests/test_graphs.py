@@ -162,3 +162,12 @@ def test_a_graphdef_made_inside_jit_comes_out():
     merged = tt.merge(*make())
     merged.w[...] = jnp.zeros((2, 3))
     assert merged.w.shape == (2, 3)
+
+
+def test_a_state_with_another_name_is_refused_by_both_names():
+    graphdef, state = tt.split(Linear())
+    first, *rest = tt.to_flat_state(state).paths
+    wrong = {path[0]: state[path[0]] for path in rest} | {"other": state[first[0]]}
+    message = rf"(?s)merge: the state does not fit.*missing {first[0]}.*unexpected oth"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.merge(graphdef, wrong)

@@ -348,3 +348,17 @@ def test_thousands_of_small_sites_take_no_time():
     found = figures_of_all([Wanted(array) for array in arrays])
     assert time.process_time() - start < 3
     assert len(found) == 2000
+
+
+def test_leaves_with_other_first_axes_are_measured_together():
+    found = figures_of((jnp.ones((2, 3)), jnp.zeros(4)), apart=1)
+    assert (found.count, found.parts) == (10, ())
+    assert len(figures_of((jnp.ones((2, 3)), jnp.zeros((2, 4))), apart=1).parts) == 2
+
+
+def test_a_scalar_has_no_dead_units():
+    fn = lambda x: tt.tap(x * 0, "h")
+    _, record = tt.observe(fn, reduce=[tt.DeadUnits()])(1.0)
+    assert record["h"].figures.dead is None
+    _, record = tt.observe(fn, reduce=[tt.DeadUnits()])(jnp.ones((2, 3)))
+    assert record["h"].figures.dead == 1.0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata: names, the calls that read and change them, initializers that give them."""
 
+import inspect
 from pathlib import Path
 
 import jax
@@ -199,3 +200,7 @@ def test_hooks_are_refused_by_name():
     with pytest.raises(tt.MetadataError, match="transform_metadata"):
         variable.set_metadata(on_add_axis=print)
     assert not variable.has_metadata("on_add_axis")
+
+
+def test_what_is_missing_reads_well_in_signatures():
+    assert "= <missing>" in str(inspect.signature(tt.jit))

@@ -5,10 +5,12 @@ import inspect
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+import treescope
 
 import treetap as tt
 from treetap import nnx
@@ -200,3 +202,24 @@ def test_what_has_no_graph_updates_says_so():
     assert len(nnx.make_jaxpr(jnp.sin, graph_updates=False)(1.0).eqns) == 1
     made = nnx.jit_partial(lambda m: jnp.sum(m.b[...]), Tied(), graph_updates=False)
     assert float(made()) == 2.0
+
+
+def test_averages_are_kept_of_shared_parameters():
+    model = Tied()
+    average = nnx.EMA(model, 0.5)
+    assert average.graph
+    average.update(model)
+
+
+@pytest.mark.parametrize("in_notebook", [True, False])
+def test_objects_are_shown_by_treescope_in_a_notebook(in_notebook, monkeypatch, capsys):
+    shown = []
+    shell = types.ModuleType("IPython.core.getipython")
+    shell.get_ipython = lambda: object() if in_notebook else None
+    for name in ("IPython", "IPython.core"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, shell.__name__, shell)
+    monkeypatch.setattr(treescope, "display", shown.append)
+    nnx.display("one", "two")
+    assert shown == (["one", "two"] if in_notebook else [])
+    assert capsys.readouterr().out == ("" if in_notebook else "one\ntwo\n")

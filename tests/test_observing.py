@@ -555,3 +555,46 @@ def test_a_shared_module_has_one_name_in_every_transform(transform):
     for fn in (lambda model, x: model(x), run):
         _, record = tt.observe(fn)(model, x)
         assert [site.text for site in record] == wanted
+
+
+def test_a_selector_may_ask_for_types():
+    def call(x):
+        return tt.tap({"a": x, "n": 3}, "both"), tt.tap(x.astype(jnp.int32), "whole")
+
+    _, record = tt.observe(call, lambda site: site.dtype == jnp.int32)(ONE)
+    assert [site.text for site in record] == ["whole"]
+
+
+def failing(text):
+    def call(x):
+        tt.tap(x, "h")
+        raise jax.errors.JaxRuntimeError(text)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        ("INTERNAL: something else", []),
+        ("RESOURCE_EXHAUSTED: Out of memory", ["observe: only statistics are kept; "]),
+    ],
+)
+def test_other_errors_and_statistics_come_without_a_bill(text, notes):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text) as raised:
+        tt.observe(failing(text), reduce=[tt.AbsMax()])(ONE)
+    found = getattr(raised.value, "__notes__", [])
+    assert [note[: len(start)] for note, start in zip(found, notes)] == notes
+    assert len(found) == len(notes)
+
+
+def test_values_that_are_no_arrays_are_listed_by_their_class():
+    class Note(tt.Module):
+        def __call__(self, x):
+            self.sow(tt.Intermediate, "note", "a text")
+            return x
+
+    (note, _) = tt.sites(Note(), ONE)
+    assert note.value == "a text"
+    _, record = tt.observe(Note())(ONE)
+    assert "note      sow     str" in str(record)

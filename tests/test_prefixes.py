@@ -370,3 +370,55 @@ def test_different_filters_may_not_give_a_shared_variable_two_axes():
     assert "Param" in str(caught.value)
     assert re.search(r"args/0/w: 0\n", str(caught.value))
     assert re.search(r"args/1/again: None\n", str(caught.value))
+
+
+def test_a_rule_that_is_not_there_is_a_missing_key():
+    with pytest.raises(KeyError, match="BatchStat"):
+        AXES[nnx.BatchStat]
+    assert AXES[nnx.Param] == 0
+
+
+@pytest.mark.parametrize("value", [tt.Param(jnp.ones(2)), None], ids=["Param", "None"])
+def test_a_prefix_that_goes_on_where_nothing_is_inside_is_refused(value):
+    kind = type(value).__name__
+    message = rf"at args/0: it has entries \['a'\], the {kind} there has nothing ins"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.vmap(lambda x: x, in_axes=({"a": 0},))(value)
+
+
+def test_a_prefix_may_be_made_by_a_function():
+    model = tt.Dict(w=tt.Param(1.0), inner=tt.Dict(n=tt.Variable(0)))
+    made = tt.prefix(model, lambda path, leaf: (path, type(leaf)))
+    assert made.w == (("w",), tt.Param)
+    assert made.inner.n == (("inner", "n"), tt.Variable)
+
+
+def test_a_prefix_follows_a_cycle_as_far_as_it_goes():
+    node = tt.Dict(w=tt.Param(jnp.arange(3.0)))
+    node.me = node
+    axes = {"w": 0, "me": {"w": 0, "me": 0}}
+    found = tt.vmap(lambda node: node.me.w * 2, in_axes=(axes,), graph=True)(node)
+    assert found.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_placed_arguments_that_go_the_long_way_use_the_same_program():
+    traces = []
+
+    def call(model, x):
+        traces.append(x)
+        return model["a"].sum() + x
+
+    sharding = NamedSharding(mesh_of_one(), P())
+    compiled = tt.jit(call, in_shardings=(sharding, sharding), graph=True)
+    shared = tt.Param(jnp.ones(2))
+    for _ in range(3):
+        assert float(compiled({"a": shared, "b": shared}, 1.0)) == 3.0
+    assert len(traces) == 1
+
+
+def test_a_prefix_may_be_of_an_object_that_holds_itself():
+    node = tt.Dict(w=tt.Param(jnp.ones((3, 2))))
+    node.me = node
+    axes = tt.prefix(node, {...: 0}, graph=True)
+    summed = tt.vmap(lambda node: node.w[...].sum(), in_axes=(axes,), graph=True)
+    assert summed(node).tolist() == [2.0, 2.0, 2.0]

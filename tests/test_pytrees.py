@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from treetap import _pytrees
 
 
 class Block(tt.Module):
@@ -375,3 +376,17 @@ def test_a_replaced_variable_is_freed_at_once():
     old = weakref.ref(block.weight)
     block.weight = tt.Param(jnp.zeros(2))
     assert old() is None
+
+
+def test_a_write_while_the_children_are_read_is_not_overlooked(monkeypatch):
+    block, real = Block(), _pytrees.set_flat
+
+    def late(node, flat):
+        real(node, flat)
+        monkeypatch.setattr(_pytrees, "set_flat", real)
+        vars(node)["bias"] = tt.Param(7.0)  # as a thread would, in between
+
+    block.bias = tt.Param(1.0)
+    monkeypatch.setattr(_pytrees, "set_flat", late)
+    jax.tree.leaves(block)
+    assert jax.tree.leaves(block)[0] == 7.0

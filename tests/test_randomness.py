@@ -343,3 +343,12 @@ def test_an_initializer_draws_a_key_at_each_use(name):
     assert initialize(shape, dtype=jnp.complex64).dtype == jnp.complex64
     stream = tt.RngStream(0, tag="a")
     assert getattr(stream, name)(*options)(shape).shape == shape
+
+
+def test_a_stream_that_is_added_between_compiled_calls_is_seen():
+    draw, rngs = tt.jit(lambda rngs: rngs.params()), tt.Rngs(0)
+    for _ in range(3):
+        draw(rngs)
+    rngs.params = tt.RngStream(1, tag="params")
+    expected = tt.Rngs(0, params=1).params()
+    assert draw(rngs) == expected

@@ -156,3 +156,9 @@ def test_the_cotangent_of_a_result_that_shares_parts(mode):
     cotangent = tt.Param(jnp.array(5.0))
     (found,) = pull({"one": cotangent, "two": cotangent})
     assert float(found) == 10.0
+
+
+def test_a_cotangent_with_other_leaves_is_refused():
+    _, pull = tt.vjp(tied, 1.0, graph=True)
+    with pytest.raises(tt.StructureError, match="has 0 leaves, the part has 3"):
+        pull({"one": tt.Dict(), "two": [tt.Dict(), tt.Dict()], "x": 1.0})

@@ -179,6 +179,15 @@ def test_keys_and_refs_are_compared():
     assert tt.State({"a": one}) != tt.State({"a": jax.random.key_data(one)})
     ref = jax.new_ref(jnp.ones(2))
     assert tt.State({"a": ref}) == tt.State({"a": ref})
+    assert tt.State({"a": ref}) != tt.State({"a": jax.new_ref(jnp.ones(2))})
+
+
+def test_abstract_values_are_compared_by_their_types():
+    one, other = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2, 3))
+    again = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert tt.State({"a": one}) == tt.State({"a": again})
+    assert tt.State({"a": one}) != tt.State({"a": other})
+    assert tt.State({"a": one}) != tt.State({"a": jnp.zeros(2)})
 
 
 # As pytrees.
@@ -379,3 +388,13 @@ def test_a_state_is_mapped_with_paths():
 def test_the_difference_of_states_goes_by_paths():
     found = _states.diff_state(example(), {"b": {0: 7}})
     assert tt.to_flat_state(found).paths == (("a",), ("b", 1))
+
+
+def test_only_digits_that_python_reads_are_numbers():
+    pure = {"0": 1, "\u00b2": 2, "a": {"1": 3}}  # a superscript is a digit, too
+    assert tt.restore_int_paths(pure) == {0: 1, "\u00b2": 2, "a": {1: 3}}
+    state = tt.State({"\u00b2": tt.Param(1.0)})
+    with pytest.raises(ValueError, match="--"):
+        tt.replace_by_pure_dict(state, {"--": 2.0})
+    tt.replace_by_pure_dict(state, {"\u00b2": 2.0})
+    assert state["\u00b2"][...] == 2.0

@@ -394,3 +394,24 @@ def test_static_attributes_are_named_as_such():
     module = tt.Dict(n=3)
     with pytest.raises(tt.StructureError, match="- n is static"):
         tt.update(module, {"n": 4})
+
+
+def test_a_marked_value_in_a_state_is_refused():
+    node = tt.Dict(x=tt.data(jnp.ones(2)))
+    with pytest.raises(tt.StructureError, match=r"x: data\(.* where a value belongs"):
+        tt.update(node, {"x": tt.data(jnp.zeros(2))})
+    assert node.x.tolist() == [1.0, 1.0]
+
+
+def test_statics_of_an_object_that_is_no_pytree_are_no_data():
+    class Opaque(tt.Module, pytree=False):
+        def __init__(self):
+            self.w = tt.Param(1.0)
+            self.n = 2
+
+    node = Opaque()
+    with pytest.raises(tt.StructureError, match="n is static"):
+        tt.update(node, {"n": tt.Param(3.0)})
+    assert node.n == 2
+    tt.update(node, {"w": tt.Param(5.0)})
+    assert node.w[...] == 5.0

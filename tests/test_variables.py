@@ -467,3 +467,18 @@ def test_repr_shows_flags_that_are_not_the_default():
     assert shown.startswith("Param( # 500 (2.0 KB)\n")
     assert "eager_sharding=False" in shown
     assert "hijax" not in shown
+
+
+def test_one_of_many_keys_is_replaced():
+    keys = jax.random.split(jax.random.key(0), 3)
+    variable, new = tt.Variable(keys), jax.random.key(7)
+    variable[1] = new
+    assert (variable[...] == keys).tolist() == [True, False, True]
+    assert variable[1] == new
+
+
+def test_lists_inside_tuples_are_the_variables_own():
+    given = (1.0, [2.0])
+    variable = tt.Variable(given)
+    given[1].append(3.0)
+    assert variable[...] == (1.0, [2.0])

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.api_util import debug_info
 from jax.experimental import io_callback
+from jax.extend import linear_util
+from jax.extend.core.primitives import call_p, closed_call_p
 from jax.sharding import NamedSharding
 
 import treetap as tt
@@ -455,3 +458,140 @@ def test_a_linear_function_is_transposed_inside_a_capture():
         return jax.linear_transpose(tapped, x)(x)
 
     assert float(tt.observe(call)(3.0)[0][0]) == 6.0
+
+
+# Derivatives of what is marked
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda fn: jax.jacfwd(jax.jacfwd(fn)),
+        lambda fn: jax.jacrev(jax.jacfwd(fn)),
+        lambda fn: jax.jacfwd(jax.grad(fn)),
+        lambda fn: jax.jit(jax.jacfwd(jax.jacfwd(fn))),
+        lambda fn: jax.jacfwd(jax.jit(jax.jacfwd(fn))),
+    ],
+)
+def test_forward_derivatives_go_through_a_tap(twice):
+    fn = twice(lambda x: tt.tap(x**3, "h"))
+    out, record = tt.observe(fn)(2.0)
+    assert float(out) == 12.0
+    assert float(record["h"].value) == 8.0
+
+
+def test_a_gradient_inside_a_capture_may_be_transposed():
+    def call(x):
+        _, pull = jax.vjp(tapped, x)
+        return jax.linear_transpose(lambda g: pull(g)[0], 1.0)(1.0)[0]
+
+    out, record = tt.observe(call)(3.0)
+    assert float(out) == 2.0
+    assert float(record["h"].value) == 6.0
+
+
+@pytest.mark.parametrize("grad", [lambda fn: fn, jax.grad])
+def test_a_program_compiled_ahead_of_time_runs_without_its_taps(grad):
+    def call(x):
+        return jax.jit(grad(tapped)).lower(x).compile()(x)
+
+    out, record = tt.observe(call)(1.0)
+    assert float(out) == 2.0
+    assert len(record) == 0
+    both = tt.edit(lambda x: (call(x), tt.tap(x, "other")), {"other": lambda x: x * 9})
+    assert tuple(map(float, both(1.0))) == (2.0, 9.0)
+
+
+def pulled_in_jit(x):
+    """A backward pass that is compiled away from its forward pass."""
+    _, pull = jax.vjp(lambda x: jnp.sin(tapped(x)), x)
+    return jax.jit(pull)(1.0)[0]
+
+
+def test_a_backward_pass_compiled_by_itself_gives_values_but_no_gradients():
+    out, record = tt.observe(pulled_in_jit, "h")(1.0)
+    near(out, 2 * np.cos(2.0), rtol=1e-6)
+    assert float(record["h"].value) == 2.0
+    with pytest.raises(tt.CaptureError, match="h has no gradient"):
+        tt.observe(pulled_in_jit, "h", grads=True)(1.0)
+
+
+def test_an_edit_cannot_follow_to_a_backward_pass_compiled_by_itself():
+    with pytest.raises(tt.CaptureError, match=r"edit: 'h' is edited, and cannot be f"):
+        tt.edit(pulled_in_jit, {"h": lambda value: value * 2})(1.0)
+    both = lambda x: pulled_in_jit(x) + tt.tap(x, "other")
+    out = tt.edit(both, {"other": lambda value: value * 10})(1.0)
+    near(out, 2 * np.cos(2.0) + 10, rtol=1e-6)
+
+
+def test_a_value_computed_again_in_a_compiled_backward_pass_is_heard_once():
+    def call(x):
+        fn = jax.checkpoint(lambda x, c: x * tt.tap(c * 2, "h"))
+        _, pull = jax.vjp(lambda x: fn(x, 3.0), x)
+        return jax.jit(pull)(1.0)[0]
+
+    out, record = tt.observe(call, "h")(1.0)
+    assert float(out) == float(record["h"].value) == 6.0
+
+
+# Functions with rules
+
+
+def ruled(forward):
+    fn = jax.custom_vjp(tapped)
+    fn.defvjp(lambda x: (forward(x), None), lambda kept, g: (g * 7,))
+    return fn
+
+
+def test_the_values_of_a_rule_without_taps_are_those_of_its_function():
+    def call(x):
+        out, record = tt.observe(ruled(lambda x: x * 2))(x)
+        return out, record["h"].value
+
+    slope, value = jax.grad(call, has_aux=True)(3.0)
+    assert (float(slope), float(value)) == (7.0, 6.0)
+
+
+def test_a_rule_with_other_taps_than_its_function_is_refused():
+    fn = ruled(lambda x: tt.tap(x * 2, "other"))
+    with pytest.raises(tt.CaptureError, match=r"has the taps \['other'\], its .*'h'"):
+        jax.grad(lambda x: tt.observe(fn)(x)[0])(3.0)
+    out, record = tt.observe(jax.grad(fn))(3.0)
+    assert float(out) == 7.0
+    assert [site.text for site in record] == ["other"]
+
+
+def test_integers_among_the_operands_of_rules_have_no_tangents():
+    def fn(x, n):
+        return tt.tap(x, "h") * tt.tap(n, "n")
+
+    forward = jax.custom_jvp(fn)
+    forward.defjvp(lambda at, along: (fn(*at), along[0] * 7.0 * at[1]))
+    backward = jax.custom_vjp(fn)
+    backward.defvjp(lambda x, n: (fn(x, n), n), lambda n, g: (g * 7.0 * n, None))
+    for ruled in (forward, backward):
+        slope = jax.grad(lambda x, n, ruled=ruled: tt.observe(ruled)(x, n)[0])(1.0, 3)
+        assert float(slope) == 21.0
+
+
+def test_an_edit_with_an_array_of_its_own_goes_into_a_checkpoint():
+    own = jnp.arange(3.0)
+    fn = jax.checkpoint(lambda x: jnp.sin(tapped(x)))
+    changed = tt.edit(fn, {"h": lambda value: value * own})
+    near(changed(jnp.ones(3)), np.sin(2 * own), rtol=1e-6)
+    slopes = jax.grad(lambda x: changed(x).sum())(jnp.ones(3))
+    near(slopes, np.cos(2 * own) * 2 * own, rtol=1e-6)
+
+
+@pytest.mark.parametrize("primitive", [call_p, closed_call_p], ids=["open", "closed"])
+def test_a_function_that_jax_hands_over_as_a_call_is_entered(primitive):
+    def call(x):
+        if primitive.name == "eval_jaxpr":  # as newer releases have it
+            return primitive.bind(x, call_jaxpr=jax.make_jaxpr(tapped)(x))[0]
+        info = debug_info("call", tapped, (x,), {})
+        fun = linear_util.wrap_init(lambda x: [tapped(x)], debug_info=info)
+        return primitive.bind(x, subfuns=(fun,))[0]
+
+    for fn in (call, jax.jit(call)):
+        assert float(h_of(fn, 1.0).value) == 2.0
+        assert float(tt.observe(jax.grad(fn), grads=True)(1.0)[1]["h"].grad) == 1.0

@@ -179,3 +179,36 @@ def test_containers_of_other_libraries_are_walked():
 def test_mixed_keys_at_one_level_are_sorted():
     state = tt.state({"a": tt.Param(1.0), 3: tt.Param(2.0)})
     assert tt.to_flat_state(state).paths == ((3,), ("a",))
+
+
+@pytest.mark.parametrize(
+    "function", [tt.iter_graph, lambda node: tt.recursive_map(lambda _, x: x, node)]
+)
+def test_a_shared_object_of_plain_arrays_is_refused_in_tree_mode(function):
+    inner = Node(x=jnp.zeros(2))
+    with pytest.raises(tt.AliasError, match="Duplicate Node found at paths a and b"):
+        function(Node(a=inner, b=inner))
+    empty = Node()
+    function(Node(a=empty, b=empty))  # nothing in it could go two ways
+
+
+class Opaque(tt.Module, pytree=False):
+    def __init__(self):
+        self.w = tt.Param(1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (tt.iter_graph, "iter_graph"),
+        (lambda node: tt.recursive_map(lambda _, x: x, node), "recursive_map"),
+        (tt.iter_modules, "iter_modules"),
+        (tt.view, "view"),
+    ],
+)
+def test_objects_that_are_no_pytrees_are_refused_in_tree_mode(function, name):
+    root = Node(a=tt.data([Opaque()]))
+    message = f"{name}: Opaque is declared with pytree=False.* at path a/0"
+    with pytest.raises(tt.StructureError, match=message):
+        function(root)
+    assert next(path for path, _ in tt.iter_graph(root, graph=True)) == ("a", 0, "w")

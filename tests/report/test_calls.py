@@ -405,3 +405,18 @@ def test_static_arguments_stay_what_they_are():
     call = functools.partial(recorded, Run(run), "__call__", (X, True))
     (found,) = call({"power": 2, "activation": jax.nn.relu}, "test")
     assert found.note.outputs == "float32[2,3]"
+
+
+class Numbered(Scale):
+    """A Scale with a number that is an array only while it is traced."""
+
+    def __init__(self, size=3):
+        super().__init__(size)
+        self.number = tt.Variable(2.0)
+
+
+def test_a_number_is_no_part_of_an_array():
+    step = jax.jit(lambda block, x: block(x))
+    call = lambda m, x: step(m.blocks[0], x)
+    assert paths(call, blocks=tt.List([Scale()])) == [("blocks/0", 1)]
+    assert paths(call, blocks=tt.List([Numbered()])) == [("Numbered", 1)]

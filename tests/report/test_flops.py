@@ -152,6 +152,16 @@ def test_a_device_without_an_analysis_has_none(monkeypatch):
     assert Flops().forward(note_of(Dense(), X)) is None
 
 
+@pytest.mark.parametrize("error", [NotImplementedError, jax.errors.JaxRuntimeError])
+def test_a_device_that_refuses_to_count_has_none(error, monkeypatch):
+    def refuse(self):
+        raise error("UNIMPLEMENTED: not on this device")
+
+    lowered = type(jax.jit(lambda x: x).lower(1.0))
+    monkeypatch.setattr(lowered, "cost_analysis", refuse)
+    assert Flops().forward(note_of(Dense(), X)) is None
+
+
 def test_equal_calls_are_lowered_once(monkeypatch):
     times = []
     counted = counting._counted

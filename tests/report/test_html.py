@@ -19,6 +19,7 @@ from treetap._errors import CaptureError
 from treetap._records import Record, Site
 from treetap._report import html as html_room
 from treetap._report import payload as payload_room
+from treetap._report.pictures import pictures_of
 
 
 class Parsed(html.parser.HTMLParser):
@@ -573,3 +574,50 @@ def test_a_record_without_sites_is_an_empty_page():
     found = tt.report(Record(()))
     assert found.payload["sites"] == []
     assert found.title == "Report"
+
+
+class Host(tt.Module):
+    """Returns what it was given to hold: an array of the host, for instance."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([[1.0, -1.0], [1e300, 0.0]]),
+        np.array([[3 + 4j, 0], [5, 1j]]),
+        np.array([[1, 2], [3, 4]], np.int8),
+    ],
+    ids=["float64", "complex128", "int8"],
+)
+def test_arrays_of_the_host_have_pictures(value):
+    _, record = tt.observe(Host(value))()
+    assert record[0].value is value
+    (tile,) = tiles_of(entry(record)["pictures"])
+    largest = np.unravel_index(tile.argmax(), (2, 2))
+    assert largest == np.unravel_index(np.abs(value).argmax(), (2, 2))
+
+
+def test_values_of_other_processes_have_no_picture(monkeypatch):
+    record = recorded(h=jnp.ones((2, 3)))
+    elsewhere = property(lambda self: False)
+    monkeypatch.setattr(type(record[0].value), "is_fully_addressable", elsewhere)
+    assert pictures_of(list(record), [None], 10**6) == ({}, 0)
+
+
+def test_a_single_step_is_in_the_title():
+    record = recorded(h=jnp.ones(3))
+    assert "step 7" in tt.report(record, steps=[7]).payload["about"]
+
+
+def test_a_branch_that_some_rows_took_says_how_many():
+    def row(x):
+        return tt.cond(x > 0, lambda x: tt.tap(x, "h"), lambda x: x, x)
+
+    _, record = tt.observe(jax.vmap(row))(jnp.array([1.0, -1.0, 2.0]))
+    assert entry(record)["note"] == "taken 2 of 3 times"

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import treetap as tt
+from treetap._report.rows import sizes_of
 from treetap._report.tables import count_text, short_types
 
 PLAIN = {"force_terminal": False, "width": 200}
@@ -513,3 +514,10 @@ def test_an_unknown_method_is_refused(name):
 def test_a_negative_depth_is_refused():
     with pytest.raises(ValueError, match=r"summary: `depth` is -1"):
         tt.summary(net(), X, depth=-1)
+
+
+def test_variables_without_arrays_have_no_size():
+    bare = tt.Dict(w=tt.Param(jnp.ones(3)))
+    noted = tt.Dict(w=tt.Param(jnp.ones(3)), note=tt.Variable("a text"))
+    assert sizes_of(noted) == sizes_of(bare)
+    assert [kind for kind, _ in sizes_of(noted)] == ["Param"]
