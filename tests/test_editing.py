@@ -545,7 +545,7 @@ def test_an_array_may_have_the_axis_of_a_mapping_or_of_a_loop_alone():
 
 
 def test_an_edit_of_no_sort_does_nothing_by_itself():
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="Take one of those"):
         edits.Edit()(X)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="Take one of those"):
         tt.edit(tapped, {"h": edits.Edit()})(X)

@@ -105,6 +105,9 @@ class Apart:
         numbers, graph = self.numbers, self.graph
         identity = id(node)
         met = numbers.get(identity)
+        if met is None and not graph and (known := self.known(node)) is not None:
+            numbers[identity] = DONE
+            return known
         if met is not None and (graph or met is INSIDE):
             return self.again(node), NOTHING
         number = None
@@ -118,32 +121,33 @@ class Apart:
             if not (graph or node._pytree__is_pytree):
                 raise refuse_pytree_false(self.name, self.root, node) from None
             children, structure = node._refresh()
-        keys = structure[0].keys
         before = len(self.leaves)
-        spec = None if graph else self.kept(node, children)
-        if spec is not None:
-            state: Any = dict(zip(keys, children))
-        else:
-            specs, state = self.children(keys, children)
-            spec = ObjectSpec(number, type(node), structure, specs, None)
-            if not graph and all(map(_is_variable_spec, specs)):
-                spec = spec._replace(kinds=tuple(map(type, children)))
-                set_spec(node, (children, tuple(map(get_metadata, children)), spec))
+        specs, state = self.children(structure[0].keys, children)
+        spec = ObjectSpec(number, type(node), structure, specs, None)
+        if not graph and all(map(_is_variable_spec, specs)):
+            spec = spec._replace(kinds=tuple(map(type, children)))
+            set_spec(node, (children, tuple(map(get_metadata, children)), spec))
         if number is None:
             numbers[identity] = DONE
             if met is DONE and len(self.leaves) != before:
                 raise refuse_shared(self.name, self.root, node)
         return spec, state or NOTHING
 
-    def kept(self, node: Any, children: Any) -> ObjectSpec | None:
-        """The description an object of Variables keeps, if it is still right.
+    def known(self, node: Any) -> tuple[Any, Any] | None:
+        """What an object of Variables keeps of its last walk, if it is still right.
 
         It is while the children are the same tuple and their metadata the same.
         """
         kept = node._pytree__spec
-        if kept is None or kept[0] is not children:
+        if kept is None:
             return None
-        if kept[1] != tuple(map(get_metadata, children)):
+        children, metadata, spec = kept
+        try:
+            if cached_flat(node)[0] is not children:
+                return None
+        except AttributeError:  # an object that keeps no children
+            return None
+        if metadata != tuple(map(get_metadata, children)):
             return None
         numbers = self.numbers
         for child in children:
@@ -151,7 +155,7 @@ class Apart:
                 raise refuse_shared(self.name, self.root, child)
             numbers[identity] = DONE
         self.leaves.extend(children)
-        return kept[2]
+        return spec, dict(zip(spec.structure[0].keys, children)) or NOTHING
 
     def children(self, keys: Any, children: Any) -> tuple[tuple[Any, ...], Any]:
         """Descriptions of children, and the nested dict of those with leaves."""
@@ -283,6 +287,12 @@ class _Together:
         """An object of ours; numbered first, as its children may lead back to it."""
         number, kind, structure, specs, kinds = spec
         layout = structure[0]
+        if kinds and type(state) is dict and len(state) == len(kinds):
+            children = None if self.copy else _matching(layout, state, kinds)
+            if children is not None:
+                node = bare(kind, self.trace)
+                fill(node, structure, children)
+                return node
         node = self.owners.get(number)
         if node is None:
             node = bare(kind, self.trace)
@@ -291,11 +301,6 @@ class _Together:
             set_spec(node, None)
         if number is not None:
             self.made[number] = node
-        elif kinds and type(state) is dict and len(state) == len(kinds):
-            children = None if self.copy else _matching(layout, state, kinds)
-            if children is not None:
-                fill(node, structure, children)
-                return node
         made = self.children(layout.keys, specs, state, trail)
         fill(node, structure, made)
         adopt_all(node, structure, made)

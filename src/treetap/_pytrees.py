@@ -347,7 +347,10 @@ def adopt_all(node: Any, structure: Any, children: Iterable[Any]) -> None:
     """Tells the children of an object where they are."""
     place = node._pytree__place
     for key, child in zip(structure[0].keys, children):
-        if not isinstance(child, Variable):
+        if isinstance(child, Node):
+            own = child._pytree__place
+            own[0], own[1] = place, key
+        elif not isinstance(child, Variable):
             adopt(child, key, place)
 
 

@@ -64,7 +64,8 @@ class _Regrowth:
         children = self.children(spec)
         if owned is None:
             fill(node, spec.structure, children)
-            adopt_all(node, spec.structure, children)
+            if spec.kinds is None:  # Variables have no place
+                adopt_all(node, spec.structure, children)
         elif any(map(is_not, children, flat_of(node)[0])):
             refill(node, spec.structure, children)
         return node

@@ -105,7 +105,8 @@ def outline(spec: Any) -> Any:
     if kind is VariableSpec:
         return spec.number, spec.type
     if kind is ObjectSpec:
-        return spec.type, spec.structure[0], tuple(map(outline, spec.children))
+        below = spec.kinds or tuple(map(outline, spec.children))
+        return spec.type, spec.structure[0], below
     if kind is ContainerSpec:
         return spec.type, spec.keys, tuple(map(outline, spec.children))
     return spec
@@ -118,6 +119,8 @@ def has_hashable_statics(spec: Any) -> bool:
             hash(spec.structure[1])
         except TypeError:
             return False
+        if spec.kinds is not None:  # only Variables are below
+            return True
     elif type(spec) is not ContainerSpec:
         return True
     return all(map(has_hashable_statics, spec.children))

@@ -126,6 +126,12 @@ def _cast(array: Any, value: Any) -> Any:
     return array.astype(jnp.result_type(value))
 
 
+_NO_SORT = (
+    "{}: this edit says nothing of what to do. Take one of those in `treetap.edits`, "
+    "such as `scale(2.0)`, or give a function of the value instead."
+)
+
+
 class Edit:
     """A change of a value: called with the value, gives another.
 
@@ -134,11 +140,11 @@ class Edit:
 
     def __call__(self, value: Any) -> Any:
         """The value after the edit."""
-        raise NotImplementedError
+        raise NotImplementedError(_NO_SORT.format(type(self).__name__))
 
     def fitted(self, target: Target) -> tuple["Edit", list[Axes]]:
         """The edit for a value, and the axes that each of its arrays has."""
-        raise NotImplementedError
+        raise NotImplementedError(_NO_SORT.format(type(self).__name__))
 
     def at(self, iteration: Any) -> "Edit":
         """The same in one iteration of a scan; in others the value is as it was.

@@ -174,9 +174,9 @@ def test_what_a_cell_kept_in_older_programs(cls):
 
 def test_a_base_for_cells_of_the_user():
     base = tt.RNNCellBase()
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="a property `num_feature_axes`"):
         base.num_feature_axes
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="a method `initialize_carry"):
         base.initialize_carry(X)
 
 

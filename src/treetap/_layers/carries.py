@@ -46,7 +46,10 @@ class RNNCellBase(Module):
     @property
     def num_feature_axes(self) -> int:
         """How many of the last axes of the inputs belong to one step."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}: give the cell a property `num_feature_axes`, for "
+            "instance 1 for inputs that are vectors."
+        )
 
     def initialize_carry(
         self,
@@ -61,7 +64,10 @@ class RNNCellBase(Module):
             rngs: Random streams, or a stream; the initializer of zeros needs none.
             carry_init: The initializer; zeros without it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}: give the cell a method `initialize_carry(shape, "
+            "rngs, carry_init)`, or call the RNN with `initial_carry`."
+        )
 
 
 class Denses(NamedTuple):
