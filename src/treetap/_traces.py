@@ -38,23 +38,29 @@ def top_trace() -> Any:
     return trace
 
 
+with jax.ensure_compile_time_eval():  # the library may be imported under a trace
+    _EAGERLY = top_trace()  # JAX has one, and keeps it
+    EAGER: TraceState = ref(_EAGERLY)
+
+
 def current_trace() -> TraceState:
     """Returns the token of the current trace level."""
-    return ref(top_trace())
-
-
-with jax.ensure_compile_time_eval():  # the library may be imported under a trace
-    EAGER: TraceState = current_trace()
+    trace = find_top_trace(None)
+    if trace is _EAGERLY:
+        return EAGER
+    while isinstance(trace, Through):
+        trace = trace.parent_trace
+    return ref(trace)
 
 
 def is_eager() -> bool:
     """Whether operations run at once instead of being traced."""
-    return ref(top_trace()) is EAGER
+    return top_trace() is _EAGERLY
 
 
 def is_foreign(state: TraceState) -> bool:
     """Whether an object that belongs to `state` must not be changed now."""
-    return ref(top_trace()) is not state
+    return current_trace() is not state
 
 
 def refuse_foreign_variable(name: str) -> TraceContextError:
