@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strictness for all tests, and the devices that sharding tests need."""
 
+import itertools
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -9,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 
+from programs import forget_if_many
 from treetap import _settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -26,3 +28,14 @@ def settings_restored():
     yield
     for key, held in before.items():
         _settings.Setting._process[key][:] = held
+
+
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def programs_forgotten():
+    """No process compiles more than the system lets it have."""
+    yield
+    if next(_finished) % 50 == 0:  # looking costs some milliseconds
+        forget_if_many()

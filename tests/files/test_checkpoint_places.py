@@ -3,6 +3,8 @@
 
 import contextlib
 import os
+import threading
+import time
 import types
 
 import jax
@@ -90,3 +92,22 @@ def test_an_error_of_orbax_that_is_not_of_files_stays_its_own(tmp_path, monkeypa
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["last"]
     assert tt.restore_checkpoint(tmp_path / "last", MODEL)["w"].tolist() == [1.0, 1.0]
+
+
+def test_threads_that_write_on_after_an_interrupt_leave_nothing(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def checkpointer(_):
+        def save(place, args):
+            def write_on():
+                time.sleep(0.2)
+                (place.with_name(f"{place.name}.tmp") / "part").mkdir(parents=True)
+
+            threading.Thread(target=write_on).start()
+            raise KeyboardInterrupt
+
+        yield types.SimpleNamespace(save=save)
+
+    monkeypatch.setattr(checkpoints, "_checkpointer", checkpointer)
+    with pytest.raises(KeyboardInterrupt):
+        tt.save_checkpoint(tmp_path / "last", MODEL)
+    assert os.listdir(tmp_path) == []

@@ -12,6 +12,7 @@ import glob
 import os
 import pathlib
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from treetap._variables import Variable
 T = TypeVar("T")
 Names = tuple[str, ...]
 
-WAITS, WAIT = 20, 0.05  # how often, and how long, for threads that write on
+WAITS, WAIT = 40, 0.05  # how often, and how long, for threads that write on
 TREE_FILE = "_METADATA"  # what makes a folder a checkpoint of a tree
 
 
@@ -206,6 +207,7 @@ def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write beside another, which it replaces at the end."""
     mark = f".{place.name}.{uuid.uuid4().hex}"
     beside, old = place.with_name(f"{mark}.new"), place.with_name(f"{mark}.old")
+    others = {*threading.enumerate()}
     try:
         yield beside
         if place.exists():
@@ -217,17 +219,22 @@ def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             old.rename(place)
-        _remove(place.parent, f"{mark}.new*")  # and Orbax's unfinished one
+        _remove(place.parent, f"{mark}.new*", others)  # and Orbax's unfinished one
         raise
 
 
-def _remove(folder: pathlib.Path, pattern: str) -> None:
-    """Removes what is half written; threads of Orbax may write on for a moment."""
+def _remove(folder: pathlib.Path, pattern: str, others: set[threading.Thread]) -> None:
+    """Removes what is half written.
+
+    Threads of Orbax, which are not among the others, may write on for a moment, and
+    make anew what was removed.
+    """
     for _ in range(WAITS):
+        is_writing = not others.issuperset(threading.enumerate())
         rests = [*folder.glob(pattern)]
         for rest in rests:
             shutil.rmtree(rest, ignore_errors=True)
-        if not rests:
+        if not (rests or is_writing):
             return
         time.sleep(WAIT)
 
