@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from injection import Injected, Lines
+from jax.experimental.compilation_cache import compilation_cache
 from steps import loss, step
 
 import treetap as tt
@@ -34,6 +35,27 @@ WALK = (
     *("_editable", "_editing", "_retaps", "_reductions", "_methods"),
 )
 X = jnp.arange(6.0).reshape(3, 2) / 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_kept(tmp_path_factory):
+    """For each fault the same programs are made anew: they are compiled once."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    use(wanted)
+    yield
+    use(before)
+
+
+def use(settings):
+    """Settings of the cache of compilations, from the next one on."""
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
 
 
 class Net(tt.Module):
