@@ -171,3 +171,12 @@ def test_a_state_with_another_name_is_refused_by_both_names():
     message = rf"(?s)merge: the state does not fit.*missing {first[0]}.*unexpected oth"
     with pytest.raises(tt.StructureError, match=message):
         tt.merge(graphdef, wrong)
+
+
+def test_a_variable_of_an_object_that_was_walked_before_may_not_be_elsewhere():
+    inner = Linear()
+    tt.split(inner)
+    with pytest.raises(tt.AliasError, match="split: Duplicate Param found at paths "):
+        tt.split({"a": inner.w, "b": inner})
+    inner.w = tt.Param(jnp.zeros((2, 3)))
+    assert tt.split({"b": inner})[1]["b"]["w"].sum() == 0
