@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG file")
     options = parser.parse_args()
     called = calls(options.rounds)
-    rows = called + traces(max(3, options.rounds // 3))
+    rows = called + traces(options.rounds)
     print(timing.table(rows))
     print()
     print(lines(called))
