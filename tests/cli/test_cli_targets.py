@@ -92,6 +92,7 @@ def test_what_names_no_factory(target):
     ("target", "text"),
     [
         ("nowhere.py:model", "There is no file nowhere.py."),
+        ("no\0where.py:model", r"There is no file 'no\x00where.py'."),
         ("no_such.module:model", "There is no module 'no_such'"),
         ("json.no_such:model", "There is no module 'json.no_such'"),
         ("./text.txt:model", "is not a Python file"),

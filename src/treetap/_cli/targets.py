@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from treetap._attributes import Node
 from treetap._cli.failures import Failure
+from treetap._names import shown
 
 RETURNS = "A factory returns a model, (model, inputs) or (model, inputs, loss)."
 FORM = (
@@ -78,9 +79,9 @@ def case_of(target: str) -> Case:
 
 
 def _from_file(place: str) -> ModuleType:
-    path = pathlib.Path(place).resolve()
-    if not path.is_file():
-        raise Failure(f"There is no file {place}.")
+    path = pathlib.Path(place.partition("\0")[0]).resolve()
+    if "\0" in place or not path.is_file():
+        raise Failure(f"There is no file {shown(place)}.")
     if path.suffix != ".py":
         raise Failure(f"{place} is not a Python file. {FORM}")
     name = f"_treetap_target_{abs(hash(path)):x}_{path.stem}"
