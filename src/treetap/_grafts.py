@@ -98,7 +98,7 @@ class Grafts:
         children, structure = flat_of(node)
         before = len(walk.leaves)
         specs, _ = walk.children(structure[0].keys, children)
-        spec = ObjectSpec(number, type(node), structure, specs, None)
+        spec = ObjectSpec(number, type(node), structure, specs)
         return spec, walk.leaves[before:]
 
     def collect(

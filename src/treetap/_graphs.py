@@ -52,12 +52,15 @@ from treetap._variables import Variable, get_metadata, make
 class Apart:
     """One walk over an object: what was met, and the leaves counted."""
 
-    __slots__ = ("graph", "leaves", "members", "name", "numbers", "root")
+    __slots__ = ("graph", "leaves", "members", "name", "numbers", "root", "states")
 
-    def __init__(self, root: Any, graph: bool | Mode, name: str):
+    def __init__(
+        self, root: Any, graph: bool | Mode, name: str, *, states: bool = True
+    ):
         self.root = root
         self.graph = graph
         self.name = name
+        self.states = states  # whether they are wanted, beside descriptions
         self.leaves: list[Any] = []  # in the order of the walk
         # What was met, by identity: its number in graph mode; in tree mode INSIDE or
         # DONE for an object, DONE for a Variable.
@@ -123,10 +126,12 @@ class Apart:
             children, structure = node._refresh()
         before = len(self.leaves)
         specs, state = self.children(structure[0].keys, children)
-        spec = ObjectSpec(number, type(node), structure, specs, None)
         if not graph and all(map(_is_variable_spec, specs)):
-            spec = spec._replace(kinds=tuple(map(type, children)))
-            set_spec(node, (children, tuple(map(get_metadata, children)), spec))
+            own = tuple(map(type, children)), tuple(map(get_metadata, children))
+            spec = ObjectSpec(None, type(node), structure, specs, *own)
+            set_spec(node, (children, spec))
+        else:
+            spec = ObjectSpec(number, type(node), structure, specs)
         if number is None:
             numbers[identity] = DONE
             if met is DONE and len(self.leaves) != before:
@@ -141,13 +146,13 @@ class Apart:
         kept = node._pytree__spec
         if kept is None:
             return None
-        children, metadata, spec = kept
+        children, spec = kept
         try:
             if cached_flat(node)[0] is not children:
                 return None
         except AttributeError:  # an object that keeps no children
             return None
-        if metadata != tuple(map(get_metadata, children)):
+        if spec.metadata != tuple(map(get_metadata, children)):
             return None
         numbers = self.numbers
         for child in children:
@@ -155,7 +160,9 @@ class Apart:
                 raise refuse_shared(self.name, self.root, child)
             numbers[identity] = DONE
         self.leaves.extend(children)
-        return spec, dict(zip(spec.structure[0].keys, children)) or NOTHING
+        if not (self.states and children):
+            return spec, NOTHING
+        return spec, dict(zip(spec.structure[0].keys, children))
 
     def children(self, keys: Any, children: Any) -> tuple[tuple[Any, ...], Any]:
         """Descriptions of children, and the nested dict of those with leaves."""
@@ -217,7 +224,7 @@ def take_leaves(
     value: Any, graph: bool | Mode, name: str
 ) -> tuple[GraphDef, list[Any]]:
     """Describes an object and gives its leaves as a list, in the order of the walk."""
-    walk = Apart(value, graph, name)
+    walk = Apart(value, graph, name, states=False)
     return walk.definition(value), walk.leaves
 
 
@@ -285,7 +292,7 @@ class _Together:
 
     def object(self, spec: ObjectSpec, state: Any, trail: Trail) -> Any:
         """An object of ours; numbered first, as its children may lead back to it."""
-        number, kind, structure, specs, kinds = spec
+        number, kind, structure, specs, kinds, _ = spec
         layout = structure[0]
         if kinds and type(state) is dict and len(state) == len(kinds):
             children = None if self.copy else _matching(layout, state, kinds)
@@ -423,7 +430,7 @@ def from_leaves(graphdef: GraphDef, leaves: Any, name: str) -> Any:
                 return next(supply)
             case SharedSpec():
                 return NOTHING
-            case ObjectSpec(_, _, (layout, *_), children, _):
+            case ObjectSpec(_, _, (layout, *_), children):
                 keys = layout.keys
             case _:
                 keys, children = spec.keys, spec.children

@@ -25,7 +25,7 @@ from treetap._attributes import Node
 from treetap._changes import Policy, Structure, policy_of, with_policy
 from treetap._errors import AliasError, StructureError
 from treetap._grafts import Graft, Grafts, Lanes, plant, refuse_captured
-from treetap._graphs import Apart
+from treetap._graphs import Apart, take_leaves
 from treetap._listening import listening
 from treetap._metadata import MISSING
 from treetap._prefixes import Spread, filter_values
@@ -181,7 +181,7 @@ class Inputs:
     def __init__(self, tree: Any, mode: Mode, name: str):
         self.name = name
         self.tree = tree
-        walk = Apart(tree, mode, name)
+        walk = Apart(tree, mode, name, states=False)
         try:
             self.definition = walk.definition(tree)
         except AliasError as error:
@@ -328,7 +328,7 @@ class Inside:
                 )
         if self.mode is Mode.TREE:
             try:
-                Apart({"out": out}, False, self.name).any({"out": out})
+                take_leaves({"out": out}, False, self.name)
             except AliasError as error:
                 raise as_transform_error(error, self.name) from None
 
@@ -374,7 +374,7 @@ class Inside:
         lists = tuple(map(tuple, written))
         if self.grafts is None:
             self.check_output(out)
-            walk = Apart(out, self.mode, self.name)
+            walk = Apart(out, self.mode, self.name, states=False)
             packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
             return packed, Updates(
                 tuple(values), Written(lists, (), has_packed(packed))

@@ -84,10 +84,12 @@ class Program:
         flags = key.donated
         self._donates = any(flags)
         # (Variables first, then the rest) of (donated, kept), and where they are there
-        groups = [[n for n in x if flags[n]] for x in (mine, others)]
-        groups += [[n for n in x if not flags[n]] for x in (mine, others)]
-        place = {n: i for x in (mine, others) for i, n in enumerate(x)}
-        self._takes = tuple(picker([place[n] for n in group]) for group in groups)
+        groups: list[list[int]] = [[], [], mine, others]
+        if self._donates:
+            groups = [[n for n in x if flags[n]] for x in (mine, others)]
+            groups += [[n for n in x if not flags[n]] for x in (mine, others)]
+            place = {n: i for x in (mine, others) for i, n in enumerate(x)}
+            self._takes = tuple(picker([place[n] for n in group]) for group in groups)
         donated, kept = groups[0] + groups[1], groups[2] + groups[3]
         places = {number: i for i, number in enumerate(donated + kept)}
         arrange = picker([places[number] for number in numbers])

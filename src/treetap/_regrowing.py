@@ -56,6 +56,8 @@ class _Regrowth:
         return value
 
     def object(self, spec: ObjectSpec) -> Any:
+        if spec.kinds is not None:
+            return self.object_of_variables(spec)
         owned = self.owners.get(spec.number)
         node = bare(spec.type, self.trace) if owned is None else owned
         self.nodes.append(node)
@@ -64,22 +66,33 @@ class _Regrowth:
         children = self.children(spec)
         if owned is None:
             fill(node, spec.structure, children)
-            if spec.kinds is None:  # Variables have no place
-                adopt_all(node, spec.structure, children)
+            adopt_all(node, spec.structure, children)
         elif any(map(is_not, children, flat_of(node)[0])):
             refill(node, spec.structure, children)
         return node
 
     def children(self, spec: ObjectSpec) -> list[Any]:
-        if spec.kinds is None:
-            return [self.any(child) for child in spec.children]
-        found = []  # Variables, none of them shared
-        for child, value in zip(spec.children, self.values):
-            if not isinstance(value, Variable):
-                value = make(child.type, value, child.metadata, self.trace)  # noqa: PLW2901 - around it
-            found.append(value)
-        self.leaves += found
-        return found
+        return [self.any(child) for child in spec.children]
+
+    def object_of_variables(self, spec: ObjectSpec) -> Any:
+        """The common object, made quickly: nothing in it is shared or has a place."""
+        trace = self.trace
+        made: list[Any] = []
+        are_new = True
+        for kind, metadata, value in zip(spec.kinds, spec.metadata, self.values):
+            if isinstance(value, Variable):
+                are_new = False
+                made.append(value)
+            else:
+                made.append(make(kind, value, metadata, trace))
+        node = bare(spec.type, trace)
+        children = tuple(made)
+        fill(node, spec.structure, children)
+        if are_new:  # what a walk would find
+            set_spec(node, (children, spec))
+        self.nodes.append(node)
+        self.leaves += made
+        return node
 
 
 def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:

@@ -17,14 +17,15 @@ from treetap._trees import Key, Path
 class ObjectSpec(NamedTuple):
     """An object of ours: its class, its layout and statics, its children.
 
-    `kinds` are the children's types when all are Variables of a tree, else None.
+    `kinds` and `metadata` are the children's when all are Variables of a tree.
     """
 
     number: int | None
     type: type
     structure: Any
     children: tuple[Any, ...]
-    kinds: Any
+    kinds: Any = None
+    metadata: Any = None
 
 
 class ContainerSpec(NamedTuple):
@@ -129,7 +130,7 @@ def has_hashable_statics(spec: Any) -> bool:
 def objects_in(spec: Any, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
     match spec:
-        case ObjectSpec(_, _, (layout, *_), children, _):
+        case ObjectSpec(_, _, (layout, *_), children):
             yield path, spec
             keys = layout.keys
         case ContainerSpec(_, keys, _, children):
@@ -152,7 +153,7 @@ def describe(spec: Any, label: str, depth: int) -> list[str]:
     """Lines of text for a description."""
     start = "  " * depth + label
     match spec:
-        case ObjectSpec(_, kind, (layout, statics, _), children, _):
+        case ObjectSpec(_, kind, (layout, statics, _), children):
             pairs = zip(layout.static_names, statics)
             shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
             keys = layout.keys
