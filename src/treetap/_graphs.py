@@ -148,11 +148,10 @@ class Apart:
             return None
         children, spec = kept
         try:
-            if cached_flat(node)[0] is not children:
-                return None
+            is_same = cached_flat(node)[0] is children
         except AttributeError:  # an object that keeps no children
             return None
-        if spec.metadata != tuple(map(get_metadata, children)):
+        if not is_same or spec.metadata != tuple(map(get_metadata, children)):
             return None
         numbers = self.numbers
         for child in children:
