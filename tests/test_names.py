@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in messages: short, printable, found again among many."""
+"""Texts in messages: short, printable; names found again among many."""
 
 import time
 
-from treetap._names import near_to, quoted, shown
+from treetap._names import near_to, printable, quoted, shown, words_of
 
 
 def test_names_that_a_line_can_take_are_as_they_are():
@@ -16,6 +16,18 @@ def test_others_are_quoted_and_cut():
     assert shown("\ud800").isascii()
     assert len(shown("a" * 10_000)) < 130
     assert shown("a" * 500 + "end").endswith("end'")
+
+
+def test_what_steers_a_terminal_is_replaced():
+    assert printable("a\x1b[31mb\n") == "a\ufffd[31mb\ufffd"
+
+
+def test_what_another_library_says_is_printable_and_cut():
+    assert words_of(ValueError("no such key")) == "no such key"
+    assert words_of(ValueError("a\x7fb\ud800")) == "a\ufffdb\ufffd"
+    long = words_of(OSError("a" * 10_000 + "the end"))
+    assert len(long) == 600
+    assert long.endswith("athe end")
 
 
 def test_the_likest_comes_first():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names from elsewhere, in messages: short, printable, and those that look like one.
+"""Texts from elsewhere, in messages: short, printable, and names that look like one.
 
 A file or a user may give names of any length, with anything in them, in any number.
 What is shown of them fits a line and leads no terminal astray, and looking for the one
@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 
 LONG, MANY = 200, 1000  # letters of a name, and names, that are looked at
+LONGEST = 600  # letters of what another library says
 
 
 def quoted(name: str) -> str:
@@ -21,6 +22,19 @@ def quoted(name: str) -> str:
 def shown(name: str) -> str:
     """A name as it is, unless a line or a terminal could not take it."""
     return name if name.isprintable() and len(name) <= 120 else quoted(name)
+
+
+def printable(text: str) -> str:
+    """A text without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def words_of(error: BaseException) -> str:
+    """What an error of another library says; it may quote a broken file at length."""
+    text = str(error)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 100]}…{text[-99:]}"
+    return printable(text)
 
 
 def near_to(

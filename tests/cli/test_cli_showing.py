@@ -11,7 +11,6 @@ from treetap._cli.showing import (
     Listing,
     many,
     number_text,
-    printable,
     share_text,
     spark,
 )
@@ -54,10 +53,6 @@ def test_sparks():
     assert spark([1, 1, 2, 2, 4, 4], 3, " .:#") == ".:#"
     assert len(spark(range(1, 65), 12)) == 12
     assert set(spark([1, 1000], 2)) == {BLOCKS[1], BLOCKS[-1]}  # what is rare is seen
-
-
-def test_what_steers_a_terminal_is_replaced():
-    assert printable("a\x1b[31mb\n") == "a\ufffd[31mb\ufffd"
 
 
 def listing(name):

@@ -499,6 +499,16 @@ def rewrite_array(folder, change):
     file.write_text(json.dumps(about))
 
 
+def test_a_broken_description_of_an_array_is_quoted_in_print(tmp_path):
+    filled(tmp_path / "runs", 1)
+    (file,) = (tmp_path / "runs" / "data").glob("0000-*/zarr.json")
+    file.write_text(json.dumps([{"a\x7fb": "long " * 10_000}], ensure_ascii=False))
+    said = "broken or missing: .*a\ufffdb"
+    with pytest.raises(tt.WeightsError, match=said) as caught:
+        Store(tmp_path / "runs")[0]
+    assert len(str(caught.value)) < 1_000
+
+
 @pytest.mark.parametrize("packing", ["gzip", "sharding_indexed"])
 def test_arrays_of_another_packing_are_refused(packing, tmp_path):
     filled(tmp_path / "runs", 1)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from treetap._names import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.progress import Progress
@@ -64,11 +66,6 @@ def waiting(text: str, enabled: bool = True) -> Iterator[None]:
     with progress_of(enabled) as progress:
         progress.add_task(text, total=None, told="")
         yield
-
-
-def printable(text: str) -> str:
-    """A text without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def many(count: int, name: str) -> str:

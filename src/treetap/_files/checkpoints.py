@@ -29,6 +29,7 @@ from jax.tree_util import tree_flatten_with_path
 from treetap._errors import WeightsError
 from treetap._files.paths import refuse_no_path
 from treetap._files.targets import NUMBERS, is_held, no_value, section, sharding_of
+from treetap._names import words_of
 from treetap._splitting import merge, split
 from treetap._states import State, flat_items, nested
 from treetap._trees import Path, plain_key
@@ -278,7 +279,9 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
         try:
             restored = checkpointer.restore(place, args=args)
         except (ValueError, OSError) as error:
-            raise WeightsError(f"{name}: {place} is broken: {error}") from error
+            raise WeightsError(
+                f"{name}: {place} is broken: {words_of(error)}"
+            ) from error
     values: dict[int, Any] = dict(zip(order, jax.tree.leaves(restored), strict=True))
     finished = iter([_finished(values[i], leaf, name) for i, leaf in enumerate(leaves)])
     return merge(graphdef, nested([(h.path, _rebuilt(h, finished)) for h in held]))

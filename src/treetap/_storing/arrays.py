@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from treetap._errors import WeightsError
-from treetap._names import quoted, shown
+from treetap._names import quoted, shown, words_of
 from treetap._storing.descriptions import DTYPES
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
@@ -138,7 +138,8 @@ def opened(ts: ModuleType, column: Column, folder: pathlib.Path, name: str) -> A
         array = ts.open(_spec(folder), open=True).result()
     except (ValueError, OSError) as error:
         raise WeightsError(
-            f"{name}: the array of {shown(column.text)} is broken or missing: {error}"
+            f"{name}: the array of {shown(column.text)} is broken or missing: "
+            f"{words_of(error)}"
         ) from error
     found = array.dtype.numpy_dtype, tuple(array.shape[1:]), *_packing(array)
     wanted = column.stored, column.shape, column.chunk
@@ -271,7 +272,8 @@ class StoredArray:
             data = future.result()
         except (ValueError, OSError) as error:
             raise WeightsError(
-                f"Store: rows of {shown(self.text)} are broken or missing: {error}"
+                f"Store: rows of {shown(self.text)} are broken or missing: "
+                f"{words_of(error)}"
             ) from error
         return np.require(data, requirements="C").view(self.dtype)
 
