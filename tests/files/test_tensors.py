@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from treetap import WeightsError
-from treetap._files.tensors import DTYPES, stored_tensors, write_tensors
+from treetap._files.tensors import DIAGNOSED, DTYPES, stored_tensors, write_tensors
 
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
@@ -188,6 +188,13 @@ def test_hostile_headers_cost_neither_time_nor_memory(written):
         tracemalloc.stop()
     assert time.monotonic() - start < 10
     assert peak < 50_000_000
+
+
+def test_what_is_said_of_a_long_header_is_printable(written):
+    header = json.dumps({"a": {**ONE, "dtype": "F\x7f32"}}, ensure_ascii=False)
+    content = file_of(header.encode() + b" " * DIAGNOSED, b"1234")
+    with pytest.raises(WeightsError, match="unknown variant `F\ufffd32`"):
+        stored_tensors(written(content), "load_weights")
 
 
 @hypothesis.given(st.data())

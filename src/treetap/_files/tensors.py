@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._errors import WeightsError
-from treetap._names import quoted
+from treetap._names import quoted, words_of
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -229,7 +229,7 @@ def _validate(file: pathlib.Path, size: int, length: int, name: str) -> None:
         with safe_open(file, framework="np"):
             return
     except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = words_of(error).removeprefix("Error while deserializing header: ")
         if length <= DIAGNOSED:
             with file.open("rb") as opened:
                 opened.seek(8)
