@@ -97,6 +97,7 @@ def test_what_names_no_factory(target):
         ("json.no_such:model", "There is no module 'json.no_such'"),
         ("./text.txt:model", "is not a Python file"),
         ("..up:model", "is no name of a module"),
+        ("a.b" * 1_000 + ":model", "is no name of a module"),
     ],
 )
 def test_what_cannot_be_imported(target, text, folder):

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from treetap._attributes import Node
 from treetap._cli.failures import Failure
-from treetap._names import shown
+from treetap._names import quoted, shown
 
+DEEPEST = 50  # packages inside one another; Python looks for each in the one before
 RETURNS = "A factory returns a model, (model, inputs) or (model, inputs, loss)."
 FORM = (
     "A TARGET is `package.module:factory` or `path/to/file.py:factory`, such as "
@@ -104,6 +105,8 @@ def _from_file(place: str) -> ModuleType:
 
 
 def _from_package(place: str) -> ModuleType:
+    if place.count(".") > DEEPEST:
+        raise Failure(f"{quoted(place)} is no name of a module. {FORM}")
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
