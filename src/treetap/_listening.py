@@ -4,6 +4,9 @@
 `listening` is a JAX user context, part of the key of every trace cache, whose value
 says only which kinds of taps to emit. What follows from it is imported when needed.
 `around_methods` is another: who runs the methods of Modules, while somebody listens.
+
+Who opens one opens it twice, first with what it is: an interrupt that comes where the
+inner block ends, before it is undone, is made good where the outer one does.
 """
 
 from typing import Any, NamedTuple

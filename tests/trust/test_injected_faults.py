@@ -8,6 +8,7 @@ does what it should. Donated arrays alone can be lost, in the few lines between 
 them away and getting others. A sample of lines always runs, every one in long sweeps.
 """
 
+import linecache
 import random
 
 import jax
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from injection import Injected, Lines
+from injection import SOURCE, Injected, Lines
 from jax.experimental.compilation_cache import compilation_cache
 from steps import loss, step
 
 import treetap as tt
 from programs import forget_if_many
 from treetap import edits
+from treetap._listening import around_methods, listening
 
 LIFT = (
     *("_lift", "_calling", "_programs", "_compiling", "_results", "_updates"),
@@ -228,6 +230,8 @@ def check_line(make, rooms, warm, number, wanted):
         assert len(lines.places) < number, f"{lines.places[number - 1]}: swallowed"
         return "not reached"
     where = f"line {number}, {lines.places[-1]}"
+    assert listening.value is None, where
+    assert around_methods.value is None, where
     if is_lost(trial):
         with pytest.raises((RuntimeError, ValueError), match="deleted"):
             fn(*trial.objects(), X)
@@ -273,11 +277,20 @@ def a_few(places):
 
 
 def every_line(places):
-    """Each line of the source, the first time it runs."""
-    first = {}
+    """Each line of the source, the first time it runs; and where its blocks end."""
+    first, last = {}, {}
     for number, place in enumerate(places, 1):
         first.setdefault(place, number)
-    return sorted(first.values())
+        if opens_a_block(place):
+            last[place] = number
+    return sorted({*first.values(), *last.values()})
+
+
+def opens_a_block(place):
+    """Whether a line is that of a `with`, which runs again when the block ends."""
+    room, number = place.split(":")
+    line = linecache.getline(str(SOURCE / f"{room}.py"), int(number))
+    return line.lstrip().startswith("with ")
 
 
 CASES = [

@@ -152,7 +152,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
     known: list[Roots] = []
 
     def pure(arrays: list[Any]) -> None:
-        with around_methods(told):
+        with around_methods(around_methods.value), around_methods(told):
             run = run_quietly(inputs.definition, restore(arrays), method, CALLS)
         known.append(run.known)
 
@@ -202,7 +202,7 @@ def run_quietly(definition: Any, leaves: Any, method: str, asked: Asked = QUIET)
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    with rooted(roots) as known, listening(asked):
+    with listening(listening.value), rooted(roots) as known, listening(asked):
         if asked is QUIET or is_wrapped(getattr(type(node), method)):
             out = bound(*args, **kwargs)
         else:  # nobody else tells of it
