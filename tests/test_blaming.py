@@ -12,6 +12,8 @@ from jax.sharding import AxisType
 
 import treetap as tt
 from meshes import mesh_of
+from treetap._faults import Every, looking
+from treetap._walk import Survey, lens
 
 ONES = jnp.ones(3)
 
@@ -541,3 +543,11 @@ def test_a_value_that_went_bad_in_a_loop_spoils_another_later():
 def test_what_a_checkpoint_computes_again_is_of_the_backward_pass(wrap):
     found = tt.blame(jax.grad(wrap(lambda x: jnp.sqrt(jnp.sum(x**2)))))(jnp.zeros(3))
     assert (found.operation, found.kind, found.backward) == ("div", "inf", True)
+
+
+def test_an_interrupt_where_the_search_ends_leaves_the_walk_as_it_was():
+    block = looking()
+    block.__enter__()
+    assert lens.get() is Every
+    del block  # without its `__exit__`, before which an interrupt may come
+    assert lens.get() is Survey

@@ -12,6 +12,7 @@ made from such: a mask of -inf is no fault, a NaN made from it is one.
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -162,14 +163,14 @@ def program(body: Body, plan: tuple[Choice, ...]) -> Any:
     return jax.jit(fn)
 
 
-class looking:
+@contextmanager
+def looking() -> Iterator[None]:
     """A block in which the walk looks at every value."""
-
-    def __enter__(self) -> None:
-        self._token = lens.set(Every)
-
-    def __exit__(self, *exception: Any) -> None:
-        lens.reset(self._token)
+    token = lens.set(Every)
+    try:
+        yield
+    finally:
+        lens.reset(token)
 
 
 class Frame(NamedTuple):
