@@ -107,7 +107,7 @@ class Session:
             listener = Listener(parent, self)
             asked = self.asked if outer is None else united(self.asked, outer)
             with (
-                listening(outer),  # twice: see there
+                listening(outer),  # twice: see `_listening`
                 rooted(self.roots) as self.known,
                 set_current_trace(listener),
                 listening(asked),
