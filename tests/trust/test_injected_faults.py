@@ -5,10 +5,11 @@ An exception is raised before the k-th line that runs in the rooms of the lift o
 walk. Then every object is as it was before the call or, if the fault came after all was
 written, as it would be after it, never something between; and a call without a fault
 does what it should. Donated arrays alone can be lost, in the few lines between giving
-them away and getting others. A sample of lines always runs, every one in long sweeps.
+them away and getting others. A sample always runs; in long sweeps every k, that is,
+each line as often as it runs.
 """
 
-import linecache
+import concurrent.futures
 import random
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from injection import SOURCE, Injected, Lines
+from injection import Injected, Lines
 from jax.experimental.compilation_cache import compilation_cache
 from steps import loss, step
 
@@ -37,6 +38,8 @@ WALK = (
     *("_editable", "_editing", "_retaps", "_reductions", "_methods"),
 )
 X = jnp.arange(6.0).reshape(3, 2) / 6
+BATCH = 50  # faults in one thread
+PARTS = 8  # of a sweep over all lines: as many tests, which run side by side
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -258,39 +261,43 @@ def wanted_of(make, warm):
 
 
 def check(make, rooms, warm, chosen):
-    places, wanted = lines_of(make, rooms, warm), wanted_of(make, warm)
+    """Faults at some of the lines that a call runs."""
+    wanted, places = wanted_of(make, warm), lines_of(make, rooms, warm)
     assert len(places) > 10
     numbers = chosen(places)
-    found = []
-    for number in numbers:
-        found.append(check_line(make, rooms, warm, number, wanted))
-        if len(found) % 50 == 0:
-            forget_if_many()
+    found = {}
+
+    def run(batch):
+        for number in batch:
+            found[number] = check_line(make, rooms, warm, number, wanted)
+
+    for start in range(0, len(numbers), BATCH):
+        in_a_thread(run, numbers[start : start + BATCH])
+        forget_if_many()
+    ends = list(found.values())
+    assert ends.count("not reached") <= max(1, len(ends) // 10)
     # Between giving arrays away and getting others there are a few lines.
-    assert found.count("lost") <= (12 if make is LIFTED["donating"] else 0)
-    assert {"before", "after"} & {*found}
-    return found
+    lost = {places[number - 1] for number, end in found.items() if end == "lost"}
+    assert len(lost) <= (25 if make is LIFTED["donating"] else 0), lost
+
+
+def in_a_thread(fn, *args):
+    """Calls a function in a thread of its own.
+
+    What is raised while JAX flattens nested containers costs the thread some of the
+    levels of recursion that Python allows it, for good.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(fn, *args).result()
 
 
 def a_few(places):
     return sorted(random.Random(len(places)).sample(range(1, len(places) + 1), 3))
 
 
-def every_line(places):
-    """Each line of the source, the first time it runs; and where its blocks end."""
-    first, last = {}, {}
-    for number, place in enumerate(places, 1):
-        first.setdefault(place, number)
-        if opens_a_block(place):
-            last[place] = number
-    return sorted({*first.values(), *last.values()})
-
-
-def opens_a_block(place):
-    """Whether a line is that of a `with`, which runs again when the block ends."""
-    room, number = place.split(":")
-    line = linecache.getline(str(SOURCE / f"{room}.py"), int(number))
-    return line.lstrip().startswith("with ")
+def share(places, part):
+    """Every so-many-th line that runs, from the `part`-th on: all parts, all lines."""
+    return range(1 + part, len(places) + 1, PARTS)
 
 
 CASES = [
@@ -311,6 +318,7 @@ def test_a_fault_leaves_everything_whole(make, rooms, warm):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("make", "rooms", "warm"), CASES)
-def test_a_fault_at_any_line_leaves_everything_whole(make, rooms, warm):
-    check(make, rooms, warm, every_line)
+def test_a_fault_at_any_line_leaves_everything_whole(make, rooms, warm, part):
+    check(make, rooms, warm, lambda places: share(places, part))
