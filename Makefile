@@ -45,9 +45,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(PEERS_READY)
-	.venv-peers/bin/python benchmarks/eager.py --json benchmarks/results/eager.json
-	.venv-peers/bin/python benchmarks/calls.py --json benchmarks/results/calls.json
-	.venv-peers/bin/python benchmarks/capture.py --json benchmarks/results/capture.json
+	.venv-peers/bin/python benchmarks/targets.py --json benchmarks/results/targets.json --plot benchmarks/results/calls.svg
 	.venv-peers/bin/python benchmarks/peers/taps_elsewhere.py
 	.venv-peers/bin/python benchmarks/peers/checkpoints.py
 

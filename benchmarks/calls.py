@@ -6,7 +6,6 @@ compiled program; the floor is measured twice, to show the spread. Run by `make 
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ except ImportError:
     eqx = nnx = None
 
 SIZES = (20, 100, 500, 2000)
+CALLS = "jit, "  # how the groups of calls begin
 Contenders = dict[str, Callable[[], Any]]
 
 
@@ -204,7 +204,7 @@ def calls(rounds: int) -> list[timing.Row]:
             if size >= PACKED_FROM:
                 targets["treetap, packed"] = PACKED_TARGET
             rows += timing.compare(
-                f"jit, {kind} Variable written, N={size}",
+                f"{CALLS}{kind} Variable written, N={size}",
                 contenders(size, write, floor, functional),
                 targets,
                 rounds,
@@ -258,7 +258,7 @@ def over_floor(rows: list[timing.Row], kind: str, name: str) -> list[float]:
     """Microseconds over the floor, for each size."""
     found = []
     for size in SIZES:
-        group = f"jit, {kind} Variable written, N={size}"
+        group = f"{CALLS}{kind} Variable written, N={size}"
         times = {row.name: row.microseconds for row in rows if row.group == group}
         found.append(times[name] - times["jax.jit, flat list"])
     return found
@@ -319,9 +319,7 @@ def main() -> None:
     print(lines(called))
     if options.plot:
         plot(called, options.plot)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+    timing.write(options.json, rows)
 
 
 if __name__ == "__main__":

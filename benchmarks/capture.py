@@ -8,7 +8,6 @@ flax.nnx stands beside it when it is installed.
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
 import time
@@ -151,8 +150,31 @@ def gradient_contenders(how: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def flops(fn: Callable[..., Any], *args: Any) -> float:
-    return jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
+def counts(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """What a compiled program is, without running it."""
+    compiled = jax.jit(fn).lower(*args).compile()
+    cost, lines = compiled.cost_analysis(), compiled.as_text().splitlines()
+    return {
+        "FLOPs": cost["flops"],
+        "bytes accessed": cost["bytes accessed"],
+        "temporary bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "instructions": sum(" = " in line for line in lines),
+    }
+
+
+def count_figures() -> list[timing.Figure]:
+    params = list(zip(WEIGHTS, BIASES))
+    by_hand = jax.value_and_grad(floor_loss, argnums=(0, 1), has_aux=True)
+    floor_counts = counts(by_hand, params, [jnp.zeros((4, 8))] * LAYERS, X)
+    ours = counts(observed_gradients, Model(), X)
+    what = "values and gradients"
+    figures = [timing.Figure(what, ours["FLOPs"], floor_counts["FLOPs"], "FLOPs", {})]
+    bare = counts(lambda params, x: floor(params, x)[0], params, X)
+    marked = counts(lambda model, x: model(x), Model(), X)
+    what = "taps while nobody listens"
+    return figures + [
+        timing.Figure(what, marked[unit], bare[unit], unit, {}) for unit in bare
+    ]
 
 
 def eager_milliseconds() -> tuple[float, float]:
@@ -181,24 +203,11 @@ def main() -> None:
     made = gradient_contenders(traced)
     rows += timing.compare("values and gradients: trace", made, {name: 1.6})
     print(timing.table(rows))
-    params = list(zip(WEIGHTS, BIASES))
-    by_hand = jax.value_and_grad(floor_loss, argnums=(0, 1), has_aux=True)
-    costs = {
-        "by hand": flops(by_hand, params, [jnp.zeros((4, 8))] * LAYERS, X),
-        "observed": flops(observed_gradients, Model(), X),
-    }
-    print(f"\nFLOPs of values and gradients: {costs} (target: at most the first)")
+    figures = count_figures()
+    print(timing.figure_table(figures))
     alone, seen = eager_milliseconds()
     print(f"eager forward pass: {alone:.2f} ms, observed {seen:.2f} ms")
-    if options.json:
-        report = {
-            "jax": jax.__version__,
-            "rows": [row._asdict() for row in rows],
-            "flops": costs,
-            "eager_ms": {"alone": alone, "observed": seen},
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    timing.write(options.json, rows, figures)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ and equinox stand beside it when they are installed.
 
 import argparse
 import itertools
-import json
 import pathlib
 import subprocess
 import sys
@@ -293,25 +292,27 @@ def main() -> None:
     rows = eager_rows(options.layers) + method_rows()
     print(timing.table(rows))
     call, wrapped = rows[-2:]
-    wrapper = wrapped.microseconds - call.microseconds
-    sizes, imports = memory(), import_times()
-    print(f"\nwrapper around a method: {wrapper:.2f} µs per eager call (target ≤ 2)")
-    print("\nbytes of Python objects (target ≤ 120 per Variable):")
-    for name, size in sizes.items():
-        print(f"  {name}: {size:.0f}")
-    print("\nmilliseconds to import over jax (target ≤ 80):")
-    for name, milliseconds in imports.items():
-        print(f"  {name}: {milliseconds:.0f}")
-    if options.json:
-        report = {
-            "jax": jax.__version__,
-            "rows": [row._asdict() for row in rows],
-            "method_wrapper_us": wrapper,
-            "bytes": sizes,
-            "import_ms": imports,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    figures = [
+        timing.Figure(
+            "wrapper around a method, each eager call",
+            round(wrapped.microseconds - call.microseconds, 2),
+            2,
+            "µs",
+            {},
+        ),
+        figure("Python objects of a Variable", memory(), 120, "bytes"),
+        figure("import over jax", import_times(), 80, "ms"),
+    ]
+    print(timing.figure_table(figures))
+    timing.write(options.json, rows, figures)
+
+
+def figure(
+    what: str, found: dict[str, float], target: float, unit: str
+) -> timing.Figure:
+    """What was counted for the first, with what was counted for others beside it."""
+    ours, *beside = ((name, round(value)) for name, value in found.items())
+    return timing.Figure(what, ours[1], target, unit, dict(beside))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ turns within every round, and what is reported first is the ratio to the group's
 """
 
 import gc
+import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +26,16 @@ class Row(NamedTuple):
     microseconds: float
     ratio: float
     target: float | None
+
+
+class Figure(NamedTuple):
+    """Something that is counted, not timed: the same in every run, or nearly."""
+
+    what: str
+    found: float
+    target: float
+    unit: str
+    beside: dict[str, float]
 
 
 def one_round(fn: Contender, calls: int) -> float:
@@ -92,3 +104,30 @@ def table(rows: list[Row], digits: int = 2) -> str:
             f"| {row.ratio:.{digits}f}x | {target} | {met} |"
         )
     return "\n".join(lines)
+
+
+def figure_table(figures: list[Figure]) -> str:
+    """Figures as a Markdown table."""
+    lines = ["| what | found | target | met | beside it |", "|---|---:|---:|:-:|---|"]
+    for what, found, target, unit, beside in figures:
+        met = "yes" if found <= target else "NO"
+        others = ", ".join(f"{name} {value:,g}" for name, value in beside.items())
+        lines.append(
+            f"| {what} | {found:,g} {unit} | ≤ {target:,g} | {met} | {others} |"
+        )
+    return "\n".join(lines)
+
+
+def write(
+    path: pathlib.Path | None, rows: list[Row], figures: list[Figure] | None = None
+) -> None:
+    """Writes results as JSON, if there is a path to write them to."""
+    if path is None:
+        return
+    report = {
+        "jax": jax.__version__,
+        "rows": [row._asdict() for row in rows],
+        "figures": [figure._asdict() for figure in figures or ()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
