@@ -204,12 +204,16 @@ def test_t22_jit_partial_refuses_bound_methods():
     "option", [{"donate_argnames": "m"}, {"donate_argnums": 0}], ids=["name", "number"]
 )
 def test_t34_variables_given_to_jit_partial_may_be_donated(mode, option):
+    def grow(m, x):
+        m.w[...] += m.offset
+        return m.w * x
+
     m = Model()
     given = m.w[...]
-    f = tt.jit_partial(lambda m, x: m.w * x, m, **mode, **option)
-    assert [float(f(2.0)), float(f(3.0))] == [6.0, 9.0]
+    f = tt.jit_partial(grow, m, **mode, **option)
+    assert [float(f(2.0)), float(f(3.0))] == [8.0, 15.0]
     assert given.is_deleted()
-    assert float(m.w) == 3.0
+    assert (float(m.w), float(m.offset)) == (5.0, 1.0)
 
 
 @SIMPLE_MODES

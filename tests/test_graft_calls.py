@@ -246,7 +246,7 @@ def test_donated_objects_end_with_live_arrays(grows):
         m.a.w[...] = m.a.w + 1
 
     model = Model()
-    given = model.scale
+    given = model.a.w[...]
     step = compat.jit(f, donate_argnums=0)
     for _ in range(3):
         step(model)

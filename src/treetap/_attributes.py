@@ -59,6 +59,11 @@ class Node:
         def _remove_child(self, key: Any) -> None: ...
 
 
+def is_object(value: Any) -> bool:
+    """Whether a value has an identity of ours: a Variable, or an object around some."""
+    return isinstance(value, Node | Variable)
+
+
 _DATA_TYPES = (Variable, Node, np.ndarray, np.generic, jax.Array, jax.Ref)
 
 

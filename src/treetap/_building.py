@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from treetap._attributes import Node
+from treetap._attributes import is_object
 from treetap._errors import StructureError
 from treetap._jaxprs import (
     Body,
@@ -40,7 +40,6 @@ from treetap._lift import Inputs, inputs_of, run
 from treetap._placement import put
 from treetap._settings import Mode
 from treetap._traces import is_eager
-from treetap._variables import Variable
 
 P = ParamSpec("P")
 M = TypeVar("M")
@@ -112,27 +111,23 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     return inputs.finish(*plan.tree.unflatten(_Run(plan.body).results(plan)))
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Node | Variable)
-
-
 class _Given:
     """The arguments of a call, and the objects among them that it may change."""
 
     def __init__(self, args: Any, kwargs: Any):
         self.whole = [*args, *kwargs.values()]
         self.names = tuple(kwargs)
-        self.parts = [jax.tree.flatten(x, is_leaf=_is_object) for x in self.whole]
+        self.parts = [jax.tree.flatten(x, is_leaf=is_object) for x in self.whole]
         self.objects = [
-            leaf for leaves, _ in self.parts for leaf in leaves if _is_object(leaf)
+            leaf for leaves, _ in self.parts for leaf in leaves if is_object(leaf)
         ]
 
     def with_objects(self, objects: list[Any]) -> Any:
         """The arguments with other objects."""
         supply = iter(objects)
         values = [
-            tree.unflatten([next(supply) if _is_object(x) else x for x in leaves])
-            if any(map(_is_object, leaves))
+            tree.unflatten([next(supply) if is_object(x) else x for x in leaves])
+            if any(map(is_object, leaves))
             else whole
             for whole, (leaves, tree) in zip(self.whole, self.parts)
         ]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import all_leaves
 
-from treetap._attributes import Node
+from treetap._attributes import Node, is_object
 from treetap._graphs import has_shared
 from treetap._lift import Inputs, Updates, Written
 from treetap._traces import EAGER, current_trace, refuse_foreign_variable
@@ -57,10 +57,6 @@ def picker(numbers: Sequence[int]) -> Pick:
 
 def _is_variable(value: Any) -> bool:
     return isinstance(value, Variable)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Node | Variable)
 
 
 def _are_different(items: Sequence[Any]) -> bool:
@@ -98,9 +94,9 @@ def held_by(roots: Sequence[Any]) -> Held | None:
 
 def _containers(child: Any) -> list[Any]:
     """Ways to look at lists and dicts in a child that is no object of ours."""
-    if _is_object(child) or all_leaves((child,)):
+    if is_object(child) or all_leaves((child,)):
         return []
-    leaves, treedef = jax.tree.flatten(child, is_leaf=_is_object)
+    leaves, treedef = jax.tree.flatten(child, is_leaf=is_object)
     return [(treedef.flatten_up_to, child, leaves)]
 
 
@@ -264,7 +260,7 @@ class Recipe:
 
     def _see_tops(self, tree: Any) -> None:
         """Notes where the outermost objects and the leaves beside them are."""
-        tops, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
+        tops, treedef = jax.tree.flatten(tree, is_leaf=is_object)
         self._tops = treedef.flatten_up_to
         args, kwargs = tree
         is_flat = not kwargs and len(args) == len(tops) and all(map(is_, args, tops))

@@ -9,7 +9,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
+import jax
+
 from treetap._arguments import HOLE, Positions, put_statics, take_statics
+from treetap._attributes import is_object
 from treetap._calling import MISFIT, Left, Recipe, recipe_for
 from treetap._grafts import Lanes
 from treetap._layouts import kinds_of
@@ -104,6 +107,10 @@ class Jit(Generic[P, R]):
         traced: Any = functools.partial(self._traced)
         traced.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
         program = Program(key, leaves, traced, options)
+        if idle := program.find_idle(*_parted(leaves)):
+            # Given away, they would only have to come out again.
+            less = key.without_donating(idle)
+            program = Program(less, leaves, traced, program.options)
         while len(self._programs) >= MAX_PROGRAMS:
             old = self._programs.pop(next(iter(self._programs)))
             self._forget(old)
@@ -151,7 +158,13 @@ class Jit(Generic[P, R]):
             ),
             "kwargs": {name: name in self._donated.names for name in kwargs},
         }
-        return tuple(spread(chosen, inputs.tree, self._name, "donate_argnums"))
+        flags = spread(chosen, inputs.tree, self._name, "donate_argnums")
+        # An object would be left with arrays that are gone; Variables get new ones.
+        outside = {id(x) for x in jax.tree.leaves(inputs.tree, is_leaf=is_object)}
+        return tuple(
+            flag and (isinstance(leaf, Variable) or id(leaf) in outside)
+            for flag, leaf in zip(flags, inputs.leaves)
+        )
 
     def _lanes(self, inputs: Inputs) -> Lanes | None:
         if self.in_shardings is None:
@@ -223,8 +236,7 @@ class Jit(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's lowered stage."""
-        _, program, given = self._prepared(*self._given(args, kwargs))
-        return Stage(self, program.run.lower(*given), program)
+        return self.trace(*args, **kwargs).lower()
 
 
 def _sort(tree: Any, statics: Any) -> tuple[Any, ...]:
@@ -305,8 +317,9 @@ def jit(
         out_shardings: As `in_shardings`, for the result.
         static_argnums: Arguments, by number, that are part of the program.
         static_argnames: The same, by name.
-        donate_argnums: Arguments, by number, whose buffers may be reused. Variables in
-            them always end with live buffers.
+        donate_argnums: Arguments, by number, whose buffers may be reused: arrays, and
+            Variables that are written, which end with new buffers. What is not written
+            is kept.
         donate_argnames: The same, by name.
         keep_unused: As for `jax.jit`.
         device: As for `jax.jit`.

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.tree_util import register_dataclass, register_static
 
-from treetap._attributes import Node
+from treetap._attributes import is_object
 from treetap._errors import StructureError
 from treetap._filters import Filter
 from treetap._graphs import Apart, put_together
@@ -39,7 +39,6 @@ from treetap._specs import NOTHING, GraphDef
 from treetap._splitting import state_groups
 from treetap._states import merge_state
 from treetap._trees import Path
-from treetap._variables import Variable
 
 
 @register_static
@@ -217,10 +216,6 @@ class NodeStates:
         return cls(None, tuple(prefixes), metadata)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Node | Variable)
-
-
 def _split_whole(ctx: SplitContext, path: Path, prefix: Any, leaf: Any) -> Any:
     return NodeStates.from_split(*ctx.split(leaf))
 
@@ -283,11 +278,11 @@ def to_tree(
     with split_context(ctxtag) as ctx:
 
         def visit(path: Path, entry: Any, leaf: Any) -> Any:
-            if _is_object(leaf) or map_non_graph_nodes:
+            if is_object(leaf) or map_non_graph_nodes:
                 return split_fn(ctx, path, entry, leaf)
             return leaf
 
-        return _visited(tree, prefix, _is_object, visit)
+        return _visited(tree, prefix, is_object, visit)
 
 
 def is_tree_node(value: Any) -> bool:

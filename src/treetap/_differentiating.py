@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from treetap._arguments import Positions, put_statics, take_statics
-from treetap._attributes import Node
+from treetap._attributes import Node, is_object
 from treetap._errors import StructureError
 from treetap._filters import Filter
 from treetap._graphs import take_apart
@@ -180,9 +180,7 @@ def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
         pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
         return State(nested(pair for pair in pairs if pair[1] is not None))
 
-    return jax.tree.map(
-        state_of, tree, is_leaf=lambda x: isinstance(x, Node | Variable)
-    )
+    return jax.tree.map(state_of, tree, is_leaf=is_object)
 
 
 def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
@@ -197,21 +195,22 @@ def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
 def _derived(
     name: str, f: Any, argnums: Any, has_aux: bool, *, mode: Mode, options: Any
 ) -> Callable[..., Any]:
-    """The function behind `grad` and `value_and_grad`: (value, aux, gradients)."""
+    """`value_and_grad`, under the name of who asks for it."""
     numbers = check_numbers(argnums, mode, name, "argnums")
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inputs = inputs_of(args, kwargs, mode, name)
         chosen = Chosen(inputs, numbers, "argnums")
         parts = _Split(inputs, chosen.flags)
-
         pure = parts.pure(f, has_aux)
         derive = jax.value_and_grad(pure, has_aux=True, **options)
         (value, (aux, updates)), found = derive(parts.active)
         trees = parts.tree_of(found)
         aux = inputs.finish(aux, updates)
         grads = tuple(trees[number] for number in chosen.numbers)
-        return value, aux, grads if isinstance(argnums, tuple | list) else grads[0]
+        found = grads if isinstance(argnums, tuple | list) else grads[0]
+        return (value, aux) if has_aux else value, found
 
     return call
 
@@ -252,16 +251,8 @@ def value_and_grad(
     """
     refuse_reduce_axes(reduce_axes, "value_and_grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    derived = _derived(
-        "value_and_grad", f, argnums, has_aux, mode=mode_of(options), options=given
-    )
-
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value, aux, grads = derived(*args, **kwargs)
-        return ((value, aux), grads) if has_aux else (value, grads)
-
-    return call
+    mode = mode_of(options)
+    return _derived("value_and_grad", f, argnums, has_aux, mode=mode, options=given)
 
 
 @transform
@@ -288,14 +279,13 @@ def grad(
     """
     refuse_reduce_axes(reduce_axes, "grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    derived = _derived(
-        "grad", f, argnums, has_aux, mode=mode_of(options), options=given
-    )
+    mode = mode_of(options)
+    derived = _derived("grad", f, argnums, has_aux, mode=mode, options=given)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _, aux, grads = derived(*args, **kwargs)
-        return (grads, aux) if has_aux else grads
+        value, grads = derived(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return call
 

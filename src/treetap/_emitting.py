@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import find_top_trace, set_current_trace
 
-from treetap._attributes import Node
+from treetap._attributes import is_object
 from treetap._editable import editable
 from treetap._errors import CaptureError, StructureError
 from treetap._kinds import kind_of_name
@@ -159,8 +159,8 @@ def output(name: str, value: Any) -> Any:
     if not all(map(_is_array, leaves)):
         _record_only(name, leaves, tree)
         return value
-    objects = jax.tree.leaves(value, is_leaf=_is_object)
-    if not leaves or any(map(_is_object, objects)):
+    objects = jax.tree.leaves(value, is_leaf=is_object)
+    if not leaves or any(map(is_object, objects)):
         _record_only(name, leaves, tree)
         return value
     return jax.tree.unflatten(tree, _bound(Label(name, None, "output", tree), leaves))
@@ -169,15 +169,11 @@ def output(name: str, value: Any) -> Any:
 def _edited_output(name: str, value: Any) -> Any:
     """A result that may be edited, if it is made of arrays alone."""
     leaves, tree = jax.tree.flatten(value)
-    objects = jax.tree.leaves(value, is_leaf=_is_object)
-    if not leaves or not all(map(_is_array, leaves)) or any(map(_is_object, objects)):
+    objects = jax.tree.leaves(value, is_leaf=is_object)
+    if not leaves or not all(map(_is_array, leaves)) or any(map(is_object, objects)):
         return value
     out = _editable(Label(name, None, "output", tree), leaves)
     return jax.tree.unflatten(tree, out)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Variable | Node)
 
 
 def _record_only(name: str, leaves: list[Any], tree: Any) -> None:

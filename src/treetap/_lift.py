@@ -16,6 +16,7 @@ before it runs. With graph updates, objects whose structure changed ride along.
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
@@ -130,31 +131,16 @@ def _open_signature(fn: Any) -> inspect.Signature:
 
 
 @register_static
+@dataclass(frozen=True, slots=True)
 class Written:
     """What changed: Variables by lane (number and metadata), and objects.
 
     `is_packed` says whether a part of the result came packed.
     """
 
-    __slots__ = ("grafts", "is_packed", "lanes")
-
-    def __init__(
-        self,
-        lanes: tuple[tuple[tuple[int, Any], ...], ...],
-        grafts: tuple[Graft, ...] = (),
-        is_packed: bool = True,
-    ):
-        self.lanes = lanes
-        self.grafts = grafts
-        self.is_packed = is_packed
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Written)
-            and self.lanes == other.lanes
-            and self.grafts == other.grafts
-            and self.is_packed == other.is_packed
-        )
+    lanes: tuple[tuple[tuple[int, Any], ...], ...]
+    grafts: tuple[Graft, ...] = ()
+    is_packed: bool = True
 
     def __hash__(self) -> int:
         return hash(tuple(tuple(number for number, _ in lane) for lane in self.lanes))

@@ -56,8 +56,8 @@ class PackedProgram:
     """
 
     __slots__ = (
-        *("_donates", "_homes", "_layouts", "_recipe", "_takes", "donated", "notes"),
-        *("rest", "run"),
+        *("_donates", "_homes", "_layouts", "_numbers", "_recipe", "_takes"),
+        *("donated", "notes", "rest", "run"),
     )
 
     def __init__(self, recipe: Recipe, layouts: Sequence[Layout], homes: Sequence[Any]):
@@ -69,13 +69,14 @@ class PackedProgram:
         own = recipe.numbers
         alone = [n for n, home in enumerate(homes) if home is None]
         self.rest = sorted(alone, key=lambda n: n not in own)
-        packed = [(home[0], flags[n]) for n, home in enumerate(homes) if home]
-        self.donated = [dict(packed)[number] for number in range(len(layouts))]
+        given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
+        self.donated = [number in given for number in range(len(layouts))]
         self._donates = any(flags)
         groups = [[n for n in self.rest if flags[n] is flag] for flag in (True, False)]
         place = {n: i for i, n in enumerate(self.rest)}
         self._takes = [picker([place[n] for n in group]) for group in groups]
-        back = {n: i for i, n in enumerate(groups[0] + groups[1])}
+        self._numbers = groups[0] + groups[1]
+        back = {n: i for i, n in enumerate(self._numbers)}
 
         def run(donated: Any, kept: Any) -> Any:
             buffers = {**donated[0], **kept[0]}
@@ -127,8 +128,8 @@ class PackedProgram:
         if not self._donates:
             return ({}, []), (dict(pairs), values)
         first, second = (list(take(values)) for take in self._takes)
-        if len(set(map(id, first))) != len(first):
-            raise refuse_donated_twice(first)
+        definition = self._recipe.program.key.definition
+        refuse_donated_twice(definition, self._numbers, first, second)
         given = {n: x for n, x in pairs if self.donated[n]}
         kept = {n: x for n, x in pairs if not self.donated[n]}
         return (given, first), (kept, second)

@@ -6,10 +6,12 @@ values in two flat lists, those to be donated and the rest, and returns changed 
 the result, and which they are.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from treetap._calling import picker
 from treetap._errors import StructureError
@@ -17,7 +19,7 @@ from treetap._grafts import Lanes
 from treetap._layouts import kinds_of
 from treetap._lift import Updates, Written
 from treetap._settings import Mode
-from treetap._specs import GraphDef, has_hashable_statics, statics_in
+from treetap._specs import GraphDef, has_hashable_statics, leaf_paths, statics_in
 from treetap._trees import show_path
 from treetap._variables import Variable
 
@@ -44,6 +46,11 @@ class Key:
     def __hash__(self) -> int:
         return self._hash
 
+    def without_donating(self, leaves: Collection[int]) -> "Key":
+        """The same with some leaves not donated."""
+        donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
+        return Key(self.definition, self.statics, donated, self.lanes)
+
     def kept(self) -> Collection[int]:
         """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
         lanes = self.lanes
@@ -68,7 +75,10 @@ class Program:
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
-    __slots__ = ("_donates", "_takes", "key", "options", "run", "traced", "written")
+    __slots__ = (
+        *("_donates", "_idle", "_numbers", "_takes"),
+        *("key", "options", "run", "traced", "written"),
+    )
 
     def __init__(
         self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
@@ -77,6 +87,7 @@ class Program:
         self.traced = traced
         self.options = dict(options)
         self.written: list[Written] = []
+        self._idle: list[int] = []
         own = [isinstance(leaf, Variable) for leaf in leaves]
         numbers = range(len(leaves))
         mine = [n for n in numbers if own[n]]
@@ -91,11 +102,15 @@ class Program:
             place = {n: i for x in (mine, others) for i, n in enumerate(x)}
             self._takes = tuple(picker([place[n] for n in group]) for group in groups)
         donated, kept = groups[0] + groups[1], groups[2] + groups[3]
-        places = {number: i for i, number in enumerate(donated + kept)}
+        self._numbers = donated + kept
+        places = {number: i for i, number in enumerate(self._numbers)}
         arrange = picker([places[number] for number in numbers])
 
         def run(donated: list[Any], kept: list[Any]) -> Any:
-            out, updates = traced(key, arrange([*donated, *kept]))
+            values = arrange([*donated, *kept])
+            out, updates = traced(key, values)
+            if self._donates:
+                self._idle = [n for n in _unchanged(updates, values) if flags[n]]
             # Which ones were written is static. The number of a note of it stands for
             # it, as so many empty tuples: JAX makes those without a call into Python.
             # Variables come first, as they do among what is donated: JAX lets outputs
@@ -123,23 +138,56 @@ class Program:
         """The two lists, of the values of Variables and of other leaves."""
         if not self._donates:
             return [], values + plain
+        donated, kept = self._apart(values, plain)
+        refuse_donated_twice(self.key.definition, self._numbers, donated, kept)
+        return donated, kept
+
+    def _apart(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
         own, other, kept, rest = self._takes
-        donated = [*own(values), *other(plain)]
-        if len(set(map(id, donated))) != len(donated):
-            raise refuse_donated_twice(donated)
-        return donated, [*kept(values), *rest(plain)]
+        return [*own(values), *other(plain)], [*kept(values), *rest(plain)]
+
+    def find_idle(self, values: list[Any], plain: list[Any]) -> list[int]:
+        """Donated Variables that the function does not write; it is traced to see."""
+        if self._donates:
+            self.run.trace(*self._apart(values, plain))
+        return self._idle
 
 
-def refuse_donated_twice(donated: list[Any]) -> StructureError:
-    """The error for one array that two donated Variables hold."""
-    seen: set[int] = set()
-    twice = next(x for x in donated if id(x) in seen or seen.add(id(x)))
-    shape = getattr(twice, "shape", ())
-    return StructureError(
-        f"jit: the same array, of shape {tuple(shape)}, is donated twice: two "
-        "Variables or arguments hold it. Give each its own (`jnp.copy`), or do not "
-        "donate one."
-    )
+def _unchanged(updates: Updates, values: Sequence[Any]) -> Iterator[int]:
+    """Leaves that are among the updates with the values they had."""
+    for lane, news in zip(updates.written.lanes, updates.values):
+        yield from (n for (n, _), new in zip(lane, news) if new is values[n])
+
+
+def refuse_donated_twice(
+    definition: GraphDef, numbers: Sequence[int], donated: list[Any], kept: list[Any]
+) -> None:
+    """Refuses an array that is donated and stands somewhere else, too.
+
+    Args:
+        definition: The description of the arguments.
+        numbers: The leaves that the values are, donated ones first.
+        donated: The values to be donated.
+        kept: The others.
+    """
+    identities = set(map(id, donated))
+    if len(identities) == len(donated) and identities.isdisjoint(map(id, kept)):
+        return
+    seen: dict[int, int] = {}
+    for number, value in zip(numbers, chain(donated, kept)):
+        first = seen.setdefault(id(value), number)
+        if first == number or id(value) not in identities or not _is_buffer(value):
+            continue
+        paths = list(leaf_paths(definition.spec))
+        raise StructureError(
+            f"jit: the same array is at {show_path(paths[first])} and at "
+            f"{show_path(paths[number])}, and is donated. Give each its own "
+            "(`jnp.copy`), or do not donate it."
+        )
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def refuse_changing_statics(definition: GraphDef, name: str) -> None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import register_static
 
-from treetap._attributes import Node
+from treetap._attributes import is_object
 from treetap._errors import AliasError, StructureError
 from treetap._graphs import Apart, take_leaves
 from treetap._prefixes import Spread, check_prefix, is_entry, is_whole, values_in
 from treetap._regrowing import regrow
 from treetap._settings import Mode
 from treetap._specs import GraphDef
-from treetap._variables import Variable, raw_values
+from treetap._variables import raw_values
 
 
 @register_static
@@ -35,10 +35,6 @@ class Packed(NamedTuple):
 
     packing: Any
     lanes: tuple[Any, ...]
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Variable | Node)
 
 
 def _is_packed(value: Any) -> bool:
@@ -95,9 +91,9 @@ class Results:
             if self._is_packing and is_whole(prefix):
                 return _packed(part, walk, _lanes(prefix), work.values[before:])
             return jax.tree.map(
-                lambda x: _packed(x, walk) if _is_object(x) else x,
+                lambda x: _packed(x, walk) if is_object(x) else x,
                 part,
-                is_leaf=_is_object,
+                is_leaf=is_object,
             )
 
         return jax.tree.map(pack, self.prefix, out, is_leaf=is_entry)
@@ -106,7 +102,7 @@ class Results:
 def _is_plain(out: Any, walk: Apart) -> bool:
     """Whether a result is a tree that shares nothing with itself or the arguments."""
     if walk.graph is Mode.UPDATES:
-        return not any(map(_is_object, jax.tree.leaves(out, is_leaf=_is_object)))
+        return not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object)))
     try:
         take_leaves(out, False, walk.name)
     except (AliasError, StructureError):

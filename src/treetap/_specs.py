@@ -141,6 +141,22 @@ def objects_in(spec: Any, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
         yield from objects_in(child, (*path, key))
 
 
+def leaf_paths(spec: Any, path: Path = ()) -> Iterator[Path]:
+    """The paths of the leaves of a description, in order."""
+    match spec:
+        case ObjectSpec(_, _, (layout, *_), children):
+            keys = layout.keys
+        case ContainerSpec(_, keys, _, children):
+            pass
+        case SharedSpec():
+            return
+        case _:
+            yield path
+            return
+    for key, child in zip(keys, children):
+        yield from leaf_paths(child, (*path, key))
+
+
 def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
     """The static values of a description, with their paths."""
     for path, spec in objects_in(definition.spec):
