@@ -34,6 +34,8 @@ def measured(part: str, *more: str) -> Report:
         path = pathlib.Path(folder) / "found.json"
         command = [sys.executable, HERE / f"{part}.py", "--json", path, *more]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if not path.exists():
+            sys.exit(f"{part}.py ended without a result")
         return json.loads(path.read_text())
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from treetap import _jaxprs
 from treetap._attributes import Node
@@ -29,6 +28,7 @@ from treetap._sessions import Call, Session
 from treetap._states import State, flat_items
 from treetap._traces import current_trace
 from treetap._trees import Path, show_path
+from treetap._values import is_gone
 from treetap._variables import Variable, make, write_boxes
 
 
@@ -91,12 +91,6 @@ def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any
         yield (key,), value
 
 
-def _is_gone(value: Any) -> bool:
-    """Whether the buffer of an array was given away."""
-    is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return is_array and value.is_deleted()
-
-
 FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
 
 
@@ -120,7 +114,7 @@ class restored:
         if kind is None or not issubclass(kind, FAILURES):
             return
         boxes = (box for _, box, _ in self._before)
-        if not any(map(_is_gone, jax.tree.leaves(list(boxes)))):
+        if not any(map(is_gone, jax.tree.leaves(list(boxes)))):
             for variable, box, metadata in self._before:
                 write_boxes((variable,), (box,))
                 if variable._metadata is not metadata:

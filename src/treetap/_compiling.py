@@ -23,6 +23,7 @@ from treetap._programs import Key, Program, refuse_changing_statics
 from treetap._regrowing import regrow
 from treetap._results import Results
 from treetap._settings import Mode
+from treetap._sharing import name_lost
 from treetap._variables import Variable
 
 MAX_PROGRAMS = 256  # kept by a jit, one for each structure of its arguments
@@ -52,6 +53,7 @@ class Jit(Generic[P, R]):
     """A function compiled by `treetap.jit`."""
 
     _name = "jit"
+    _fixed: tuple[Any, ...] = ()  # arguments before those that a call is given
 
     def __init__(self, fn: Callable[P, R], mode: Mode, options: JitOptions):
         functools.update_wrapper(self, fn)
@@ -177,14 +179,23 @@ class Jit(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""
-        recipe = self._recent
-        if recipe is not None:  # what served last
-            out = recipe.again(args, kwargs, recipe.program.run)
-            if out is not MISFIT:
-                return self._finished((args, kwargs), out)
-        return self._call(args, kwargs)
+        return self._told(args, kwargs)
 
-    def _call(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
+    def _told(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
+        """A call that tells, if it fails, what is gone."""
+        try:
+            recipe = self._recent
+            if recipe is not None and stage is None:  # what served last
+                out = recipe.again(args, kwargs, recipe.program.run)
+                if out is not MISFIT:
+                    return self._finished((args, kwargs), out)
+            return self._call(args, kwargs, stage)
+        except BaseException as error:
+            given = {"args": (*self._fixed, *args), "kwargs": kwargs}
+            name_lost(error, self._name, given)
+            raise
+
+    def _call(self, args: Any, kwargs: Any, stage: Any) -> Any:
         """A call by a recipe, or the long way; of a compiled stage if there is one."""
         tree, statics = (args, kwargs), ()
         if self._has_more:
@@ -288,7 +299,7 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a compiled stage and writes changed Variables back."""
-        return self._jit._call(args, kwargs, self)
+        return self._jit._told(args, kwargs, self)
 
 
 @transform

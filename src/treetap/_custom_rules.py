@@ -27,6 +27,7 @@ from treetap._lift import (
     Options,
     Updates,
     Written,
+    filled,
     inputs_of,
     mode_of,
     run,
@@ -40,6 +41,7 @@ from treetap._results import WHOLE, unpack
 from treetap._settings import Mode
 from treetap._states import State
 from treetap._trees import Path, show_path
+from treetap._values import is_inexact
 from treetap._variables import Variable
 
 
@@ -47,7 +49,7 @@ def _zero(value: Any) -> Any:
     """The cotangent of a value that has none."""
 
     def of_leaf(x: Any) -> Any:
-        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        if is_inexact(x):
             return jnp.zeros_like(x)
         return np.zeros(np.shape(x), jax.dtypes.float0)
 
@@ -186,11 +188,7 @@ class _Rule:
 
     def _all(self, values: Any) -> list[Any]:
         """All values in order: those JAX handles, and those it cannot."""
-        supply = iter(values)
-        return [
-            self.fixed[number] if number in self.fixed else next(supply)
-            for number in range(len(self.active))
-        ]
+        return filled(self.fixed, values, len(self.active))
 
     def _written(self) -> set[int]:
         """The Variables that the function or its rule changes."""
@@ -209,7 +207,7 @@ class _Rule:
             return
         for number in self.written:
             leaf = self.inputs.leaves[number]
-            if self.active[number] and _is_inexact(leaf._box[0]):
+            if self.active[number] and is_inexact(leaf._box[0]):
                 raise StructureError(
                     f"custom_vjp: a differentiable {type(leaf).__name__} is changed "
                     "inside, and `bwd` does not take its cotangent. Give `bwd` a "
@@ -284,7 +282,7 @@ class _Rule:
         result = []
         for number, (value, tangent) in enumerate(zip(values, given)):
             if number not in self.fixed:
-                is_active = self.active[number] and _is_inexact(value)
+                is_active = self.active[number] and is_inexact(value)
                 missing = not is_active or tangent is None
                 result.append(_zero(value) if missing else tangent)
         return result
@@ -324,11 +322,6 @@ def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[An
 def _is_numeric(value: Any) -> bool:
     kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
-
-
-def _is_inexact(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 
 
 def _without_empty(tree: Any) -> Any:

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from treetap._arguments import Positions, put_statics, take_statics
 from treetap._attributes import Node, is_object
@@ -30,7 +28,7 @@ from treetap._regrowing import regrow
 from treetap._results import repack, unpack
 from treetap._settings import Mode
 from treetap._states import State, flat_items, nested
-from treetap._values import is_ref
+from treetap._values import is_inexact, is_ref
 from treetap._variables import Variable
 
 P = ParamSpec("P")
@@ -42,15 +40,7 @@ def _has_derivative(leaf: Any) -> bool:
     if not isinstance(leaf, Variable):
         return True
     value = leaf._box[0]
-    if isinstance(value, Tracer) and not is_ref(value):
-        return _is_inexact(value.dtype)
-    leaves = jax.tree.leaves(value)
-    return not is_ref(value) and all(_is_inexact(jnp.result_type(x)) for x in leaves)
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+    return not is_ref(value) and is_inexact(value)
 
 
 class _Split:

@@ -31,7 +31,7 @@ class JitPartial(Jit[..., Any]):
         # The structure is frozen here: new objects around the caller's Variables.
         inputs = Inputs({"args": fixed, "kwargs": {}}, mode, self._name)
         tree, _ = regrow(inputs.definition, inputs.leaves)
-        self._fixed: tuple[Any, ...] = tree["args"]
+        self._fixed = tree["args"]
         self._has_more = True
 
     def _given(self, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ before it runs. With graph updates, objects whose structure changed ride along.
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -230,6 +230,12 @@ class Inputs:
             variable._replace_metadata(metadata)
         for step in steps:
             step()
+
+
+def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any]:
+    """All values in order: those that JAX handles, and between them the fixed ones."""
+    supply = iter(values)
+    return [fixed[n] if n in fixed else next(supply) for n in range(count)]
 
 
 def as_transform_error(error: AliasError, name: str) -> AliasError:

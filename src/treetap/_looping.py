@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from treetap._changes import Policy
 from treetap._errors import StructureError
 from treetap._graphs import take_leaves
-from treetap._lift import Inputs, Inside, Options, Updates, Written, mode_of
+from treetap._lift import Inputs, Inside, Options, Updates, Written, filled, mode_of
 from treetap._specs import GraphDef
 from treetap._values import is_ref
 from treetap._variables import Variable, raw_values
@@ -81,11 +81,7 @@ class _Loop:
 
     def all(self, values: Any) -> list[Any]:
         """All values in order: those that are carried, and Refs, which are not."""
-        supply = iter(values)
-        count = len(self.inputs.leaves)
-        return [
-            self.fixed[n] if n in self.fixed else next(supply) for n in range(count)
-        ]
+        return filled(self.fixed, values, len(self.inputs.leaves))
 
     def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
         """The values after a step; `found` collects which Variables it changed."""

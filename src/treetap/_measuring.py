@@ -30,6 +30,7 @@ from treetap._reducers import (
 )
 from treetap._reductions import Reduced, is_measured
 from treetap._summing import How, Sums, sums_of
+from treetap._values import is_gone
 
 BINS = 40
 
@@ -119,7 +120,7 @@ def _refuse_traced(tree: Any, where: str) -> None:
                 f"{where}: the value is being traced, and figures are numbers on the "
                 "host. Return the Record from the compiled function and ask outside."
             )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if is_gone(leaf):
             raise CaptureError(
                 f"{where}: the value was donated to another function and is gone. Ask "
                 "for figures before, or do not donate it."

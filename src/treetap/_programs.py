@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from treetap._calling import picker
 from treetap._errors import StructureError
@@ -21,6 +20,7 @@ from treetap._lift import Updates, Written
 from treetap._settings import Mode
 from treetap._specs import GraphDef, has_hashable_statics, leaf_paths, statics_in
 from treetap._trees import show_path
+from treetap._values import is_buffer
 from treetap._variables import Variable
 
 
@@ -170,24 +170,18 @@ def refuse_donated_twice(
         donated: The values to be donated.
         kept: The others.
     """
-    identities = set(map(id, donated))
-    if len(identities) == len(donated) and identities.isdisjoint(map(id, kept)):
+    given = set(map(id, donated))
+    if len(given) == len(donated) and given.isdisjoint(map(id, kept)):
         return
     seen: dict[int, int] = {}
     for number, value in zip(numbers, chain(donated, kept)):
         first = seen.setdefault(id(value), number)
-        if first == number or id(value) not in identities or not _is_buffer(value):
-            continue
-        paths = list(leaf_paths(definition.spec))
-        raise StructureError(
-            f"jit: the same array is at {show_path(paths[first])} and at "
-            f"{show_path(paths[number])}, and is donated. Give each its own "
-            "(`jnp.copy`), or do not donate it."
-        )
-
-
-def _is_buffer(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        if first != number and id(value) in given and is_buffer(value):
+            paths = [show_path(path) for path in leaf_paths(definition.spec)]
+            raise StructureError(
+                f"jit: the same array is at {paths[first]} and at {paths[number]}, and "
+                "is donated. Give each its own (`jnp.copy`), or do not donate it."
+            )
 
 
 def refuse_changing_statics(definition: GraphDef, name: str) -> None:

@@ -16,7 +16,10 @@ from treetap._errors import AliasError, CycleError, StructureError
 from treetap._filters import Filter, predicate_of
 from treetap._pytrees import opened
 from treetap._trees import Path, is_container, show_path
+from treetap._values import is_gone
 from treetap._variables import Variable
+
+MANY = 8  # places that are listed in a message
 
 
 def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
@@ -41,6 +44,34 @@ def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
         active.discard(id(value))
 
     yield from visit((), root)
+
+
+def name_lost(error: BaseException, name: str, root: Any) -> None:
+    """Adds to an error which values below a root are gone, if any are.
+
+    A program that fails keeps the buffers it was given.
+    """
+    found = [
+        f"{show_path(path)} ({type(value).__name__})"
+        for path, value, _ in places(root)
+        if _is_lost(value)
+    ]
+    if found:
+        more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
+        error.add_note(
+            f"{name}: these were given away (donated) and are gone: "
+            f"{', '.join(found[:MANY])}{more}. Give them new values, from a checkpoint "
+            "for instance. What is not donated survives a program that fails."
+        )
+
+
+def _is_lost(value: Any) -> bool:
+    if not isinstance(value, Variable):
+        return is_gone(value)
+    try:
+        return any(map(is_gone, jax.tree.leaves(value._box[0])))
+    except RuntimeError:  # packed, and the pack is gone
+        return True
 
 
 def has_leaves(root: Any) -> bool:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values with one part replaced, the original left as it was.
+"""Values: what a Variable can hold, and what can be asked of it.
 
-`with_item` is what `v[index] = x` means for every kind of value a Variable can hold.
+`with_item` is what `v[index] = x` means for every kind of value: one part is replaced,
+and the original is left as it was.
 """
 
 import copy
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +20,28 @@ from treetap._errors import StructureError
 def is_ref(value: Any) -> bool:
     """Whether a value is a `jax.Ref`; arrays are told apart first, which is quicker."""
     return not isinstance(value, jax.Array) and isinstance(value, jax.Ref)
+
+
+def is_buffer(value: Any) -> bool:
+    """Whether a value is an array that is there, not one that is being traced."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
+
+
+def is_gone(value: Any) -> bool:
+    """Whether a value is an array whose buffer was given away."""
+    return is_buffer(value) and value.is_deleted()
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether all numbers in a value are such that have derivatives."""
+    if isinstance(value, jax.Array):
+        return _is_inexact(value.dtype)
+    return all(_is_inexact(jnp.result_type(x)) for x in jax.tree.leaves(value))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def with_item(current: Any, index: Any, value: Any) -> Any:

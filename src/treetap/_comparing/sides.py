@@ -25,6 +25,7 @@ from treetap._records import Record, Site
 from treetap._storing.descriptions import is_key, leaf_text
 from treetap._storing.records import ABOUT, ORDER, record_in, texts_of
 from treetap._trees import plain_key
+from treetap._values import is_gone
 
 PARTS = ("value", "taken", "count", "grad")
 
@@ -131,13 +132,12 @@ def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
         raise CaptureError(
             f"{where}: {label} is abstract; compare what `observe` gave."
         )
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise CaptureError(f"{where}: {label} was donated or deleted.")
-        if not leaf.is_fully_addressable:
-            raise CaptureError(
-                f"{where}: {label} lies on devices of other processes; gather it first."
-            )
+    if is_gone(leaf):
+        raise CaptureError(f"{where}: {label} was donated or deleted.")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise CaptureError(
+            f"{where}: {label} lies on devices of other processes; gather it first."
+        )
         if is_key(leaf):
             leaf = jax.random.key_data(leaf)
     shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)

@@ -23,6 +23,7 @@ from treetap._placement import resolve_sharding
 from treetap._splitting import state
 from treetap._states import State, flat_items
 from treetap._trees import Path, show_path
+from treetap._values import is_gone
 from treetap._variables import Variable
 
 SHOWN = 20  # lines of each kind in a message
@@ -94,7 +95,7 @@ def no_value(raw: Any) -> str:
         return "is abstract"
     if isinstance(raw, Tracer):
         return "is being traced: save outside of transforms"
-    if isinstance(raw, jax.Array) and raw.is_deleted():
+    if is_gone(raw):
         return "was donated or deleted"
     return ""
 

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from treetap._errors import CaptureError
 from treetap._records import Record, Site
 from treetap._trees import is_named_tuple
-from treetap._values import is_ref
+from treetap._values import is_gone, is_ref
 from treetap._variables import Variable
 
 PARTS = ("value", "grad", "taken", "count")
@@ -201,7 +201,7 @@ def _refused(value: Any) -> str:
         return "is abstract: it has a shape and no values"
     if is_ref(value) or not isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"holds a {type(value).__name__}, not arrays in tuples, lists and dicts"
-    if isinstance(value, jax.Array) and value.is_deleted():
+    if is_gone(value):
         return "was donated or deleted"
     if is_key(value) or value.dtype.name in DTYPES:
         return ""
