@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshes import devices_of
 from treetap._cli import running
 
 HERE = pathlib.Path(__file__).parent
@@ -58,6 +59,8 @@ def test_every_program_is_recorded():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older spellings, in them
 @pytest.mark.parametrize("name", list(cases()))
 def test_programs_print_what_they_print_under_flax(name, capsys):
+    if name == "sharded":
+        devices_of(8)
     assert running.run(str(PROGRAMS / f"{name}.py"), []) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(RECORDED[name])

@@ -138,8 +138,8 @@ def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
         raise CaptureError(
             f"{where}: {label} lies on devices of other processes; gather it first."
         )
-        if is_key(leaf):
-            leaf = jax.random.key_data(leaf)
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
     shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
     if dtype is None:
         leaf = np.asarray(leaf)
