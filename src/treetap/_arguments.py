@@ -19,9 +19,17 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
 
 
 class Positions:
-    """Arguments chosen by number or by name, however they are passed."""
+    """Arguments chosen by number or by name, however they are passed.
 
-    def __init__(self, fn: Any, numbers: Any, names: Any):
+    Args:
+        fn: The function.
+        numbers: Numbers of arguments; those below zero count from the end.
+        names: Names of arguments.
+        what: Who asks, and for what; for messages.
+    """
+
+    def __init__(self, fn: Any, numbers: Any, names: Any, what: str):
+        self.what = what
         self.numbers = set(_as_tuple(numbers))
         self.names = set(_as_tuple(names))
         try:
@@ -35,12 +43,19 @@ class Positions:
         ]
         self.numbers |= {i for i, name in enumerate(positional) if name in self.names}
         takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        known = {p.name for p in parameters}
+        takes_any = not known or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not takes_any and (unknown := sorted(self.names - known)):
+            raise ValueError(
+                f"{what}: there is no argument {unknown[0]!r}. The function takes "
+                f"{', '.join(p.name for p in parameters)}."
+            )
         for number in list(self.numbers):
             if 0 <= number < len(positional):
                 self.names.add(positional[number])
             elif parameters and not takes_more and not -len(positional) <= number < 0:
                 raise ValueError(
-                    f"Argument number {number} was named, but the function has "
+                    f"{what}: there is no argument number {number}. The function has "
                     f"{len(positional)} positional arguments."
                 )
 
@@ -94,8 +109,8 @@ def take_statics(
             hash(value)
         except TypeError:
             raise ValueError(
-                f"The static argument {where!r} is a {type(value).__name__}, which "
-                "cannot be hashed. Pass something hashable, such as a tuple."
+                f"{statics.what}: {where!r} is a {type(value).__name__}, which cannot "
+                "be hashed. Pass something hashable, such as a tuple."
             ) from None
     return tuple(rest), named, tuple(taken)
 

@@ -197,7 +197,7 @@ def pmap(
     """
     mode = mode_of(options)
     f = with_names(f, in_axes, out_axes, transform_metadata, mode)
-    statics = Positions(f, static_broadcasted_argnums, None)
+    statics = Positions(f, static_broadcasted_argnums, None, "pmap: static arguments")
     del donate_argnums  # a permission, not a demand: buffers are kept
     placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
 

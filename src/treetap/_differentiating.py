@@ -393,7 +393,7 @@ def remat(
         **options: As for `treetap.jit`.
     """
     mode = mode_of(options)
-    statics = Positions(f, static_argnums, None)
+    statics = Positions(f, static_argnums, None, "remat: static arguments")
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ def make_jaxpr(
             "nnx.make_jaxpr does not support graph_updates=True. A jaxpr has no place "
             "for changes of structure; pass `graph_updates=False`."
         )
-    statics = Positions(f, static_argnums, None)
+    statics = Positions(f, static_argnums, None, "make_jaxpr: static arguments")
 
     @functools.wraps(f)
     def made(*args: Any, **kwargs: Any) -> Any:
