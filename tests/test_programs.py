@@ -174,6 +174,18 @@ def test_numbers_may_be_donated():
     assert tt.jit(lambda x, y: (x + 1, y + 1), donate_argnums=(0, 1))(1, 1) == (2, 2)
 
 
+def test_references_are_not_given_away():
+    counter = tt.Variable(jnp.zeros(()), ref=True)
+
+    @tt.jit(donate_argnums=0)
+    def count(counter):
+        counter[...] += 1
+
+    for _ in range(3):  # JAX warns where a donated buffer is of no use
+        count(counter)
+    assert counter[...] == 3.0
+
+
 def test_what_is_donated_may_be_written_for_some_shapes_only():
     @tt.jit(donate_argnums=0)
     def step(model, x):

@@ -6,7 +6,7 @@ values in two flat lists, those to be donated and the rest, and returns changed 
 the result, and which they are.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -110,7 +110,10 @@ class Program:
             values = arrange([*donated, *kept])
             out, updates = traced(key, values)
             if self._donates:
-                self._idle = [n for n in _unchanged(updates, values) if flags[n]]
+                lanes = zip(updates.written.lanes, updates.values)
+                pairs = (pair for lane, news in lanes for pair in zip(lane, news))
+                changed = {n for (n, _), new in pairs if new is not values[n]}
+                self._idle = [n for n in mine if flags[n] and n not in changed]
             # Which ones were written is static. The number of a note of it stands for
             # it, as so many empty tuples: JAX makes those without a call into Python.
             # Variables come first, as they do among what is donated: JAX lets outputs
@@ -151,12 +154,6 @@ class Program:
         if self._donates:
             self.run.trace(*self._apart(values, plain))
         return self._idle
-
-
-def _unchanged(updates: Updates, values: Sequence[Any]) -> Iterator[int]:
-    """Leaves that are among the updates with the values they had."""
-    for lane, news in zip(updates.written.lanes, updates.values):
-        yield from (n for (n, _), new in zip(lane, news) if new is values[n])
 
 
 def refuse_donated_twice(
