@@ -174,6 +174,13 @@ def test_numbers_may_be_donated():
     assert tt.jit(lambda x, y: (x + 1, y + 1), donate_argnums=(0, 1))(1, 1) == (2, 2)
 
 
+def test_paths_are_right_where_objects_are_shared():
+    model, x = Pair(), jnp.ones(2)
+    step = tt.jit(lambda pair, x, y: x + y, donate_argnums=(1, 2), graph=True)
+    with pytest.raises(tt.StructureError, match="at args/1 and at args/2, and is don"):
+        step([model, model], x, x)
+
+
 def test_references_are_not_given_away():
     counter = tt.Variable(jnp.zeros(()), ref=True)
 
