@@ -64,10 +64,14 @@ class Jit(Generic[P, R]):
         self.mode = mode
         self.in_shardings = given.pop("in_shardings", None)
         self.out_shardings = given.pop("out_shardings", None)
-        numbers = [given.pop(f"{x}_argnums", ()) for x in ("static", "donate")]
-        names = [given.pop(f"{x}_argnames", ()) for x in ("static", "donate")]
-        kinds = (f"{self._name}: static arguments", f"{self._name}: donated arguments")
-        self._statics, self._donated = map(Positions, (fn, fn), numbers, names, kinds)
+
+        def chosen(kind: str, said: str) -> Positions:
+            numbers = given.pop(f"{kind}_argnums", ())
+            names = given.pop(f"{kind}_argnames", ())
+            return Positions(fn, numbers, names, f"{self._name}: {said} arguments")
+
+        self._statics = chosen("static", "static")
+        self._donated = chosen("donate", "donated")
         self._options = given
         self._programs: dict[Key, Program] = {}
         self._recipes: dict[Any, list[Recipe]] = {}

@@ -195,8 +195,8 @@ def _derived(
         parts = _Split(inputs, chosen.flags)
         pure = parts.pure(f, has_aux)
         derive = jax.value_and_grad(pure, has_aux=True, **options)
-        (value, (aux, updates)), found = derive(parts.active)
-        trees = parts.tree_of(found)
+        (value, (aux, updates)), flat = derive(parts.active)
+        trees = parts.tree_of(flat)
         aux = inputs.finish(aux, updates)
         grads = tuple(trees[number] for number in chosen.numbers)
         found = grads if isinstance(argnums, tuple | list) else grads[0]

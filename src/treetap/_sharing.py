@@ -70,7 +70,7 @@ def _is_lost(value: Any) -> bool:
         return is_gone(value)
     try:
         return any(map(is_gone, jax.tree.leaves(value._box[0])))
-    except RuntimeError:  # packed, and the pack is gone
+    except (RuntimeError, ValueError):  # packed, and the pack is gone
         return True
 
 
