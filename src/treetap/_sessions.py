@@ -453,14 +453,16 @@ class Listener(Through):
         self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
     ) -> Any:
         """Runs a function on shards."""
-        given: list[Any] = []
+        shapes: list[Any] = []  # of the result, without what is traced
 
         def bound(*values: Any) -> Any:
-            given.append(primitive.bind(*values, subfuns=(fun,), **params))
-            return _jaxprs.flat_values(given[0])
+            out = primitive.bind(*values, subfuns=(fun,), **params)
+            flat = _jaxprs.flat_values(out)
+            shapes.append(_jaxprs.with_values(out, [None] * len(flat)))
+            return flat
 
         outs = self._traced(bound, tracers)
-        return _jaxprs.with_values(given[0], outs)
+        return _jaxprs.with_values(shapes[0], outs)
 
     def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
         if not any(isinstance(value, Tracer) for value in values):

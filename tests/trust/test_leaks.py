@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from meshes import mesh_of
 
 
 class Net(tt.Module):
@@ -46,6 +47,15 @@ def turned(net, x):
     return tt.fori_loop(0, 3, lambda i, held: (held[0], held[0](held[1])), (net, x))[1]
 
 
+def in_shards(net, x):
+    mesh = mesh_of((2,), ("data",))
+    run = lambda w, x: tt.tap(x @ w, "h")
+    spec = jax.P("data")
+    return jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), spec), out_specs=spec)(
+        net.w[...], x
+    )
+
+
 CASES = {
     "jit": lambda net: tt.jit(loss)(net, X),
     "jit of grad": lambda net: tt.jit(tt.grad(loss))(net, X),
@@ -71,6 +81,7 @@ CASES = {
     "observe": lambda net: tt.observe(net)(X),
     "observe jit": lambda net: tt.observe(tt.jit(loss))(net, X),
     "observe scan": lambda net: tt.observe(repeated)(net, X),
+    "observe shards": lambda net: tt.observe(in_shards)(net, X),
     "observe gradients": lambda net: tt.observe(tt.grad(loss), grads=True)(net, X),
     "observe statistics": lambda net: tt.observe(loss, reduce=[tt.Moments()])(net, X),
     "capture": lambda net: tt.capture(loss, tt.Intermediate)(net, X),
