@@ -43,16 +43,17 @@ _NOT_USERS = tuple(
         os.path.dirname(os.path.dirname(__file__)),
         os.path.dirname(jax.__file__),
         sysconfig.get_paths()["stdlib"],
-        sysconfig.get_paths()["purelib"],
-        sysconfig.get_paths()["platlib"],
     )
 )
+_PACKAGES = {"site-packages", "dist-packages"}  # of this environment, or one below it
 
 
 def is_users(file: str) -> bool:
     """Whether a file is neither of a library nor of Python itself."""
-    is_file = not file.startswith("<")
-    return is_file and not os.path.abspath(file).startswith(_NOT_USERS)
+    if file.startswith("<"):
+        return False
+    path = os.path.abspath(file)
+    return not path.startswith(_NOT_USERS) and _PACKAGES.isdisjoint(path.split(os.sep))
 
 
 def short_path(file: str) -> str:
