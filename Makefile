@@ -11,7 +11,7 @@ PEERS_READY := .venv-peers/.ready
 # Two workers suit a laptop and a small CI machine alike.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-newest coverage newest-python lint format bench docs clean
+.PHONY: demo test test-all test-leaks test-newest coverage newest-python lint format bench docs clean
 
 demo: $(READY)
 	$(BIN)/treetap inspect
@@ -21,6 +21,10 @@ test: $(READY)
 
 test-all: $(READY)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n $(WORKERS)
+
+# JAX's own check for tracers that outlive their trace, in every test.
+test-leaks: $(READY)
+	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not long and not keeps_traces"
 
 test-newest: $(NEWEST_READY)
 	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long"

@@ -10,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 
+import leaks
 from programs import forget_if_many
 from treetap import _settings
 
@@ -19,6 +20,9 @@ if jax.default_backend() != "cpu":  # whose products are rounded to fewer bits
 hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+if jax.config.jax_check_tracer_leaks:  # by `make test-leaks`
+    pytest_runtest_setup = pytest_runtest_call = leaks.leave_out_those_of_jax
 
 
 @pytest.fixture(autouse=True)

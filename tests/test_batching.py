@@ -79,6 +79,77 @@ def test_pmap_keeps_the_buffers_it_may_take():
     assert before.tolist() == [0, 1, 2, 3]
 
 
+def test_pmap_traces_once_for_arguments_of_one_structure():
+    traces = []
+
+    def counted(model, x):
+        traces.append(1)
+        model["count"][...] += x
+        return x * model.get("scale", 1)
+
+    def model_of(**more):
+        return {"count": tt.Variable(jnp.zeros(4)), **more}
+
+    mapped, model = tt.pmap(counted), model_of()
+    for n in range(3):
+        assert mapped(model, jnp.ones(4)).tolist() == [1] * 4
+        assert model["count"][...].tolist() == [n + 1] * 4
+    assert len(traces) == 2  # as by JAX: on one device first, on four then
+    other = model_of()
+    mapped(other, jnp.ones(4))
+    assert other["count"][...].tolist() == [1] * 4
+    assert len(traces) == 2
+    assert mapped(model_of(scale=jnp.full(4, 2.0)), jnp.ones(4)).tolist() == [2] * 4
+    assert len(traces) == 3
+
+
+def test_pmap_compiles_for_each_static_argument_and_axis():
+    traces = []
+
+    def scaled(x, factor):
+        traces.append(factor)
+        return x * factor
+
+    mapped = tt.pmap(scaled, static_broadcasted_argnums=1)
+    for factor in (2, 2, 2.0, 3, 2):
+        assert mapped(jnp.ones(4), factor).tolist() == [factor] * 4
+    assert [(type(x), x) for x in traces] == [(int, 2), (float, 2.0), (int, 3)]
+
+
+def test_pmap_sees_a_static_value_that_changed():
+    class Scaled(tt.Module):
+        def __init__(self):
+            self.options = {"scale": 2.0}
+
+        def __call__(self, x):
+            return x * self.options["scale"]
+
+    model = Scaled()
+    mapped = tt.pmap(lambda model, x: model(x), in_axes=(None, 0))
+    assert mapped(model, jnp.ones(4)).tolist() == [2] * 4
+    model.options["scale"] = 3.0
+    assert mapped(model, jnp.ones(4)).tolist() == [3] * 4
+
+
+def test_an_observed_pmap_has_the_names_of_its_caller():
+    model = tt.List([tt.Linear(2, 2, rngs=tt.Rngs(n)) for n in range(2)])
+    mapped = tt.pmap(lambda layer, x: layer(x), in_axes=(None, 0))
+
+    class Net(tt.Module):
+        def __init__(self):
+            self.layers = model
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = mapped(layer, x)
+            return x
+
+    net, x = Net(), jnp.ones((4, 2))
+    net(x)  # the mapped function is known already
+    _, record = tt.observe(net, "layers/*:__call__")(x)
+    assert [site.text for site in record] == ["layers/0:__call__", "layers/1:__call__"]
+
+
 def test_pmap_takes_static_arguments():
     def scaled(values, x, factor):
         values[...] += x * factor

@@ -314,6 +314,7 @@ def compiled_by(layers, width):
     return _compiled[0]
 
 
+@pytest.mark.keeps_traces
 def test_equal_blocks_are_compiled_once():
     assert compiled_by(1, 22) > 0
     assert compiled_by(3, 22) == 0

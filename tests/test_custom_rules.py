@@ -170,6 +170,7 @@ def make_with_states(seen, **options):
     return f
 
 
+@pytest.mark.keeps_traces
 @pytest.mark.parametrize("jitted", [False, True])
 def test_the_worked_numbers_with_graph_updates(jitted):
     seen, model = [], Model()

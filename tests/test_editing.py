@@ -179,7 +179,7 @@ def test_another_value_is_not_another_program():
 
     @jax.jit
     def fn(x):
-        traces.append(x)
+        traces.append(1)
         return jnp.sum(tapped(x * 2) ** 2)
 
     for n in range(20):
@@ -191,7 +191,7 @@ def test_another_value_is_not_another_program():
 
     @jax.jit
     def sweep(x, change):
-        compiled.append(change)
+        compiled.append(1)
         return tt.edit(fn, {"h": change})(x)
 
     for n in range(1000):

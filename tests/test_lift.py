@@ -384,8 +384,27 @@ def test_a_scan_of_carry_alone_carries_it(mode):
     assert float(scanned(layer).w[...].sum()) == 8 * start
 
 
+class Scaled(tt.Module):
+    """Holds a static value that can change without being noticed."""
+
+    def __init__(self):
+        self.options = {"scale": 2.0}
+
+    def __call__(self, x):
+        return x * self.options["scale"]
+
+
+def test_a_scan_sees_a_static_value_that_changed():
+    model = Scaled()
+    axes = {"in_axes": (tt.Carry, None, 0), "out_axes": (tt.Carry, 0)}
+    scanned = tt.scan(lambda x, model, _: (model(x), None), **axes)
+    assert scanned(1.0, model, jnp.zeros(3))[0] == 8.0
+    model.options["scale"] = 1.0
+    assert scanned(1.0, model, jnp.zeros(3))[0] == 1.0
+
+
 def test_a_scan_remembers_no_more_structures_than_a_number(monkeypatch):
-    monkeypatch.setattr(_scanning, "MAX_STEPS", 2)
+    monkeypatch.setattr(_scanning, "MAX_PROGRAMS", 2)
     traces = []
 
     def step(carry, x):

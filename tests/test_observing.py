@@ -77,7 +77,7 @@ def test_one_jitted_function_for_many_layers_has_many_sites():
 
     @jax.jit
     def block(layer, x):
-        traces.append(layer)
+        traces.append(1)
         return layer(x)
 
     class Stack(tt.Module):

@@ -251,6 +251,7 @@ def test_arguments_of_a_traced_function_may_change():
     assert block.weight[0] == 2.0
 
 
+@pytest.mark.keeps_traces
 def test_leaked_objects_cannot_change_outside():
     kept = []
     jax.jit(lambda block: kept.append(block))(Block())

@@ -86,6 +86,7 @@ def test_a_variable_made_inside_can_be_written_inside():
     assert inside(jnp.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.keeps_traces
 def test_a_leaked_variable_cannot_be_written():
     leaked = []
 

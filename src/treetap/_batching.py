@@ -18,9 +18,11 @@ from treetap._errors import MetadataError
 from treetap._lift import Inputs, Options, Updates, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._prefixes import check_prefix
+from treetap._programs import MAX_PROGRAMS, Key
 from treetap._results import Results
 from treetap._settings import Mode
 from treetap._sharing import places
+from treetap._specs import GraphDef
 from treetap._trees import show_path
 from treetap._variables import Variable
 
@@ -28,7 +30,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-MakeMapping = Callable[[Any, list[Any], Any], Callable[[Any], Any]]
 NO_NAMES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -36,12 +37,12 @@ def _mapped(
     name: str,
     f: Any,
     mode: Mode,
-    prefix: tuple[str, Any],
-    mapping: MakeMapping,
+    how: Callable[..., Any],
+    prefixes: dict[str, Any],
     *,
-    results: Results,
     nothing: Any = None,
     statics: Positions | None = None,
+    keeps: bool = False,
 ) -> Callable[..., Any]:
     """A function mapped by JAX over flat values, each with a prefix of its own.
 
@@ -49,16 +50,32 @@ def _mapped(
         name: The transform.
         f: The function.
         mode: The mode.
-        prefix: The argument's name and its value for the positional arguments.
-        mapping: Makes JAX's function from the pure one, the prefixes of its values, and
-            those of the result and the updates.
-        results: Where the results lie.
+        how: JAX's transform, with all arguments but the prefixes.
+        prefixes: For the positional arguments and for the result, by argument.
         nothing: A prefix for what has no leaves; only where keywords are not taken.
         statics: Arguments that are part of the program.
+        keeps: Whether JAX compiles the mapped function, which is kept then.
     """
-    argument, given = prefix
+    (argument, given), (out_argument, out) = prefixes.items()
     check_prefix(given, name, argument, mode)
     given = tuple(given) if isinstance(given, list) else given
+    results = Results(out, mode, name, out_argument, nothing)
+
+    def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
+        lanes: Any = key.lanes
+
+        def pure(values: list[Any]) -> Any:
+            called = put_statics(f, key.statics)
+            return run(called, source, values, name, lanes, results=results)
+
+        # The second part stands for what is static, and has no leaves.
+        updates = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
+        found = {argument: (lanes.by_leaf(),), out_argument: (results.for_jax, updates)}
+        return how(pure, **found)
+
+    @functools.lru_cache(MAX_PROGRAMS)
+    def known(key: Key) -> Callable[[Any], Any]:
+        return made(key, key.definition)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -66,19 +83,13 @@ def _mapped(
             args, kwargs = positional(f, args, kwargs, name, argument), {}
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = inputs_of(args, kwargs, mode, name)
-        axes, lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, taken)
-            return run(called, inputs, values, name, lanes, results=results)
-
-        # The second part stands for what is static, and has no leaves.
-        updates_axes = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
-        call = mapping(pure, axes, (results.for_jax, updates_axes))
+        lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
+        key = Key(inputs.definition, taken, (), lanes)
         try:
-            found = call(inputs.values())
+            mapped = known(key) if keeps and key.lasts else made(key, inputs.outline())
+            found = mapped(inputs.values())
         except ValueError as error:
-            raise _named(error, inputs, axes) from None
+            raise _named(error, inputs, lanes.by_leaf()) from None
         return inputs.finish(*found)
 
     return call
@@ -151,18 +162,9 @@ def vmap(
     mode = mode_of(options)
     f = with_names(f, in_axes, out_axes, transform_metadata, mode)
 
-    def mapping(pure: Any, axes: list[Any], axes_out: Any) -> Any:
-        return jax.vmap(
-            pure,
-            in_axes=(axes,),
-            out_axes=axes_out,
-            axis_name=axis_name,
-            axis_size=axis_size,
-            spmd_axis_name=spmd_axis_name,
-        )
-
-    results = Results(out_axes, mode, "vmap", "out_axes")
-    return _mapped("vmap", f, mode, ("in_axes", in_axes), mapping, results=results)
+    named = {"axis_name": axis_name, "axis_size": axis_size}
+    how = functools.partial(jax.vmap, **named, spmd_axis_name=spmd_axis_name)
+    return _mapped("vmap", f, mode, how, {"in_axes": in_axes, "out_axes": out_axes})
 
 
 @transform
@@ -199,15 +201,10 @@ def pmap(
     f = with_names(f, in_axes, out_axes, transform_metadata, mode)
     statics = Positions(f, static_broadcasted_argnums, None, "pmap: static arguments")
     del donate_argnums  # a permission, not a demand: buffers are kept
-    placed = {"axis_name": axis_name, "devices": devices, "backend": backend}
-
-    def mapping(pure: Any, axes: list[Any], axes_out: Any) -> Any:
-        given = {**placed, "axis_size": axis_size}
-        return jax.pmap(pure, in_axes=(axes,), out_axes=axes_out, **given)
-
-    results = Results(out_axes, mode, "pmap", "out_axes")
-    prefix = ("in_axes", in_axes)
-    return _mapped("pmap", f, mode, prefix, mapping, results=results, statics=statics)
+    named = {"axis_name": axis_name, "axis_size": axis_size}
+    how = functools.partial(jax.pmap, **named, devices=devices, backend=backend)
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    return _mapped("pmap", f, mode, how, axes, statics=statics, keeps=True)
 
 
 @transform
@@ -233,21 +230,7 @@ def shard_map(
         check_vma: As for `jax.shard_map`.
         **options: As for `treetap.jit`.
     """
-    mode = mode_of(options)
-    nothing = jax.P()
-
-    def mapping(pure: Any, specs: list[Any], specs_out: Any) -> Any:
-        return jax.shard_map(
-            pure,
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=specs_out,
-            axis_names=axis_names,
-            check_vma=check_vma,
-        )
-
-    results = Results(out_specs, mode, "shard_map", "out_specs", nothing)
-    prefix = ("in_specs", in_specs)
-    return _mapped(
-        "shard_map", f, mode, prefix, mapping, results=results, nothing=nothing
-    )
+    given = {"axis_names": axis_names, "check_vma": check_vma}
+    how = functools.partial(jax.shard_map, mesh=mesh, **given)
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return _mapped("shard_map", f, mode_of(options), how, specs, nothing=jax.P())

@@ -19,14 +19,13 @@ from treetap._layouts import kinds_of
 from treetap._lift import Inputs, Options, inputs_of, mode_of, run, transform
 from treetap._metadata import MISSING
 from treetap._prefixes import check_prefix, spread
-from treetap._programs import Key, Program, refuse_changing_statics
+from treetap._programs import MAX_PROGRAMS, Key, Program, refuse_changing_statics
 from treetap._regrowing import regrow
 from treetap._results import Results
 from treetap._settings import Mode
 from treetap._sharing import name_lost
 from treetap._variables import Variable
 
-MAX_PROGRAMS = 256  # kept by a jit, one for each structure of its arguments
 MAX_RECIPES = 16  # for arguments of the same types
 
 P = ParamSpec("P")
@@ -106,7 +105,7 @@ class Jit(Generic[P, R]):
         options = dict(self._options)
         lanes = key.lanes
         if lanes is not None:
-            options["in_shardings"] = [lanes.prefixes[lane] for lane in lanes.of_leaf]
+            options["in_shardings"] = lanes.by_leaf()
         if self.in_shardings is not None or self.out_shardings is not None:
             prefixes = tuple(lanes.prefixes if lanes else (None,))
             options["out_shardings"] = (prefixes, self._results.for_jax, None)
@@ -179,7 +178,7 @@ class Jit(Generic[P, R]):
         if isinstance(chosen, tuple | list):
             left, args = iter(chosen), inputs.tree["args"]
             chosen = tuple(None if arg is HOLE else next(left) for arg in args)
-        return inputs.spread({"args": chosen, "kwargs": None}, "in_shardings")[1]
+        return inputs.spread({"args": chosen, "kwargs": None}, "in_shardings")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""

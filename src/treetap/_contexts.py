@@ -19,6 +19,7 @@ What the last merge needs is in the GraphDef, so the inside may be a compiled pr
 that was traced before.
 """
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,7 +71,21 @@ class UpdateContext:
     def __init__(self, tag: Hashable):
         self.tag = tag
         self.outside: list[Any] | None = None  # by number
-        self.inside: dict[int, tuple[Any, int]] = {}  # the object and its number
+        self._inside: dict[int, tuple[Any, int]] = {}  # known for as long as they live
+
+    def put_inside(self, made: dict[int, Any]) -> None:
+        """Takes note of objects that were made inside, by number."""
+        self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
+
+    def number_inside(self, member: Any) -> int | None:
+        """The number outside of an object inside; None for a new one."""
+        found, number = self._inside.get(id(member), (lambda: None, None))
+        return number if found() is member else None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether objects were made inside."""
+        return bool(self._inside)
 
 
 class SplitContext:
@@ -87,13 +102,13 @@ class SplitContext:
         before, met = len(walk.leaves), len(walk.members)
         spec, state = walk.any(node)
         graphdef = GraphDef(spec, len(walk.leaves) - before, True)
-        if context is not None and context.inside:
-            origins = [
-                (number, context.inside[id(member)][1])
+        if context is not None and context.is_inside:
+            known = [
+                (number, context.number_inside(member))
                 for number, member in enumerate(walk.members[met:], met)
-                if id(member) in context.inside
             ]
-            graphdef = LinkedDef(graphdef, tuple(origins))
+            origins = tuple((here, n) for here, n in known if n is not None)
+            graphdef = LinkedDef(graphdef, origins)
         elif context is not None:
             context.outside = walk.members
         found = {} if state is NOTHING else state
@@ -114,8 +129,7 @@ class MergeContext:
         if not isinstance(graphdef, LinkedDef) or context is None:
             node = put_together(graphdef, whole, name, made=self._made)
             if context is not None:
-                pairs = self._made.items()
-                context.inside |= {id(x): (x, number) for number, x in pairs}
+                context.put_inside(self._made)
             return node
         outside = context.outside or []
         owners = {number: outside[origin] for number, origin in graphdef.origins}

@@ -117,7 +117,7 @@ class CustomVjp:
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
         inputs = inputs_of(args, {}, self.mode, "custom_vjp")
-        return _Rule(self, inputs).call()
+        return inputs.finish(*_Rule(self, inputs).call(inputs.values()))
 
 
 # The functions whose rules are being run: a rule may call its own function.
@@ -125,11 +125,15 @@ _running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
 
 
 class _Rule:
-    """One call of a function with its own rule."""
+    """A function with its own rule, for arguments of one structure.
+
+    JAX keeps it with the program it is part of, so nothing in it is traced.
+    """
 
     def __init__(self, owner: CustomVjp, inputs: Inputs):
         self.owner = owner
-        self.inputs = inputs
+        self.outline = inputs.outline()
+        self.definition = inputs.definition
         self.has_states = inputs.definition.graph is Mode.UPDATES
         args = inputs.tree["args"]
         prefix: list[Any] = [True] * len(args)
@@ -161,14 +165,13 @@ class _Rule:
             for number, value in enumerate(leaves)
             if not self.active[number] and not _is_numeric(value)
         }
-        self.values = [x for n, x in enumerate(leaves) if n not in self.fixed]
         self.written: Collection[int] = ()  # while that is found out
-        self.written = self._written()
-        self._check_written()
+        self.written = self._written(self._numeric(leaves))
+        self._check_written(inputs.leaves)
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
-        inside = Inside(self.inputs, self._all(values), "custom_vjp")
+        inside = Inside(self.outline, self._all(values), "custom_vjp")
         token = _running.set((*_running.get(), self.owner))
         try:
             with inside.watched(policy_of(self.owner.fun)):
@@ -190,7 +193,10 @@ class _Rule:
         """All values in order: those JAX handles, and those it cannot."""
         return filled(self.fixed, values, len(self.active))
 
-    def _written(self) -> set[int]:
+    def _numeric(self, leaves: list[Any]) -> list[Any]:
+        return [x for n, x in enumerate(leaves) if n not in self.fixed]
+
+    def _written(self, values: list[Any]) -> set[int]:
         """The Variables that the function or its rule changes."""
         found: list[Written] = []
 
@@ -198,15 +204,15 @@ class _Rule:
             found.append(self._run(values)[1].written)
             found.append(self._forward(values)[2].written)
 
-        jax.eval_shape(probe, self.values)
+        jax.eval_shape(probe, values)
         return {n for written in found for lane in written.lanes for n, _ in lane}
 
-    def _check_written(self) -> None:
+    def _check_written(self, leaves: list[Any]) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
         if self.owner._wants_updates or self.has_states:
             return
         for number in self.written:
-            leaf = self.inputs.leaves[number]
+            leaf = leaves[number]
             if self.active[number] and is_inexact(leaf._box[0]):
                 raise StructureError(
                     f"custom_vjp: a differentiable {type(leaf).__name__} is changed "
@@ -215,14 +221,14 @@ class _Rule:
                 )
 
     def _run(self, values: Any) -> Any:
-        inputs, fun = self.inputs, self.owner.fun
-        return run(fun, inputs, self._all(values), "custom_vjp", keep=self.written)
+        source, fun = self.outline, self.owner.fun
+        return run(fun, source, self._all(values), "custom_vjp", keep=self.written)
 
-    def call(self) -> Any:
-        """Runs through `jax.custom_vjp` and writes changed Variables back."""
+    def call(self, leaves: list[Any]) -> Any:
+        """Runs through `jax.custom_vjp`: the result and what changed."""
         pure = jax.custom_vjp(self._run)
         pure.defvjp(self._fwd, self._bwd)
-        return self.inputs.finish(*pure(self.values))
+        return pure(self._numeric(leaves))
 
     def _fwd(self, values: Any) -> Any:
         out, residual, updates = self._forward(values)
@@ -231,9 +237,10 @@ class _Rule:
     def _bwd(self, kept: Any, cotangents: Any) -> Any:
         residual, values = kept
         out_g, updates = cotangents
-        tree, leaves = regrow(self.inputs.definition, self._all(values))
+        made: dict[int, Any] = {}
+        tree, leaves = regrow(self.definition, self._all(values), made)
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
-        given = unpack(out_g, dict(self.inputs.owners))
+        given = unpack(out_g, made)
         options = {}
         if self.has_states:
             given = self._updates_states(updates, tree["args"], leaves), given
@@ -241,13 +248,13 @@ class _Rule:
             options["updates_g"] = self._updates_tree(updates)
         bwd: Any = self.owner._bwd
         found = bwd(*passive, unpack(residual, {}), given, **options)
-        return (self._cotangents(found, self._all(values)),)
+        return (self._cotangents(found, tree["args"], self._all(values)),)
 
     def _updates_tree(self, updates: Updates) -> Any:
         """Cotangents of changed Variables, in a tuple like the arguments."""
         given = dict(zip(sorted(self.written), updates.values[0]))
-        values = [given.get(n) for n in range(len(self.inputs.leaves))]
-        shaped, _ = regrow(self.inputs.definition, values)
+        values = [given.get(n) for n in range(len(self.active))]
+        shaped, _ = regrow(self.definition, values)
         return _without_empty(shaped["args"])
 
     def _updates_states(self, updates: Updates, args: Any, leaves: list[Any]) -> Any:
@@ -264,9 +271,8 @@ class _Rule:
             if number not in self.nondiff
         )
 
-    def _cotangents(self, found: Any, values: list[Any]) -> list[Any]:
+    def _cotangents(self, found: Any, args: Any, values: list[Any]) -> list[Any]:
         """The rule's tangents as flat values; zeros for what is not differentiated."""
-        args = self.inputs.tree["args"]
         count = len(args) - len(self.nondiff)
         found = found if isinstance(found, tuple | list) else (found,)
         if len(found) != count:

@@ -46,6 +46,10 @@ class Lanes:
         self.owners = {numbers[key]: value for key, value in work.owners.items()}
         self.known = {numbers[key]: value for key, value in work.known.items()}
 
+    def by_leaf(self) -> list[Any]:
+        """The prefix of each leaf."""
+        return [self.prefixes[lane] for lane in self.of_leaf]
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Lanes)

@@ -13,6 +13,7 @@ a sharding of jit) among the inputs, because a transform must know where its out
 before it runs. With graph updates, objects whose structure changed ride along.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -181,13 +182,23 @@ class Inputs:
         """The raw values for JAX."""
         return raw_values(self.leaves)
 
-    def spread(self, prefix: Any, argument: str) -> tuple[list[Any], Lanes]:
-        """The prefix of each leaf, and the lanes they make."""
+    def spread(self, prefix: Any, argument: str) -> Lanes:
+        """The lanes that a prefix makes of the leaves."""
         work = Spread(self.name, argument)
         work.follow(prefix, self.tree, ())
         if self.definition.graph is not Mode.UPDATES:
             work.owners, work.known = {}, {}
-        return work.values, Lanes(work, self.numbers, filter_values(prefix))
+        return Lanes(work, self.numbers, filter_values(prefix))
+
+    def outline(self) -> "Inputs | GraphDef":
+        """What `run` needs of them, without a value: for functions that JAX keeps."""
+        if listening.value is None:
+            return self.definition
+        bare = copy.copy(self)
+        bare.tree, bare.leaves = regrow(self.definition, [None] * len(self.leaves))
+        bare.owners = {}
+        put_in_place(self.tree, bare.tree)
+        return bare
 
     def finish(self, out: Any, updates: Updates) -> Any:
         """Writes what changed into the caller's objects, and unpacks the result."""

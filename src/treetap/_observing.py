@@ -349,11 +349,12 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
         if is_own:
             inner = copy if owner is fn else types.MethodType(fn.__func__, copy)  # pyright: ignore[reportFunctionMemberAccess] - a method
         work = _Observation(select, False, roots_of(inner, rest, named))
-        work.session.run(inner, *rest, **named)
-        for call in work.session.calls:
-            call.values = [_abstract(value) for value in call.values or []]
-            call.flags = {}
-        found.append(work.record(True))
+        with contextlib.closing(work.session):
+            work.session.run(inner, *rest, **named)
+            for call in work.session.calls:
+                call.values = [_abstract(value) for value in call.values or []]
+                call.flags = {}
+            found.append(work.record(True))
 
     jax.eval_shape(pure, arrays)
     return found[0]

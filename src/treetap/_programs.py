@@ -17,11 +17,14 @@ from treetap._errors import StructureError
 from treetap._grafts import Lanes
 from treetap._layouts import kinds_of
 from treetap._lift import Updates, Written
+from treetap._listening import listening
 from treetap._settings import Mode
 from treetap._specs import GraphDef, has_hashable_statics, leaf_paths, statics_in
 from treetap._trees import show_path
 from treetap._values import is_buffer
 from treetap._variables import Variable
+
+MAX_PROGRAMS = 256  # kept for a function, one for each structure of its arguments
 
 
 class Key:
@@ -46,6 +49,14 @@ class Key:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it stands for all equal arguments: no static value can change.
+
+        While somebody listens, where the arguments are matters, too.
+        """
+        return listening.value is None and has_hashable_statics(self.definition.spec)
+
     def without_donating(self, leaves: Collection[int]) -> "Key":
         """The same with some leaves not donated."""
         donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
@@ -56,8 +67,7 @@ class Key:
         lanes = self.lanes
         found = {number for number, flag in enumerate(self.donated) if flag}
         if lanes is not None and self.definition.graph is Mode.UPDATES:
-            of_leaf = enumerate(lanes.of_leaf)
-            found |= {n for n, lane in of_leaf if lanes.prefixes[lane] is not None}
+            found |= {n for n, x in enumerate(lanes.by_leaf()) if x is not None}
         return found
 
 

@@ -28,10 +28,10 @@ from treetap._lift import (
     mode_of,
     transform,
 )
-from treetap._listening import listening
 from treetap._looping import same_carry
 from treetap._metadata import MISSING
 from treetap._prefixes import StateAxes, check_prefix, values_in
+from treetap._programs import MAX_PROGRAMS, Key
 from treetap._results import Results
 from treetap._settings import Mode
 from treetap._specs import GraphDef
@@ -172,7 +172,7 @@ class _Step:
         self.axes = axes
         self.source = source
         self.lanes = lanes
-        self.of_leaf = [lanes.prefixes[lane] for lane in lanes.of_leaf]
+        self.of_leaf = lanes.by_leaf()
         lanes.carried = {n for n, x in enumerate(lanes.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
 
@@ -339,20 +339,16 @@ def scan(
     return call
 
 
-MAX_STEPS = 256  # kept by a scan, one for each structure of its arguments
-
-
 def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _Scan:
     """A call of a scan, with the step that was made for arguments of this structure."""
-    prefix = {"args": axes.inputs, "kwargs": None}
-    of_leaf, lanes = inputs.spread(prefix, "in_axes")
-    key = (inputs.definition, tuple(of_leaf))
+    lanes = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
+    key = Key(inputs.definition, (), (), lanes)
     fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
-    if listening.value is not None:
-        return _Scan(inputs, _Step(f, axes, inputs, lanes, fixed))
+    if not key.lasts:
+        return _Scan(inputs, _Step(f, axes, inputs.outline(), lanes, fixed))
     step = None if fixed else steps.get(key)
     if step is None:
-        while len(steps) >= MAX_STEPS:
+        while len(steps) >= MAX_PROGRAMS:
             steps.pop(next(iter(steps)))
         step = steps[key] = _Step(f, axes, inputs.definition, lanes, fixed)
     return _Scan(inputs, step)

@@ -146,6 +146,7 @@ class Session:
         They refer to one another, and would keep arrays until Python looks for such.
         """
         self.calls, self.tickets = [], {}
+        self.roots, self.known = (), Roots(())
         self.wants, self.feeds = (lambda call: False), (lambda call: None)
 
     def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:

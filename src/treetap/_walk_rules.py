@@ -288,6 +288,7 @@ def _custom_jvp(step: Step) -> Any:
     body, plan, _, spots = _only(step)
     rule = _jaxprs.rule_of_jvp(step.primitive, step.params)
     count = len(step.values)
+    operands, step = _apart(step)
 
     def call(body: Body, given: Any, fed: Any) -> Any:
         shaped = shaped_feeds(plan, fed)
@@ -313,7 +314,7 @@ def _custom_jvp(step: Step) -> Any:
         still = jax.tree.map(_jaxprs.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
-    outs, found = with_rule(*step.values, *_fixed(step))
+    outs, found = with_rule(*operands)
     return outs, [shaped_found(plan, spots, found)]
 
 
@@ -345,13 +346,17 @@ def _refuse_feeds(step: Step) -> None:
             )
 
 
-def _fixed(step: Step) -> list[Any]:
-    """What is fed into a function with a rule, which knows no derivative for it."""
-    found: list[Any] = []
+def _apart(step: Step) -> tuple[list[Any], Step]:
+    """All operands of a function with a rule, and the step without a traced value.
+
+    What is fed into it comes last: the rule knows no derivative for it. JAX keeps the
+    rule with the program it is part of.
+    """
+    found = list(step.values)
     for choice, feed in zip(step.plans[0], step.feeds[0]):
         if feed is not None:
             found += choice.feed.fixed(feed, step.primitive.name)
-    return found
+    return found, step._replace(values=[], feeds=[])
 
 
 def _custom_vjp(step: Step) -> Any:
@@ -359,6 +364,7 @@ def _custom_vjp(step: Step) -> Any:
     body, plan, _, spots = _only(step)
     count = len(step.values)
     rule = _jaxprs.rule_of_vjp(step.params, count)
+    operands, step = _apart(step)
 
     def call(body: Body, values: Any) -> Any:
         shaped = shaped_feeds(plan, values[count:])
@@ -388,7 +394,7 @@ def _custom_vjp(step: Step) -> Any:
         )
 
     with_rule.defvjp(fwd, bwd)
-    outs, found = with_rule(*step.values, *_fixed(step))
+    outs, found = with_rule(*operands)
     return outs, [shaped_found(plan, spots, found)]
 
 

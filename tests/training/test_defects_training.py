@@ -94,11 +94,11 @@ def test_D59_optimizers_with_equal_settings_have_equal_descriptions():
 
 @ALL_MODES
 def test_D59_a_step_is_traced_once_for_optimizers_made_alike(mode):
-    rates = []
+    traces = []
 
     @tt.jit(**mode)
     def step(model, optimizer, rate):
-        rates.append(rate)
+        traces.append(1)
         optimizer.update(model, {"w": jnp.ones(2)})
 
     changes = []
@@ -106,7 +106,7 @@ def test_D59_a_step_is_traced_once_for_optimizers_made_alike(mode):
         model, optimizer = Model(), optimizer_with(rate)
         step(model, optimizer, 1.0)
         changes.append(1.0 - float(model.w[0]))
-    assert len(rates) == 2
+    assert len(traces) == 2
     np.testing.assert_allclose(changes, [1e-3, 1e-3, 1e-4, 1e-3], rtol=1e-2)
 
 
