@@ -7,6 +7,7 @@ way, the origin is found from these codes (see `_faults`), and a third run bring
 else is to be known of it. `guard` is the small sister that is always on.
 """
 
+import contextlib
 import inspect
 import linecache
 import os
@@ -44,10 +45,12 @@ from treetap._faults import (
 from treetap._lift import Inside, inputs_of
 from treetap._listening import Asked
 from treetap._observing import observe
+from treetap._programs import MAX_PROGRAMS
 from treetap._reducers import AllFinite
 from treetap._scopes import resolve
 from treetap._sessions import Session
 from treetap._settings import Mode
+from treetap._specs import has_hashable_statics
 from treetap._trees import Path
 from treetap._variables import Variable, raw_values
 from treetap._walk import Choice, is_inexact, scopes_in, survey
@@ -134,7 +137,7 @@ class Blame:
             text += "What went into it was finite, and at most "
             text += f"{self.largest_input:.4g} in magnitude. "
         elif self.operation:
-            text += "Infinities that went into it were there on purpose. "
+            text += "Constants of the program that are not finite went into it. "
         if not self.reaches_result:
             text += (
                 "The results are finite, all the same: a `where`, or a branch that was "
@@ -179,11 +182,17 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
         raw = inputs.values()
         traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
         values = [jnp.asarray(raw[n]) for n in traced]
-        rest = [_known_by(value) for value in raw if not isinstance(value, _TRACED)]
-        key = inputs.definition, tuple(rest), tuple(map(jax.typeof, values))
-        suspect = known.get(key)
+        rest = [value for value in raw if not isinstance(value, _TRACED)]
+        kinds = tuple(map(type, rest)), tuple(map(jax.typeof, values))
+        key = inputs.definition, tuple(rest), kinds
+        lasts = has_hashable_statics(inputs.definition.spec) and _is_hashable(key)
+        suspect = known.get(key) if lasts else None
         if suspect is None:
-            suspect = known[key] = _Suspect(fn, inputs, raw, traced)
+            suspect = _Suspect(fn, inputs, raw, traced)
+        if lasts:
+            known[key] = suspect
+            if len(known) > MAX_PROGRAMS:
+                known.pop(next(iter(known)))
 
         def name_of(n: int) -> str:
             return _argument(fn, args, kwargs, raw[traced[n]])
@@ -194,14 +203,16 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
 
 # What the program is a function of; other values are parts of it, as flags are.
-_TRACED = (jax.Array, np.ndarray, np.generic, float, complex)
+_NUMBERS = (float, complex)
+_TRACED = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
 
 
-def _known_by(value: Any) -> Any:
-    """What tells a value apart that is part of the program."""
-    if type(value).__hash__ is None:
-        return id(value)
-    return type(value), value
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 class _Suspect:
@@ -222,10 +233,11 @@ class _Suspect:
             if is_own:
                 inner = copy if owner is fn else types.MethodType(fn.__func__, copy)
             session = Session(SCOPES_ONLY, roots_of(inner, rest, named))
-            out = session.run(inner, *rest, **named)
-            held.append(session.known)
+            with contextlib.closing(session):
+                out = session.run(inner, *rest, **named)
+                held.append(session.known)
             results = [*jax.tree.leaves(out), *raw_values(inside.leaves)]
-            return [leaf for leaf in results if is_inexact(leaf)]
+            return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
         values = [jnp.asarray(raw[n]) for n in traced]
         self.body = _jaxprs.body_of(jax.make_jaxpr(pure)(*values))
@@ -295,7 +307,7 @@ class _Suspect:
         sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
         places = frame.work.places
         wanted = {one: places[one] for one in (*sources, atom) if _is_in(one, places)}
-        if atom not in wanted:
+        if not _is_in(atom, wanted):
             return {}
         asked = {frame.base + spot for spot, _ in wanted.values()}
         spots = survey(self.body.jaxpr).spots

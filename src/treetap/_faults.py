@@ -7,7 +7,8 @@ infinities or NaNs. `origins` then goes back from bad results, from equation to
 equation, into loops and out of them, to where what came in was good.
 
 An infinity that the program itself wrote down is on purpose, and so is what is only
-made from such: a mask of -inf is no fault, a NaN made from it is one.
+made from such: a mask of -inf is no fault, a NaN made from it is one. Of a NaN that it
+wrote down, the operation that takes it is the origin.
 """
 
 import weakref
@@ -465,10 +466,13 @@ class Findings:
                 waiting += sources
         on_purpose: set[Any] = set()
         origins: list[Node] = []
+        is_end = {node.key for node in ends}
         for node, sources in sorted(found.values(), key=lambda one: self.order(one[0])):
             meant = all(one.key in on_purpose for one in sources)
-            is_written = node.number is None and not self._is_input(node)
-            if self.code(node) == INFINITE and meant and (sources or is_written):
+            is_given = self._is_input(node) and not (sources and meant)
+            is_written = node.number is None and not is_given
+            passes = self.code(node) == INFINITE and (sources or is_written)
+            if (passes and meant) or (is_written and node.key not in is_end):
                 on_purpose.add(node.key)
             elif meant:
                 origins.append(node)
