@@ -26,12 +26,22 @@ def of_jax(text: str) -> str | None:
     return None if None in found or not found else OF_JAX[sorted(found)[0]]
 
 
+def first_leak(error: BaseException) -> str:
+    """The text of the leak that was found first; an error keeps tracers, too."""
+    text, seen = str(error), set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error) if "Leaked trace" in str(error) else text
+        error = error.__cause__ or error.__context__
+    return text
+
+
 @pytest.hookimpl(wrapper=True)
 def leave_out_those_of_jax():
     """Skips a test in which JAX keeps something, and we do not."""
     try:
         return (yield)
     except Exception as error:
-        if (what := of_jax(str(error))) is None:
+        if (what := of_jax(first_leak(error))) is None:
             raise
         pytest.skip(f"JAX keeps {what}")

@@ -118,7 +118,7 @@ def with_context(net, x):
 
 
 def on_devices(net, x):
-    return tt.pmap(lambda x, net: net(x), in_axes=(0, None))(x, net)
+    return tt.pmap(lambda x, net: net(x), in_axes=(0, None))(x[None], net)
 
 
 CASES = {
@@ -225,6 +225,14 @@ def test_these_are_of_jax_itself(mark):
     with pytest.raises(Exception, match="Leaked") as caught, jax.checking_leaks():
         OF_JAX[mark]()
     assert leaks.of_jax(str(caught.value)) == leaks.OF_JAX[mark]
+
+
+def test_the_first_of_several_leaks_is_looked_at():
+    later = TypeError("Leaked trace B")
+    later.__context__ = ValueError("Leaked trace A")
+    later.__context__.__context__ = KeyError("a")
+    assert leaks.first_leak(later) == "Leaked trace A"
+    assert leaks.first_leak(KeyError("a")) == "'a'"
 
 
 def test_ours_beside_one_of_jax_is_not_left_out():
