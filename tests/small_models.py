@@ -29,3 +29,13 @@ def paths(fn, *args):
 def texts_of(fn, *args):
     """What all sites are called, in order of execution."""
     return [site.text for site in tt.observe(fn)(*args)[1]]
+
+
+class Scaled(tt.Module):
+    """Holds a static value that can change without being noticed."""
+
+    def __init__(self, scale):
+        self.options = {"scale": scale}
+
+    def __call__(self, x):
+        return x * self.options["scale"]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from small_models import Scaled
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
@@ -117,14 +118,7 @@ def test_pmap_compiles_for_each_static_argument_and_axis():
 
 
 def test_pmap_sees_a_static_value_that_changed():
-    class Scaled(tt.Module):
-        def __init__(self):
-            self.options = {"scale": 2.0}
-
-        def __call__(self, x):
-            return x * self.options["scale"]
-
-    model = Scaled()
+    model = Scaled(2.0)
     mapped = tt.pmap(lambda model, x: model(x), in_axes=(None, 0))
     assert mapped(model, jnp.ones(4)).tolist() == [2] * 4
     model.options["scale"] = 3.0

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import treetap as tt
 from meshes import mesh_of
+from small_models import Scaled
 from treetap import _blaming
 from treetap._faults import Every, looking
 from treetap._walk import Survey, lens
@@ -443,14 +444,7 @@ def test_a_program_is_traced_once_for_arguments_of_one_sort():
 
 
 def test_what_can_change_unnoticed_is_looked_at_again():
-    class Scaled(tt.Module):
-        def __init__(self):
-            self.options = {"scale": 1.0}
-
-        def __call__(self, x):
-            return x * self.options["scale"]
-
-    model = Scaled()
+    model = Scaled(1.0)
     blamed = tt.blame(lambda model, x: model(x))
     assert not blamed(model, ONES)
     model.options["scale"] = jnp.nan

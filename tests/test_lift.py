@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import treetap as tt
 from modes import ALL_MODES, GRAPH_MODES, SIMPLE_MODES, UPDATES
+from small_models import Scaled
 from treetap import _scanning
 from treetap._lift import Updates, Written
 
@@ -384,18 +385,8 @@ def test_a_scan_of_carry_alone_carries_it(mode):
     assert float(scanned(layer).w[...].sum()) == 8 * start
 
 
-class Scaled(tt.Module):
-    """Holds a static value that can change without being noticed."""
-
-    def __init__(self):
-        self.options = {"scale": 2.0}
-
-    def __call__(self, x):
-        return x * self.options["scale"]
-
-
 def test_a_scan_sees_a_static_value_that_changed():
-    model = Scaled()
+    model = Scaled(2.0)
     axes = {"in_axes": (tt.Carry, None, 0), "out_axes": (tt.Carry, 0)}
     scanned = tt.scan(lambda x, model, _: (model(x), None), **axes)
     assert scanned(1.0, model, jnp.zeros(3))[0] == 8.0
