@@ -16,7 +16,7 @@ import numpy as np
 import timing
 
 import treetap as tt
-from treetap._variables import pack_of
+from treetap._core.variables.variable import pack_of
 
 try:
     import equinox as eqx

@@ -31,8 +31,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import atheris  # noqa: E402 - before what it is to look at
 
 ROOMS = [
-    *("treetap._files", "treetap._storing", "treetap._comparing", "treetap._cli"),
-    *("treetap._selectors", "treetap._filters", "treetap._records"),
+    *("treetap._io", "treetap._io.store", "treetap._compare", "treetap._cli"),
+    *(
+        "treetap._capture.selectors",
+        "treetap._core.trees.filters",
+        "treetap._observe.records",
+    ),
 ]
 with atheris.instrument_imports(include=ROOMS):
     import guards

@@ -12,7 +12,7 @@ import pytest
 
 import leaks
 from programs import forget_if_many
-from treetap import _settings
+from treetap._core import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.default_backend() != "cpu":  # whose products are rounded to fewer bits
@@ -28,10 +28,10 @@ if jax.config.jax_check_tracer_leaks:  # by `make test-leaks`
 @pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a process-wide setting behind."""
-    before = {key: list(held) for key, held in _settings.Setting._process.items()}
+    before = {key: list(held) for key, held in settings.Setting._process.items()}
     yield
     for key, held in before.items():
-        _settings.Setting._process[key][:] = held
+        settings.Setting._process[key][:] = held
 
 
 _finished = itertools.count(1)

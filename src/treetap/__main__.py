@@ -4,7 +4,7 @@
 import io
 import sys
 
-from treetap._cli.commands import cli
+from treetap._cli.main import cli
 
 
 def main() -> None:

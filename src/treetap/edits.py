@@ -16,9 +16,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
-from treetap._errors import CaptureError
-from treetap._feeding import Axes
-from treetap._records import Site
+from treetap._capture.walk.plans import Axes
+from treetap._core.errors import CaptureError
+from treetap._observe.records import Site
 
 Shape = tuple[int, ...]
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._errors import StructureError
-from treetap._filters import Filter
-from treetap._pytrees import Pytree, variables_below
-from treetap._splitting import split
-from treetap._variables import A, Variable, get_box, write_boxes
+from treetap._core.errors import StructureError
+from treetap._core.trees.filters import Filter
+from treetap._core.trees.pytree import Pytree, variables_below
+from treetap._core.trees.split import split
+from treetap._core.variables.variable import A, Variable, get_box, write_boxes
 
 __all__ = [
     "Accuracy",

@@ -6,7 +6,7 @@ import pathlib
 
 from click.testing import CliRunner
 
-from treetap._cli.commands import cli
+from treetap._cli.main import cli
 
 TARGETS = str(pathlib.Path(__file__).with_name("targets.py"))
 

@@ -116,7 +116,8 @@ def test_importing_is_light():
 def test_a_program_that_only_trains_does_not_wait_for_the_rest():
     code = (
         "import sys, treetap;"
-        "late = {'treetap.nnx', 'treetap._walk', 'treetap._records', 'treetap._taps'};"
+        "late = {'treetap.nnx', 'treetap._capture.walk.run',"
+        "        'treetap._observe.records', 'treetap._capture.marks'};"
         "assert not late & sys.modules.keys();"
         "assert treetap.observe and treetap.nnx and treetap.compat"
     )

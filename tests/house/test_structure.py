@@ -5,271 +5,169 @@ import ast
 import pathlib
 
 import pytest
+from count_code import SOURCE, code_lines, function_lengths
 
-ROOT = pathlib.Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "treetap"
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOMS = {".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in FILES}
-MODULES = {
-    room: SOURCE.joinpath(*room.split(".")).with_suffix(".py")
-    for room in ROOMS
-    if not room.endswith(".__init__")  # a folder's own file says what is in it
+
+# Folders from the ground up, and in each its files and folders from the ground up. What
+# comes later may import what comes before. A public file stands with the folder whose
+# neighbours import it; it is written with a slash.
+ORDER = {
+    "_core": """
+        display earlier_names errors paths settings trace_level variables trees wording
+    """,
+    "_core.variables": """
+        marked metadata operators placement values variable kinds packed_values
+    """,
+    "_core.trees": """
+        attributes filters graphdef layout pickled_functions pytree build sharing copies
+        state flatten split apply traverse update
+    """,
+    "_capture": """
+        listening marks edit_points marks_again statistics walk module_paths calls
+        selectors session emit
+    """,
+    "_capture.walk": "jax_compat plans run operations",
+    "_capture.statistics": "counts figures reducers reduced sums measures",
+    "_modules": "methods module containers random_streams random_rules views",
+    "_transforms": """
+        lift axis_names build_model cond grad custom_vjp inspect jit jit_partial loops
+        sharding vmap scan
+    """,
+    "_transforms.lift": """
+        arguments prefixes results structure_updates structure_watch lift call_cache
+        program packed_calls
+    """,
+    "_observe": """
+        capture loggers records /edits observe blame edit patch scope_exits tap_scopes
+        watch
+    """,
+    "_observe.blame": "search blame",
+    "_nn": """
+        /initializers dtypes parameters activations attention decoding dropout embedding
+        linear adapters carries cells convolution moments normalization grouping
+        multihead pooling recurrence reparametrization
+    """,
+    "_train": "/metrics comparable_functions optimizer ema model_and_optimizer",
+    "_io": """
+        file_paths record_descriptions safetensors_file record_file store weight_layouts
+        weight_rules weight_targets checkpoints weights_in weights_out weights
+    """,
+    "_io.store": "arrays axes journals contents stores writers",
+    "_report": "texts calls flops pictures rows payload html table summary",
+    "_compare": "measures sources tables tolerances unroll align comparison",
+    "nnx": "compat contexts deprecated traversals flax_parts as_flax",
+    "_cli": """
+        console demo failures run_nnx targets inputs programs looking options comparing
+        inspecting main
+    """,
 }
-
-# Rooms from the ground up: each may import only from rooms before it. The namespaces at
-# the end are for users; nothing inside imports them.
-ORDER = [
-    "_errors",
-    "_names",
-    "_settings",
-    "_traces",
-    "_trees",
-    "_marks",
-    "_metadata",
-    "_values",
-    "_placement",
-    "_operators",
-    "_display",
-    "_variables",
-    "_packs",
-    "_kinds",
-    "_filters",
-    "_attributes",
-    "_layouts",
-    "_functions",
-    "_pytrees",
-    "_states",
-    "_sharing",
-    "_specs",
-    "_graphs",
-    "_copies",
-    "_splitting",
-    "_applying",
-    "_updates",
-    "_traversals",
-    "_walks",
-    "_listening",
-    "_taps",
-    "_jaxprs",
-    "_retaps",
-    "_editable",
-    "_feeding",
-    "_counts",
-    "_reducers",
-    "_reductions",
-    "_figures",
-    "_summing",
-    "_measuring",
-    "_events",
-    "_walk",
-    "_walk_rules",
-    "_scopes",
-    "_calls",
-    "_sessions",
-    "_emitting",
-    "_methods",
-    "_modules",
-    "_containers",
-    "_views",
-    "_randomness",
-    "_reseeding",
-    "_regrowing",
-    "_prefixes",
-    "_changes",
-    "_grafts",
-    "_results",
-    "_lift",
-    "_arguments",
-    "_calling",
-    "_programs",
-    "_packing",
-    "_compiling",
-    "_inspecting",
-    "_fixing",
-    "_differentiating",
-    "_custom_rules",
-    "_axis_names",
-    "_batching",
-    "_looping",
-    "_scanning",
-    "_branching",
-    "_contexts",
-    "_selectors",
-    "_capturing",
-    "_records",
-    "_observing",
-    "_watching",
-    "_leaving",
-    "_foreign",
-    "edits",
-    "_editing",
-    "_patching",
-    "_faults",
-    "_blaming",
-    "_deprecated",
-    "initializers",
-    "_layers.parameters",
-    "_layers.dtypes",
-    "_layers.linear",
-    "_layers.convolution",
-    "_layers.embedding",
-    "_layers.adapters",
-    "_layers.activations",
-    "_layers.pooling",
-    "_layers.dropout",
-    "_layers.moments",
-    "_layers.normalization",
-    "_layers.grouping",
-    "_layers.reparametrization",
-    "_layers.attention",
-    "_layers.decoding",
-    "_layers.multihead",
-    "_layers.carries",
-    "_layers.cells",
-    "_layers.recurrence",
-    "_sharding",
-    "_building",
-    "metrics",
-    "_training.equal_functions",
-    "_training.optimizer",
-    "_training.model_and_optimizer",
-    "_training.averaging",
-    "_files.paths",
-    "_files.tensors",
-    "_files.layouts",
-    "_files.rules",
-    "_files.targets",
-    "_files.incoming",
-    "_files.outgoing",
-    "_files.weights",
-    "_files.checkpoints",
-    "_report.texts",
-    "_report.calls",
-    "_report.flops",
-    "_report.rows",
-    "_report.tables",
-    "_report.summary",
-    "_report.payload",
-    "_report.pictures",
-    "_report.html",
-    "_storing.descriptions",
-    "_storing.records",
-    "_storing.journals",
-    "_storing.arrays",
-    "_storing.axes",
-    "_storing.contents",
-    "_storing.writers",
-    "_storing.stores",
-    "_comparing.measures",
-    "_comparing.sides",
-    "_comparing.loops",
-    "_comparing.alignment",
-    "_comparing.limits",
-    "_comparing.tables",
-    "_comparing.comparison",
-    "compat",
-    "nnx",
-    "_flax_parts",
-    "_standing_in",
-    "_cli.failures",
-    "_cli.targets",
-    "_cli.inputs",
-    "_cli.programs",
-    "_cli.showing",
-    "_cli.options",
-    "_cli.looking",
-    "_cli.demo_model",
-    "_cli.inspecting",
-    "_cli.comparing",
-    "_cli.running",
-    "_cli.commands",
-    "__init__",
-    "__main__",
-]
-
-MAX_FILE = 500
+FOLDERS = [name for name in ORDER if "." not in name]
+PUBLIC_FILES = {
+    unit[1:]: folder
+    for folder, units in ORDER.items()
+    for unit in units.split()
+    if unit.startswith("/")
+}
+MAX_FILE = 400
 MAX_FUNCTION = 50
 
 
-NAMESPACES = ("__init__", "nnx")  # imports and names, which are lists and not code
-
-
-def lists_names(node: ast.stmt) -> bool:
-    is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    return is_all or isinstance(node, ast.Import | ast.ImportFrom | ast.If)
-
-
-def lines_in(node: ast.stmt) -> int:
-    return (node.end_lineno or 0) - node.lineno + 1
-
-
 def room_of(path: pathlib.Path) -> str:
-    return str(path.relative_to(SOURCE).with_suffix(""))
+    """A file by its place, as in `_core.trees.split`; a folder's own file by its."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {room_of(path): path for path in FILES}
+
+
+def place_of(room: str) -> tuple[int, ...]:
+    """Where a room stands in the order: of folders, then of what is in them."""
+    parts = room.split(".")
+    if room in PUBLIC_FILES:
+        parts = [PUBLIC_FILES[room], f"/{room}"]
+    if parts[0] not in FOLDERS:
+        return (len(FOLDERS),)  # the root, and the program
+    place = [FOLDERS.index(parts[0])]
+    for depth in range(1, len(parts)):
+        units = ORDER[".".join(parts[:depth])].split()
+        assert parts[depth] in units, f"{room} has no place in the order"
+        place.append(units.index(parts[depth]))
+    return tuple(place)
 
 
 def tree_of(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text("utf-8"))
 
 
 def rooms_imported(path: pathlib.Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names if "treetap" in name.name}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "treetap"
-        ):
+            found |= {each.name for each in node.names if "treetap" in each.name}
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: a relative import"
-            if node.module == "treetap":
-                found |= {f"treetap.{name.name}" for name in node.names}
-            else:
-                found.add(str(node.module))
+            module = node.module or ""
+            if module.split(".")[0] != "treetap":
+                continue
+            base = module.removeprefix("treetap").lstrip(".")
+            for each in node.names:
+                full = f"{base}.{each.name}".lstrip(".")
+                found.add(full if full in MODULES else base)
     return found
 
 
-def test_every_room_has_a_place_in_the_order():
-    assert sorted(ORDER) == sorted(MODULES)
+def test_there_are_twelve_folders_and_the_public_files():
+    names = {path.name for path in SOURCE.iterdir()} - {"__pycache__"}
+    assert {name for name in names if (SOURCE / name).is_dir()} == {*FOLDERS}
+    files = {name for name in names if not (SOURCE / name).is_dir()}
+    of_package = {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
+    assert files == of_package | {f"{name}.py" for name in PUBLIC_FILES}
+    assert len(FOLDERS) == 12
 
 
-@pytest.mark.parametrize("room", ORDER)
+def test_the_order_lists_what_there_is():
+    listed = {
+        f"{folder}.{unit}".replace(f"{folder}./", "")
+        for folder, units in ORDER.items()
+        for unit in units.split()
+    }
+    assert {*MODULES} - {"", "__main__", *FOLDERS} == listed
+
+
+@pytest.mark.parametrize("room", [*MODULES])
 def test_imports_go_one_way(room):
+    is_page = MODULES[room].name == "__init__.py" and room in ORDER
     for imported in rooms_imported(MODULES[room]):
-        assert imported != "treetap", f"{room} imports the root"
-        name = imported.removeprefix("treetap.")
-        assert name in ORDER, f"{room} imports {imported}, which is no room"
-        assert ORDER.index(name) < ORDER.index(room), f"{room} imports {name} above it"
+        assert imported in MODULES, f"{room} imports {imported}, which is no room"
+        if is_page and imported.startswith(f"{room}."):
+            continue  # a folder's own file may name what is in it
+        assert place_of(imported) < place_of(room), f"{room} imports {imported}"
+
+
+@pytest.mark.xfail(strict=True, reason="what two need is not in the lift yet")
+def test_sibling_transforms_do_not_import_each_other():
+    siblings = {f"_transforms.{unit}" for unit in ORDER["_transforms"].split()}
+    siblings.remove("_transforms.lift")
+    edges = [
+        (room, other)
+        for room in sorted(siblings)
+        for other in sorted(rooms_imported(MODULES[room]) & siblings)
+    ]
+    assert edges == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_files_are_small(path):
-    lines = len(path.read_text().splitlines())
-    if room_of(path) in NAMESPACES:
-        lines -= sum(map(lines_in, filter(lists_names, tree_of(path).body)))
-    assert lines <= MAX_FILE, f"{path.name} has {lines} lines"
-
-
-def code_lines(function: ast.AST, source: list[str]) -> int:
-    """Lines of a function without its docstring, comments and blanks."""
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    first = function.body[0]
-    start, end = first.lineno, function.end_lineno or 0  # the signature is not work
-    skipped: set[int] = set()
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        skipped |= set(range(first.lineno, (first.end_lineno or 0) + 1))
-    for number in range(start, end + 1):
-        text = source[number - 1].strip()
-        if not text or text.startswith("#"):
-            skipped.add(number)
-    return end - start + 1 - len(skipped)
+    lines = code_lines(path)
+    assert lines <= MAX_FILE, f"{path.name} has {lines} lines of code"
 
 
 @pytest.mark.parametrize("path", FILES, ids=room_of)
 def test_functions_fit_on_a_screen(path):
-    source = path.read_text().splitlines()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = code_lines(node, source)
-            assert lines <= MAX_FUNCTION, f"{path.name}: {node.name} has {lines} lines"
+    for name, lines in function_lengths(path):
+        assert lines <= MAX_FUNCTION, f"{path.name}: {name} has {lines} lines"
 
 
 @pytest.mark.parametrize("path", FILES, ids=room_of)
@@ -300,30 +198,18 @@ def test_suppressions_name_their_rule_and_reason():
             assert "# type: ignore" not in line, f"{path.name}:{number}"
 
 
-LIFT_AND_TRANSFORMS = [
-    *("_changes", "_grafts", "_results", "_lift", "_arguments", "_programs"),
-    *("_compiling", "_inspecting", "_fixing"),
-    *("_differentiating", "_custom_rules", "_axis_names", "_batching"),
-    *("_looping", "_scanning", "_branching"),
-]
+# Lines of code in the lift and the transforms, and in the whole library.
+BUDGETS = {("_transforms",): 3_400, ("",): 24_000}
 
 
-def lines_of_code(path: pathlib.Path) -> int:
-    """Lines that are neither blank, nor a comment, nor part of a docstring."""
-    texts: set[int] = set()
-    for node in ast.walk(tree_of(path)):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list) or not body or not isinstance(body[0], ast.Expr):
-            continue
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            texts |= set(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
-    lines = enumerate(path.read_text().splitlines(), 1)
-    kept = (line.strip() for n, line in lines if n not in texts)
-    return sum(1 for line in kept if line and not line.startswith("#"))
-
-
-def test_the_lift_and_the_transforms_stay_small():
-    assert sum(lines_of_code(MODULES[name]) for name in LIFT_AND_TRANSFORMS) < 2_500
+@pytest.mark.parametrize("places", BUDGETS, ids=str)
+def test_the_house_stays_small(places):
+    count = sum(
+        code_lines(path)
+        for room, path in MODULES.items()
+        if any(room.startswith(place) for place in places)
+    )
+    assert count <= BUDGETS[places]
 
 
 def test_who_writes_into_variables_says_so():
@@ -337,4 +223,4 @@ def test_who_writes_into_variables_says_so():
             for node in ast.walk(tree_of(path))
         )
     }
-    assert users == {"_calling", "_packs"}
+    assert users == {"_transforms.lift.call_cache", "_core.variables.packed_values"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import treetap as tt
-from treetap._records import Record, Site
+from treetap._observe.records import Record, Site
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from tests.meshes import mesh_of
 
 import treetap as tt
-from treetap._errors import CaptureError
-from treetap._records import Record, Site
+from treetap._core.errors import CaptureError
+from treetap._observe.records import Record, Site
 from treetap._report import html as html_room
 from treetap._report import payload as payload_room
 from treetap._report.pictures import pictures_of

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import treetap as tt
 from treetap._report.rows import sizes_of
-from treetap._report.tables import count_text, short_types
+from treetap._report.table import count_text, short_types
 
 PLAIN = {"force_terminal": False, "width": 200}
 NARROW = {"force_terminal": False, "width": 80}

@@ -28,9 +28,9 @@ from treetap._cli.failures import Failure
 from treetap._cli.inputs import drawn, spec_of
 from treetap._cli.inputs import read as read_inputs
 from treetap._cli.targets import case_of
-from treetap._filters import predicate_of
-from treetap._records import Record, Site
-from treetap._storing.records import ABOUT, ORDER
+from treetap._core.trees.filters import predicate_of
+from treetap._io.record_file import ABOUT, ORDER
+from treetap._observe.records import Record, Site
 
 Pair = collections.namedtuple("Pair", "first second")
 

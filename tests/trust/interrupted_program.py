@@ -20,7 +20,7 @@ import optax
 from steps import step, two_steps
 
 import treetap as tt
-from treetap._records import Record, Site
+from treetap._observe.records import Record, Site
 
 STEPS = 60
 X = jnp.arange(12.0).reshape(4, 3) / 12

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import treetap as tt
-from treetap._records import Record, Site
+from treetap._observe.records import Record, Site
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs limits")
 ROOM = "make room"

@@ -24,18 +24,47 @@ from steps import loss, step
 import treetap as tt
 from programs import forget_if_many
 from treetap import edits
-from treetap._listening import around_methods, listening
+from treetap._capture.listening import around_methods, listening
 
 LIFT = (
-    *("_lift", "_calling", "_programs", "_compiling", "_results", "_updates"),
-    *("_arguments", "_changes", "_grafts", "_variables", "_packs", "_packing"),
-    *("_differentiating", "_custom_rules", "_batching", "_scanning", "_looping"),
-    *("_branching", "_fixing"),
+    "_transforms/lift/lift",
+    "_transforms/lift/call_cache",
+    "_transforms/lift/program",
+    "_transforms/jit",
+    "_transforms/lift/results",
+    "_core/trees/update",
+    "_transforms/lift/arguments",
+    "_transforms/lift/structure_watch",
+    "_transforms/lift/structure_updates",
+    "_core/variables/variable",
+    "_core/variables/packed_values",
+    "_transforms/lift/packed_calls",
+    "_transforms/grad",
+    "_transforms/custom_vjp",
+    "_transforms/vmap",
+    "_transforms/scan",
+    "_transforms/loops",
+    "_transforms/cond",
+    "_transforms/jit_partial",
 )
 WALK = (
-    *("_walk", "_walk_rules", "_sessions", "_emitting", "_listening", "_taps"),
-    *("_calls", "_scopes", "_observing", "_capturing", "_records", "_feeding"),
-    *("_editable", "_editing", "_retaps", "_reductions", "_methods"),
+    "_capture/walk/run",
+    "_capture/walk/operations",
+    "_capture/session",
+    "_capture/emit",
+    "_capture/listening",
+    "_capture/marks",
+    "_capture/calls",
+    "_capture/module_paths",
+    "_observe/observe",
+    "_observe/capture",
+    "_observe/records",
+    "_capture/walk/plans",
+    "_capture/edit_points",
+    "_observe/edit",
+    "_capture/marks_again",
+    "_capture/statistics/reduced",
+    "_modules/methods",
 )
 X = jnp.arange(6.0).reshape(3, 2) / 6
 BATCH = 50  # faults in one thread

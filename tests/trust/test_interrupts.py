@@ -26,7 +26,7 @@ from steps import loss, step, two_steps
 import treetap as tt
 from modes import ALL_MODES
 from treetap import edits
-from treetap._listening import around_methods, listening
+from treetap._capture.listening import around_methods, listening
 
 PROGRAM = pathlib.Path(__file__).with_name("interrupted_program.py")
 X = jnp.arange(12.0).reshape(4, 3) / 12

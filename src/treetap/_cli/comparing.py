@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from treetap._cli.console import console_of
 from treetap._cli.failures import FOUND, Failure
 from treetap._cli.options import (
     Given,
@@ -28,9 +29,8 @@ from treetap._cli.options import (
     work,
 )
 from treetap._cli.programs import How
-from treetap._cli.showing import console_of
-from treetap._comparing.comparison import compare as compare_sides
-from treetap._observing import observe
+from treetap._compare.comparison import compare as compare_sides
+from treetap._observe.observe import observe
 
 
 def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from types import FrameType
 
 import jax
 
-from treetap._errors import TreetapError
+from treetap._core.errors import TreetapError
 
 FOUND = 1  # the exit code of a command that found what it looks for
 BAD = 2  # of one that could not be done

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._attributes import Node
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
-from treetap._files.tensors import is_shape, stored_tensors
-from treetap._files.weights import load_weights
-from treetap._names import quoted
+from treetap._core.trees.attributes import Node
+from treetap._core.wording import quoted
+from treetap._io.safetensors_file import is_shape, stored_tensors
+from treetap._io.weights import load_weights
 
 _SHORT = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 _SPEC = re.compile(

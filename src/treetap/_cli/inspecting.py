@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from treetap import _display
-from treetap._cli.demo_model import trained, written
+from treetap._cli.console import console_of, many, number_text, progress_of, spark
+from treetap._cli.demo import trained, written
 from treetap._cli.failures import FOUND, Failure
 from treetap._cli.looking import Look, figures_listing, look_at, look_dict, observed
 from treetap._cli.options import (
@@ -31,10 +31,10 @@ from treetap._cli.options import (
     with_targets,
     work,
 )
-from treetap._cli.showing import console_of, many, number_text, progress_of, spark
-from treetap._records import Record
+from treetap._core import display
+from treetap._io.record_file import save_record
+from treetap._observe.records import Record
 from treetap._report.html import report
-from treetap._storing.records import save_record
 
 OUTPUTS = (".html", ".safetensors")
 DEMO_STEPS = 240
@@ -122,7 +122,7 @@ def inspect(
         print_json({**found, "notes": notes, "out": list(out)})
     else:
         title = f"{target}: {many(len(look.rows), 'site')}"
-        title += f", {_display.readable_bytes(sum(row.nbytes for row in look.rows))}"
+        title += f", {display.readable_bytes(sum(row.nbytes for row in look.rows))}"
         title += "" if look.loss is None else f", loss {number_text(look.loss)}"
         show_look(look, title, [*notes, *(f"Wrote {path}." for path in out)])
     return FOUND if look.first is not None else 0

@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treetap import _display
-from treetap._cli.programs import Program
-from treetap._cli.showing import (
+from treetap._capture.statistics.figures import Figures
+from treetap._capture.statistics.reducers import (
+    AbsMax,
+    DeadUnits,
+    Histogram,
+    Moments,
+    NonFinite,
+    Norm,
+)
+from treetap._cli.console import (
     BLOCKS,
     LETTERS,
     SITE_WIDTH,
@@ -27,11 +34,11 @@ from treetap._cli.showing import (
     share_text,
     spark,
 )
-from treetap._figures import Figures
-from treetap._observing import observe, sites
-from treetap._records import Record, Site
-from treetap._reducers import AbsMax, DeadUnits, Histogram, Moments, NonFinite, Norm
-from treetap._report.tables import short_types
+from treetap._cli.programs import Program
+from treetap._core import display
+from treetap._observe.observe import observe, sites
+from treetap._observe.records import Record, Site
+from treetap._report.table import short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
 SPARK = 12
@@ -203,7 +210,7 @@ def figures_listing(look: Look, *, ascii_only: bool = False) -> Listing:
     if has_types:
         types = tuple(short_types(row.type) for row in rows)
         columns.append(Column("type", types, 8, False, 18))
-        sizes = (_display.readable_bytes(row.nbytes) for row in rows)
+        sizes = (display.readable_bytes(row.nbytes) for row in rows)
         columns.append(column("memory", 10, sizes))
     bars = tuple(_bars_text(row.value, signs) for row in rows)
     columns.append(Column("histogram", bars, 5, False))
@@ -245,8 +252,8 @@ def sites_listing(record: Record) -> Listing:
     def cells(text: Any) -> tuple[str, ...]:
         return tuple(map(text, found))
 
-    count, size = many(len(found), "site"), _display.readable_bytes(record.nbytes)
-    sizes = cells(lambda site: _display.readable_bytes(site.nbytes))
+    count, size = many(len(found), "site"), display.readable_bytes(record.nbytes)
+    sizes = cells(lambda site: display.readable_bytes(site.nbytes))
     columns = [
         Column("site", cells(lambda site: site.text), 0, False, SITE_WIDTH, count),
         Column("how", cells(lambda site: site.how), 4, False),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from treetap._cli.console import waiting
 from treetap._cli.failures import (
     BAD,
     INTERRUPTED,
@@ -27,7 +28,6 @@ from treetap._cli.failures import (
 )
 from treetap._cli.inputs import inputs_for, load_into
 from treetap._cli.programs import How, Program, program_of
-from treetap._cli.showing import waiting
 from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from treetap._attributes import Node
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
-from treetap._compiling import jit
-from treetap._differentiating import value_and_grad
+from treetap._core.trees.attributes import Node
+from treetap._transforms.grad import value_and_grad
+from treetap._transforms.jit import jit
 
 How = Literal["eager", "jit", "traced"]
 MEAN_SQUARE = "the mean of squares of all floating outputs"

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from treetap._attributes import Node
 from treetap._cli.failures import Failure
-from treetap._names import quoted, shown
+from treetap._core.trees.attributes import Node
+from treetap._core.wording import quoted, shown
 
 DEEPEST = 50  # packages inside one another; Python looks for each in the one before
 RETURNS = "A factory returns a model, (model, inputs) or (model, inputs, loss)."

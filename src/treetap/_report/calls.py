@@ -20,21 +20,21 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
-from treetap import _jaxprs
-from treetap._attributes import Node
-from treetap._capturing import roots_of
-from treetap._lift import Inputs, inputs_of
-from treetap._listening import Asked, around_methods, listening
-from treetap._methods import is_wrapped
-from treetap._regrowing import regrow
+from treetap._capture.listening import Asked, around_methods, listening
+from treetap._capture.marks import TICKET, Label, bind_tap, tap_p
+from treetap._capture.module_paths import Roots, inside, resolve, rooted
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.run import scopes_in
+from treetap._core.paths import Path
+from treetap._core.settings import Mode
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.build import regrow
+from treetap._core.trees.sharing import places
+from treetap._core.variables.values import is_ref
+from treetap._modules.methods import is_wrapped
+from treetap._observe.capture import roots_of
 from treetap._report.texts import arguments_text, is_array, text_of
-from treetap._scopes import Roots, inside, resolve, rooted
-from treetap._settings import Mode
-from treetap._sharing import places
-from treetap._taps import TICKET, Label, bind_tap, tap_p
-from treetap._trees import Path
-from treetap._values import is_ref
-from treetap._walk import scopes_in
+from treetap._transforms.lift.lift import Inputs, inputs_of
 
 
 class Frozen(NamedTuple):
@@ -158,7 +158,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
 
     jaxpr = jax.make_jaxpr(pure)(arrays)
     names = _Names(node)
-    found = _notes_in(_jaxprs.opened(jaxpr)[0], (), 1)
+    found = _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
     calls = (
         Call(resolve(scopes, known[0]).path, note, times)
         for scopes, note, times in found
@@ -239,14 +239,14 @@ def _notes_in(
         more = _iterations(eqn)
         inner = None if times is None or more is None else times * more
         for body in jaxprs_in_params(eqn.params):
-            yield from _notes_in(_jaxprs.opened(body)[0], here, inner)
+            yield from _notes_in(jax_compat.opened(body)[0], here, inner)
 
 
 def _iterations(eqn: Any) -> int | None:
     """How often an operation runs what is inside it; None if that is not known."""
     if eqn.primitive.name == "while":
         return None
-    return _jaxprs.scan_options(eqn.params).get("length", 1)
+    return jax_compat.scan_options(eqn.params).get("length", 1)
 
 
 def _rows_of(start: Start) -> int:

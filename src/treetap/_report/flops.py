@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from treetap import _jaxprs
-from treetap._jaxprs import Body
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import Body
+from treetap._core.variables.variable import raw_values
 from treetap._report.calls import Note, parted, run_quietly
 from treetap._report.texts import is_array
-from treetap._variables import raw_values
 
 Program = Callable[[list[Any]], Any]
 
@@ -101,7 +101,7 @@ def _counted(program: Program, arrays: list[Any]) -> int | None:
         given.append([array.update(sharding=None) for array in arrays])
     for tried in given:
         with contextlib.suppress(Exception):
-            body = _jaxprs.body_of(jax.make_jaxpr(program)(tried))
+            body = jax_compat.body_of(jax.make_jaxpr(program)(tried))
             return round(_flops_of(body)[1])
     return None
 
@@ -111,7 +111,7 @@ def _flops_of(body: Body) -> tuple[float, float]:
     once = all_of_them = _by_xla(body)
     for params, inside in _scans_in(body.jaxpr):
         inner, inner_all = _flops_of(inside)
-        options = _jaxprs.scan_options(params)
+        options = jax_compat.scan_options(params)
         length, unroll = options["length"], int(options["unroll"])
         # XLA sees the copies that the loop is unrolled to, and those left over.
         seen = unroll + length % unroll if unroll < length else length
@@ -121,7 +121,7 @@ def _flops_of(body: Body) -> tuple[float, float]:
 
 def _by_xla(body: Body) -> float:
     def fn(*values: Any) -> Any:
-        return _jaxprs.evaluate(body.jaxpr, body.consts, values)
+        return jax_compat.evaluate(body.jaxpr, body.consts, values)
 
     given = [var.aval for var in body.jaxpr.invars]
     found = _analysis(fn, given)
@@ -146,8 +146,8 @@ def _scans_in(jaxpr: Any) -> Iterator[tuple[dict[str, Any], Body]]:
     """The scans of a jaxpr that are not inside another scan."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            (body,) = _jaxprs.bodies_of(eqn.primitive, eqn.params)
+            (body,) = jax_compat.bodies_of(eqn.primitive, eqn.params)
             yield eqn.params, body
         else:
             for inner in jaxprs_in_params(eqn.params):
-                yield from _scans_in(_jaxprs.opened(inner)[0])
+                yield from _scans_in(jax_compat.opened(inner)[0])

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from treetap._display import readable_bytes
-from treetap._errors import CaptureError
-from treetap._records import Record, Site
+from treetap._core.display import readable_bytes
+from treetap._core.errors import CaptureError
+from treetap._observe.records import Record, Site
 from treetap._report.payload import Row, payload_of, sites_of
 from treetap._report.pictures import pictures_of
 

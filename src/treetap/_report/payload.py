@@ -14,12 +14,12 @@ from urllib.parse import unquote
 import jax
 import numpy as np
 
-from treetap._display import readable_bytes
-from treetap._figures import Bars, Figures
-from treetap._records import Record, Site
+from treetap._capture.module_paths import class_named
+from treetap._capture.statistics.figures import Bars, Figures
+from treetap._core.display import readable_bytes
+from treetap._observe.records import Record, Site
 from treetap._report.rows import leaves_below, parameters_of
 from treetap._report.texts import array_text
-from treetap._scopes import class_named
 
 Entry = dict[str, Any]
 Pair = tuple[Figures, Figures | None]  # of a value, and of its gradient

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from treetap._figures import Figures
-from treetap._records import Site
-from treetap._reductions import is_measurable
+from treetap._capture.statistics.figures import Figures
+from treetap._capture.statistics.reduced import is_measurable
+from treetap._observe.records import Site
 from treetap._report.texts import array_text
 
 SIDE = 64  # of a tile, at most

@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from treetap import _display
-from treetap._attributes import Node
-from treetap._containers import Dict, List
-from treetap._errors import StructureError
-from treetap._kinds import Param, RngState
-from treetap._pytrees import opened
+from treetap._core import display
+from treetap._core.errors import StructureError
+from treetap._core.paths import Path
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.pytree import opened
+from treetap._core.trees.sharing import places
+from treetap._core.variables.kinds import Param, RngState
+from treetap._core.variables.variable import Variable
+from treetap._modules.containers import Dict, List
 from treetap._report.calls import Call, recorded
 from treetap._report.flops import Flops
 from treetap._report.texts import is_array
-from treetap._sharing import places
-from treetap._trees import Path
-from treetap._variables import Variable
 
 
 class Size(NamedTuple):
@@ -36,7 +36,7 @@ class Size(NamedTuple):
         return Size(self.elements + other.elements, self.nbytes + other.nbytes)
 
     def __str__(self) -> str:
-        return f"{self.elements:,} ({_display.readable_bytes(self.nbytes)})"
+        return f"{self.elements:,} ({display.readable_bytes(self.nbytes)})"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def leaves_below(root: Any) -> Iterator[Any]:
 def size_of(value: Any) -> Size:
     """The size of a Variable or an array."""
     raw = value.get_raw_value() if isinstance(value, Variable) else value
-    return Size(*_display.size_of(raw))
+    return Size(*display.size_of(raw))
 
 
 def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
@@ -139,7 +139,7 @@ def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
     found: dict[str, Size] = {}
     for value in leaves_below(root):
         raw = value.get_raw_value() if isinstance(value, Variable) else value
-        if not _display.has_arrays(raw):
+        if not display.has_arrays(raw):
             continue
         kind = kind_name(value)
         found[kind] = found.get(kind, Size()).plus(size_of(value))

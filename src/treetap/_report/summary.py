@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from treetap._randomness import RngStream
+from treetap._modules.random_streams import RngStream
 from treetap._report.rows import (
     Row,
     Size,
@@ -23,7 +23,7 @@ from treetap._report.rows import (
     sizes_dict,
     sizes_of,
 )
-from treetap._report.tables import (
+from treetap._report.table import (
     FIGURES,
     HEADS,
     others_text,

@@ -10,10 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from treetap._attributes import Node
-from treetap._trees import find_leaves, is_container, is_named_tuple, open_container
-from treetap._values import is_ref
-from treetap._variables import Variable
+from treetap._core.paths import (
+    find_leaves,
+    is_container,
+    is_named_tuple,
+    open_container,
+)
+from treetap._core.trees.attributes import Node
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import Variable
 
 
 def is_array(value: Any) -> bool:

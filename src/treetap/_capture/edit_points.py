@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a value may be edited: an identity, and how its derivatives follow an edit.
+
+While somebody edits, a value that flows on is marked by a tap of its own, which gives a
+ticket, and then goes through `edit_p`, an identity that holds the ticket. The walk puts
+a function in the place of the identity. So that derivatives taken before are those of
+the edited program, `edit_p` is differentiated and transposed by name only: its `recipe`
+lists what was done to it, and it has all operands that this needs. `derived` does the
+same to any function: to the identity where nothing is edited, else to the edit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from treetap._capture.marks import Label, all_mapped, tap_p
+
+edit_p = Primitive("tap_edit")
+edit_p.multiple_results = True
+
+Function = Callable[..., list[Any]]
+Places = tuple[int, ...]
+
+
+class Derived(NamedTuple):
+    """A function made by a recipe.
+
+    Attributes:
+        call: The function, from a list of values to a list of values.
+        ins: For each operand, the leaf of the edited value whose type it has.
+        outs: The same for each result.
+    """
+
+    call: Function
+    ins: Places
+    outs: Places
+
+
+class Forward(NamedTuple):
+    """A step of a recipe: the derivative along tangents, which are operands too.
+
+    Attributes:
+        moved: The operands that have tangents.
+        outs: The results that have tangents; others are not numbers.
+    """
+
+    moved: Places
+    outs: Places
+
+    def of(self, held: Derived) -> Derived:
+        """The derivative of a function."""
+        count = len(held.ins)
+
+        def call(*values: Any) -> list[Any]:
+            given = list(values[:count])
+
+            def along(*parts: Any) -> list[Any]:
+                for n, part in zip(self.moved, parts):
+                    given[n] = part
+                return held.call(*given)
+
+            at = [values[n] for n in self.moved]
+            tangents = jax.jvp(along, at, list(values[count:]))[1]
+            return [tangents[n] for n in self.outs]
+
+        ins = (*held.ins, *(held.ins[n] for n in self.moved))
+        return Derived(call, ins, tuple(held.outs[n] for n in self.outs))
+
+
+class Backward(NamedTuple):
+    """A step of a recipe: from cotangents to those of operands it is linear in.
+
+    Attributes:
+        linear: These operands; in their place cotangents come last.
+    """
+
+    linear: Places
+
+    def of(self, held: Derived) -> Derived:
+        """The transpose of a function."""
+        rest = [n for n in range(len(held.ins)) if n not in self.linear]
+        ins = (*(held.ins[n] for n in rest), *held.outs)
+        outs = tuple(held.ins[n] for n in self.linear)
+
+        def call(*values: Any) -> list[Any]:
+            given: list[Any] = [None] * len(held.ins)
+            for n, value in zip(rest, values):
+                given[n] = value
+
+            def at(*parts: Any) -> list[Any]:
+                own = dict(zip(self.linear, parts))
+                return held.call(*(own.get(n, x) for n, x in enumerate(given)))
+
+            zeros = [jnp.zeros_like(values[ins.index(leaf)]) for leaf in outs]
+            _, pull = jax.vjp(at, *zeros)
+            return list(pull(list(values[len(rest) :])))
+
+        return Derived(call, ins, outs)
+
+
+Recipe = tuple[Forward | Backward, ...]
+
+
+def derived(fn: Function, recipe: Recipe, count: int) -> Derived:
+    """What a recipe makes of a function of so many leaves to as many."""
+    made = Derived(fn, tuple(range(count)), tuple(range(count)))
+    for step in recipe:
+        made = step.of(made)
+    return made
+
+
+def _identity(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def unedited(values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """What `edit_p` gives where nothing is edited."""
+    count = params["label"].tree.num_leaves
+    return derived(_identity, params["recipe"], count).call(*values[:-1])
+
+
+def editable(label: Label, values: Sequence[Any]) -> list[Any]:
+    """Marks values that flow on, so that they may be edited; gives those to use."""
+    label = label._replace(is_edit=True, reduce=None)
+    *held, ticket = tap_p.bind(*values, label=label, order=0, rows=0)
+    return edit_p.bind(*held, ticket, label=label, rows=0, recipe=())
+
+
+def _type_of(*avals: Any, label: Label, rows: int, recipe: Recipe) -> list[Any]:
+    made = derived(_identity, recipe, label.tree.num_leaves)
+    return [avals[made.ins.index(leaf)] for leaf in made.outs]
+
+
+def _lowered(*values: Any, **params: Any) -> list[Any]:
+    return unedited(values, params)
+
+
+edit_p.def_impl(_lowered)
+edit_p.def_abstract_eval(_type_of)
+mlir.register_lowering(edit_p, mlir.lower_fun(_lowered, multiple_results=True))
+
+
+def _batch(values: Any, dims: Any, **params: Any) -> Any:
+    """All operands get the axis, in front; `rows` counts such axes."""
+    moved, _ = all_mapped(values[:-1], dims[:-1])
+    params["rows"] += 1
+    out = edit_p.bind(*moved, values[-1], **params)
+    return out, [0] * len(out)
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is ad.Zero
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = edit_p.bind(*primals, **params)
+    pairs = enumerate(tangents[:-1])
+    moved = tuple(n for n, tangent in pairs if not _is_zero(tangent))
+    numbers = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in out]
+    still: list[Any] = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
+    outs = tuple(n for n, flag in enumerate(numbers) if flag)
+    params["recipe"] = (*params["recipe"], Forward(moved, outs))
+    given = [tangents[n] for n in moved]
+    found = edit_p.bind(*primals[:-1], *given, primals[-1], **params)
+    for n, value in zip(outs, found):
+        still[n] = value
+    return out, still
+
+
+def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    operands = values[:-1]
+    unknown = map(ad.is_undefined_primal, operands)
+    linear = tuple(n for n, flag in enumerate(unknown) if flag)
+    given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    known = [value for n, value in enumerate(operands) if n not in linear]
+    params["recipe"] = (*params["recipe"], Backward(linear))
+    found = edit_p.bind(*known, *given, values[-1], **params)
+    out: list[Any] = [None] * len(values)
+    for n, value in zip(linear, found):
+        out[n] = value
+    return out
+
+
+batching.primitive_batchers[edit_p] = _batch
+ad.primitive_jvps[edit_p] = _jvp
+ad.primitive_transposes[edit_p] = _transpose

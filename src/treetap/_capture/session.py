@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions: one function run with ears open.
+
+`Listener` is a trace that sees every operation at the level of the capture, hands it on
+and stops at taps; eager code stays eager. Where an operation holds a jaxpr with taps,
+the walk runs it by a plan. What is heard is kept as `Call`s, in order of execution;
+gradients find the call they belong to by its ticket.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.source_info_util import current_name_stack
+
+from treetap._capture.calls import Call, Planned
+from treetap._capture.listening import Asked, listening
+from treetap._capture.marks import PLAIN_TAPS, Label, current_guards, linear_p, tap_p
+from treetap._capture.module_paths import (
+    Root,
+    Roots,
+    Where,
+    open_scopes,
+    resolve,
+    rooted,
+)
+from treetap._capture.statistics.reduced import Reduction
+from treetap._capture.walk import jax_compat, operations
+from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.plans import Fed
+from treetap._capture.walk.run import (
+    MARKS,
+    RULES,
+    Choice,
+    Spot,
+    Step,
+    at_spot,
+    is_spotless,
+    recorded,
+    run,
+    scopes_in,
+    spot_of,
+    spots_below,
+    survey,
+)
+from treetap._core.errors import CaptureError
+from treetap._core.paths import Path
+from treetap._core.trace_level import Through
+from treetap._core.trees.pytree import variables_below
+from treetap._core.variables.variable import raw_values
+
+del operations  # imported for its rules
+
+
+class Session:
+    """What one capture asks for and has heard.
+
+    Args:
+        asked: Which taps are to be emitted.
+        roots: The Modules among the arguments.
+        wants: Whether the value of a call is to be recorded.
+        feeds: What is to be fed into the value of a call, see `plans`; or None.
+        gradients: Whether gradients are to be recorded.
+        iterations: How many iterations of a `while` loop to keep; 0 for the last one.
+        values: Whether values and gradients themselves come out.
+        reduction: What is measured of them, if anything.
+        edits: Whether it edits, and hears the marks of what may be edited.
+        on_call: Told of each call that was recorded.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        roots: tuple[Root, ...] = (),
+        *,
+        wants: Callable[[Call], bool] = lambda call: True,
+        feeds: Callable[[Call], Fed | None] = lambda call: None,
+        gradients: bool = False,
+        iterations: int = 0,
+        values: bool = True,
+        reduction: Reduction | None = None,
+        edits: bool = False,
+        on_call: Callable[[Call], None] = lambda call: None,
+    ):
+        self.asked = asked
+        self.roots = roots
+        self.wants = wants
+        self.feeds = feeds
+        self.gradients = gradients
+        self.values = values
+        self.reduction = reduction
+        self.edits = edits
+        self.on_call = on_call
+        self.taking = Choice(values, None, iterations, reduction)
+        self.calls: list[Call] = []
+        self.counts: dict[Any, int] = {}
+        self.places: dict[tuple[Any, ...], Where] = {}
+        self.tickets: dict[int, tuple[Any, Any, Any]] = {}
+        self.keep = False
+        self.is_forward = False  # whether something is differentiated forward
+        self.unmatched: set[str] = set()  # gradients whose values were not found
+        self.edited: set[str] = set()  # names of values that are edited
+        self.known = Roots(())  # until it opens
+        self.depth = 0
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function and listens."""
+        outer = listening.value
+        self.keep = outer is not None
+        self.depth = len(scopes_in(current_name_stack()))
+        with take_current_trace() as parent:
+            listener = Listener(parent, self)
+            asked = self.asked if outer is None else united(self.asked, outer)
+            with (
+                listening(outer),  # twice: see `listening`
+                rooted(self.roots) as self.known,
+                set_current_trace(listener),
+                listening(asked),
+            ):
+                return fn(*args, **kwargs)
+
+    def scopes(self) -> tuple[str, ...]:
+        """The scopes that are open, inside the capture."""
+        return scopes_in(current_name_stack())[self.depth :]
+
+    def roots_among(self, values: Sequence[Any]) -> tuple[Path, ...]:
+        """Paths of the roots that may have come into a function with these operands.
+
+        A Module that was handed over brought its arrays along.
+        """
+        given = set(map(id, values))
+
+        def may_be(root: Root) -> bool:
+            arrays = raw_values(variables_below(root.node))
+            return not arrays or any(id(array) in given for array in arrays)
+
+        return tuple(root.path for root in self.roots if may_be(root))
+
+    def sparing(self, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+        """The parameters of a jit that gives no recorded value away."""
+        if not any(params["donated_invars"]):
+            return params
+        recorded = {id(x) for call in self.calls for x in call.values or ()}
+        pairs = zip(params["donated_invars"], operands)
+        donated = tuple(flag and id(value) not in recorded for flag, value in pairs)
+        return {**params, "donated_invars": donated}
+
+    def close(self) -> None:
+        """Lets go of what was heard, and of who listened.
+
+        They refer to one another, and would keep arrays until Python looks for such.
+        """
+        self.calls, self.tickets = [], {}
+        self.roots, self.known = (), Roots(())
+        self.wants, self.feeds = (lambda call: False), (lambda call: None)
+
+    def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
+        """A call without its value yet."""
+        key: Any = spot.scopes if roots is None else (spot.scopes, *roots)
+        where = self.places.get(key)
+        if where is None:
+            where = self.places[key] = resolve(spot.scopes, self.known, roots)
+        if spot.label.how == "output":
+            label = spot.label._replace(kind=self.asked.outputs)
+            spot = spot._replace(label=label)
+        call = Call(spot, where)
+        key = (call.where.path, spot.label.name)
+        call.index = self.counts.get(key, 0)
+        self.counts[key] = call.index + 1
+        return call
+
+    def add(self, call: Call) -> None:
+        """Keeps a call that is complete but for its gradients."""
+        self.calls.append(call)
+        self.on_call(call)
+
+    def note(self, label: Label, values: list[Any]) -> None:
+        """Keeps a value that is there already, at the capture's own level."""
+        if not self.is_heard(label):
+            return
+        own = tuple(values)
+        spot = Spot(label, 0, open_scopes(self.known), own, own)
+        call = self.heard(spot)
+        if self.wants(call):
+            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
+            self.add(call)
+
+    def heard_here(self, label: Label, arrays: list[Any]) -> list[Any]:
+        """Does at once what a tap at the capture's own level leads to."""
+        if not self.is_heard(label):
+            return arrays
+        values = [*arrays, *current_guards()]
+        flags = ("taken",) * (len(values) - len(arrays))
+        scopes = open_scopes(self.known)
+        spot = Spot(label, 0, scopes, tuple(values), tuple(arrays), flags=flags)
+        call = self.heard(spot)
+        fed = self.feeds(call)
+        values = values if fed is None else fed.how.added(values, fed.arrays)
+        if self.wants(call):
+            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
+            self.add(call)
+        return values[: len(arrays)]
+
+    def is_heard(self, label: Label) -> bool:
+        """Whether taps of this sort are asked for; they may be for another capture."""
+        if label.is_edit or self.edits:
+            return label.is_edit and self.edits
+        if label.how in PLAIN_TAPS:
+            return self.asked.taps
+        if label.how == "output":
+            return self.asked.outputs is not None
+        return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
+
+    def planned(
+        self, spots: list[Spot], ins: Sequence[Any], values: Any = None
+    ) -> Planned:
+        """The calls (or None) at some spots, the plan, and what to feed.
+
+        Args:
+            spots: Where taps are.
+            ins: The operands of the operation they are in.
+            values: The operands of the jit they are in, if they are in one. (Other
+                operations do not get arrays as they were handed over.)
+        """
+        roots = None
+        if values is not None and any(map(_is_open, spots)):
+            roots = self.roots_among(values)
+        calls: list[Any] = []
+        plan: list[Choice] = []
+        held: list[Any] = []  # what is fed, there or where the ticket goes
+        for spot in spots:
+            call, choice, fed = None, Choice(False), None
+            if spot.is_gradient:
+                if self.gradients:
+                    choice = self.taking._replace(iterations=0)
+            elif not spot.is_tap:
+                fed = self.fed_again(spot, ins, held)
+            elif self.is_heard(spot.label):
+                heard = self.heard(spot, roots)
+                fed = self.feeds(heard)
+                if self.edits and fed is not None:
+                    self.edited.add(spot.label.name)
+                if self.wants(heard):
+                    call, choice = heard, self.taking
+            calls.append(call)
+            held.append(fed)
+            if fed is not None and spot.is_edit == self.edits:
+                choice = choice._replace(feed=fed.how)
+            plan.append(choice)
+        return Planned(calls, plan, held)
+
+    def fed_again(self, spot: Spot, ins: Sequence[Any], held: list[Any]) -> Any:
+        """What is fed where a ticket goes: what the tap stands for."""
+        if spot.of is not None:
+            return held[spot.of]
+        if spot.source is not None and id(ins[spot.source]) in self.tickets:
+            return self.tickets[id(ins[spot.source])][2]
+        if spot.is_edit and spot.label.name in self.edited:
+            raise CaptureError(
+                f"edit: {spot.label.name!r} is edited, and cannot be followed to where "
+                "it is differentiated. Differentiate outside: `jax.grad(edit(f, ...))`."
+            )
+        return None
+
+    def settle(
+        self,
+        spots: list[Spot],
+        planned: Planned,
+        found: list[Any],
+        outs: Any,
+        ins: Any,
+    ) -> None:
+        """Keeps what an operation gave: values, then gradients by their tickets."""
+        calls, _, held = planned
+        for spot, call, values in zip(spots, calls, found):
+            if call is None or values is None:
+                continue
+            call.fill(spot, values, self.taking)
+            self.add(call)
+        for spot, call, fed in zip(spots, calls, held):
+            is_followed = spot.order or spot.label.is_edit
+            for n in spot.tickets if is_followed else ():
+                ticket = outs[n]
+                if not self.keep:  # who listens further out has done so, and knows it
+                    ticket = outs[n] = _of_its_own(ticket)
+                self.tickets[id(ticket)] = ticket, call, fed
+        for spot, values in zip(spots, found):
+            if not spot.is_gradient or values is None:
+                continue
+            call = None
+            if spot.of is not None:
+                call = calls[spot.of]
+            elif spot.source is not None and id(ins[spot.source]) in self.tickets:
+                call = self.tickets[id(ins[spot.source])][1]
+            else:
+                self.unmatched.add(spot.label.name)
+            if call is not None:
+                call.fill_gradient(spot, values, self.taking)
+
+    def follow(self, bodies: Sequence[Body], outs: Any, ins: Sequence[Any]) -> None:
+        """Knows tickets again that an operation hands on."""
+        for body in bodies:
+            for n, source in survey(body.jaxpr).handed_on():
+                known = self.tickets.get(id(ins[body.first + source]))
+                if known is not None and id(outs[n]) not in self.tickets:
+                    ticket = outs[n] = _of_its_own(outs[n])
+                    self.tickets[id(ticket)] = ticket, *known[1:]
+
+
+def _of_its_own(ticket: Any) -> Any:
+    """Another array: JAX may give one for several equal results."""
+    return jax.lax.neg(ticket)
+
+
+def _is_open(spot: Spot) -> bool:
+    """Whether a spot is in a Module that came into a function as an argument."""
+    return any("~" in scope for scope in spot.scopes)
+
+
+def united(first: Asked, second: Asked) -> Asked:
+    """What is emitted when two captures listen, one inside the other."""
+    kinds = None
+    if first.kinds is not None and second.kinds is not None:
+        kinds = first.kinds | second.kinds
+    return Asked(
+        kinds,
+        first.outputs or second.outputs,
+        first.taps or second.taps,
+        max(first.edits, second.edits),
+    )
+
+
+class Listener(Through):
+    """The trace of a session; see the module's text."""
+
+    def __init__(self, parent: Any, session: Session):
+        super().__init__()
+        self.parent_trace = parent
+        self.session = session
+
+    def invalidate(self) -> None:
+        """Nothing is held that could go stale."""
+
+    def stage_value(self, val: Any) -> Any:
+        """Makes a value one of the trace that does the work."""
+        with set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(val)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        """Hands an operation on, or stops at it."""
+        parent = self.parent_trace
+        with set_current_trace(parent):
+            if primitive in MARKS:
+                return self._tap(primitive, list(tracers), params)
+            if primitive is linear_p:
+                self.session.is_forward = True
+                if not self.session.keep:
+                    return list(tracers[:-1])
+            if primitive.name == "jit":
+                params = self.session.sparing(params, tracers)
+            if is_spotless(primitive, params):
+                return parent.process_primitive(primitive, tracers, params)
+            parts = spots_below(primitive, params)
+            if parts:
+                return self._enter(primitive, list(tracers), params, parts)
+            return parent.process_primitive(primitive, tracers, params)
+
+    def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
+        session = self.session
+        spot = spot_of(primitive, params, values, current_name_stack())
+        spot = spot._replace(scopes=session.scopes(), outer=0)
+        if spot.is_tap:
+            spot = spot._replace(tickets=(len(values),))
+        else:
+            spot = spot._replace(source=len(values) - 1)
+        planned = session.planned([spot], values)
+        choice, feed = planned.plan[0], planned.feeds[0]
+        values, outs = at_spot(primitive, params, values, choice, feed, session.keep)
+        found = recorded(primitive, values, choice, spot)
+        session.settle([spot], planned, [found], outs, values)
+        return outs
+
+    def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
+        session = self.session
+        spots: list[Spot] = []
+        slices: list[slice] = []
+        here = session.scopes()
+        self.session.is_forward |= any(survey(b.jaxpr).is_forward for b, _ in parts)
+        for body, found in parts:
+            base = len(spots)
+            for spot in found:
+                moved: dict[str, Any] = {"scopes": (*here, *spot.scopes)}
+                if spot.of is not None:
+                    moved["of"] = base + spot.of
+                elif spot.source is not None:
+                    moved["source"] = body.first + spot.source
+                spots.append(spot._replace(**moved))
+            slices.append(slice(base, len(spots)))
+        handed = values if primitive.name == "jit" else None
+        planned = session.planned(spots, values, handed)
+        plan, feeds = planned.plan, planned.feeds
+        step = Step(
+            primitive,
+            params,
+            values,
+            [body for body, _ in parts],
+            [tuple(plan[part]) for part in slices],
+            [feeds[part] for part in slices],
+            session.keep,
+        )
+        outs, found = RULES[primitive.name].run(step)
+        flat = [values for part in found for values in part]
+        session.settle(spots, planned, flat, outs, values)
+        if session.edits:
+            session.follow([body for body, _ in parts], outs, values)
+        return outs if primitive.multiple_results else outs[0]
+
+    def process_custom_jvp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        jvp: Any,
+        tracers: Any,
+        /,
+        *,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """Runs a function with a rule of its own, keeping the rule where it matters."""
+        options = {"symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, jvp), tracers, options)
+
+    def process_custom_vjp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Any,
+        /,
+        *,
+        out_trees: Any,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """As `process_custom_jvp_call`."""
+        options = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, fwd, bwd), tracers, options)
+
+    def process_call(
+        self, primitive: Any, fun: Any, tracers: Any, params: Any, /
+    ) -> Any:
+        """Runs a function that JAX hands over as a call."""
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=(fun,), **params)
+
+        return self._traced(bound, tracers)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        """Runs a function on shards."""
+        shapes: list[Any] = []  # of the result, without what is traced
+
+        def bound(*values: Any) -> Any:
+            out = primitive.bind(*values, subfuns=(fun,), **params)
+            flat = jax_compat.flat_values(out)
+            shapes.append(jax_compat.with_values(out, [None] * len(flat)))
+            return flat
+
+        outs = self._traced(bound, tracers)
+        return jax_compat.with_values(shapes[0], outs)
+
+    def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
+        if not any(isinstance(value, Tracer) for value in values):
+            # Nothing outside can differentiate this: the function is all that counts.
+            with set_current_trace(self):
+                return funs[0].call_wrapped(*values)
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=funs, **options)
+
+        outs = self._traced(bound, values)
+        jax_compat.settle_results(*funs[:2])
+        return outs
+
+    def _traced(self, bound: Any, values: Any) -> Any:
+        """Runs an operation whose jaxpr is not there yet: by tracing it."""
+        session = self.session
+        with set_current_trace(self.parent_trace):
+            made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
+            body = jax_compat.body_of(made)
+            spots = survey(body.jaxpr).spots
+            if not spots:
+                return jax_compat.evaluate(body.jaxpr, body.consts, values)
+            here = session.scopes()
+            spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
+            planned = session.planned(spots, values)
+            plan = tuple(planned.plan)
+            outs, found = run(body, list(values), plan, planned.feeds, session.keep)
+            session.settle(spots, planned, found, outs, list(values))
+            if session.edits:
+                session.follow([body], outs, values)
+            return outs

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reducers: small statistics of values that are too many to keep.
+
+A reducer is three functions: `measure(value) -> state`, `merge(state, state) -> state`
+and `finish(state) -> result`. A state is a tree of small arrays whose shapes do not
+depend on how much was measured; merging is associative. So a statistic can be taken
+inside a loop, and put together over iterations, shards, microbatches and steps.
+
+The reducers here look at finite numbers and count the others, in float32 or wider;
+booleans are 0 and 1, complex numbers stand for their magnitudes. `observe` takes them
+as `reduce=`; see `reduced` for how they go through a program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._capture.statistics.counts import (
+    as_number,
+    count_of,
+    counted,
+    counts_added,
+    reduced_together,
+)
+from treetap._core.errors import CaptureError
+
+
+def _same(state: Any) -> Any:
+    """The state itself."""
+    return state
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A statistic of your own: three functions and a name.
+
+    Args:
+        measure: From a value, an array, to a state: a tree of small arrays.
+        merge: From two states to one, of the same shapes and types.
+        finish: From a state to the result; the state itself by default.
+        name: What it is called in `site.stats`.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> smallest = tt.Reducer(jnp.min, jnp.minimum, name="smallest")
+        >>> def f(x):
+        ...     return tt.tap(2 * x, "h").sum()
+        >>> _, record = tt.observe(f, reduce=[smallest])(jnp.array([3.0, 1.0]))
+        >>> float(record["h"].stats["smallest"])
+        2.0
+    """
+
+    measure: Callable[[Any], Any]
+    merge: Callable[[Any, Any], Any]
+    finish: Callable[[Any], Any] = _same
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        for role in ("measure", "merge", "finish"):
+            if not callable(getattr(self, role)):
+                raise CaptureError(
+                    f"Reducer: {role!r} is {getattr(self, role)!r}. Give a function."
+                )
+
+
+def _as_real(value: Any) -> Any:
+    """A value in float32 or wider."""
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = jnp.abs(value)
+    is_narrow = value.dtype.itemsize < 4  # of some of these JAX knows no wider one
+    wide = jnp.float32 if is_narrow else jnp.promote_types(value.dtype, jnp.float32)
+    return value.astype(wide)
+
+
+def _finite(value: Any) -> tuple[Any, Any]:
+    """A value with zeros where it is not finite, and where it is."""
+    value = _as_real(value)
+    is_finite = jnp.isfinite(value)
+    return jnp.where(is_finite, value, jnp.zeros_like(value)), is_finite
+
+
+class MomentsFound(NamedTuple):
+    """What `Moments` gives.
+
+    Attributes:
+        count: How many finite numbers there were.
+        mean: Their mean; 0 if there were none.
+        variance: Their variance, not corrected for the sample's size.
+        nonfinite: How many numbers were not finite.
+    """
+
+    count: Any
+    mean: Any
+    variance: Any
+    nonfinite: Any
+
+    @property
+    def std(self) -> Any:
+        """The standard deviation."""
+        return jnp.sqrt(self.variance)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance, put together by Chan's formula: as good as in one pass.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> x = jnp.array([1.0, 3.0, jnp.nan])
+        >>> f = tt.observe(lambda x: tt.tap(x, "x"), reduce=[tt.Moments()])
+        >>> found = f(x)[1]["x"].stats["moments"]
+        >>> float(found.mean), float(found.variance), int(found.nonfinite)
+        (2.0, 1.0, 1)
+    """
+
+    name: str = "moments"
+
+    def measure(self, value: Any) -> Any:
+        """The moments of one value."""
+        numbers, is_finite = _finite(value)
+        count, bad = counted([is_finite, ~is_finite])
+        many = jnp.maximum(as_number(count), 1)
+        mean = jnp.sum(numbers) / many
+        away = jnp.where(is_finite, numbers - mean, jnp.zeros_like(numbers))
+        variance = jnp.sum(away * away) / many
+        return MomentsFound(count, mean, variance, bad)
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The moments of both."""
+        count = counts_added(first.count, second.count)
+        share = as_number(second.count) / jnp.maximum(as_number(count), 1)
+        apart = second.mean - first.mean
+        spread = first.variance * (1 - share) + second.variance * share
+        return MomentsFound(
+            count,
+            first.mean + apart * share,
+            spread + apart * apart * share * (1 - share),
+            counts_added(first.nonfinite, second.nonfinite),
+        )
+
+    def finish(self, state: Any) -> MomentsFound:
+        """The result."""
+        count, bad = as_number(state.count), as_number(state.nonfinite)
+        return state._replace(count=count, nonfinite=bad)
+
+
+@dataclass(frozen=True)
+class AbsMax:
+    """The largest finite magnitude; 0 if there is none."""
+
+    name: str = "abs_max"
+
+    def measure(self, value: Any) -> Any:
+        """That of one value."""
+        return jnp.max(jnp.abs(_finite(value)[0]))
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The larger one."""
+        return jnp.maximum(first, second)
+
+    def finish(self, state: Any) -> Any:
+        """The result."""
+        return state
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The Euclidean norm of all finite numbers, without overflow on the way.
+
+    What is merged counts as one long vector: the norm over ten steps is not the mean of
+    ten norms.
+    """
+
+    name: str = "norm"
+
+    def measure(self, value: Any) -> Any:
+        """The largest magnitude, and the sum of squares relative to it."""
+        numbers, _ = _finite(value)
+        largest = jnp.max(jnp.abs(numbers))
+        numbers = numbers / jnp.where(largest > 0, largest, jnp.ones_like(largest))
+        return largest, jnp.sum(numbers * numbers)
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The same for both."""
+        largest = jnp.maximum(first[0], second[0])
+        scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+        parts = (first[0] / scale) ** 2 * first[1], (second[0] / scale) ** 2 * second[1]
+        return largest, parts[0] + parts[1]
+
+    def finish(self, state: Any) -> Any:
+        """The norm."""
+        return state[0] * jnp.sqrt(state[1])
+
+
+class NonFiniteFound(NamedTuple):
+    """What `NonFinite` gives: how many numbers were NaN, inf and -inf, of how many."""
+
+    nan: Any
+    positive: Any
+    negative: Any
+    total: Any
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """How many numbers are NaN, inf and -inf."""
+
+    name: str = "nonfinite"
+
+    def measure(self, value: Any) -> Any:
+        """Those of one value."""
+        value = _as_real(value)
+        masks = jnp.isnan(value), jnp.isposinf(value), jnp.isneginf(value)
+        return NonFiniteFound(*counted(masks), total=count_of(value.size))
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The sums."""
+        return NonFiniteFound(*map(counts_added, first, second))
+
+    def finish(self, state: Any) -> NonFiniteFound:
+        """The result."""
+        return NonFiniteFound(*map(as_number, state))
+
+
+@dataclass(frozen=True)
+class AllFinite:
+    """Whether all numbers are finite: a single bit, the cheapest statistic of all."""
+
+    name: str = "all_finite"
+
+    def measure(self, value: Any) -> Any:
+        """That of one value."""
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return jnp.array(True)
+        return jnp.all(jnp.isfinite(value))
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """Whether both are."""
+        return first & second
+
+    def finish(self, state: Any) -> Any:
+        """The result."""
+        return state
+
+
+class HistogramFound(NamedTuple):
+    """What `Histogram` gives: counts, and the edges of the bins, one more."""
+
+    counts: Any
+    edges: Any
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many finite numbers are in each bin.
+
+    Args:
+        bins: How many bins there are.
+        limits: The lowest and the highest edge of bins of equal width. By default the
+            bins are of magnitudes, each twice as wide as the one before and the last
+            one up to `2 ** (bins // 4)`; zeros are in the first.
+        name: What it is called.
+
+    The outermost bins also have what lies outside.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> few = tt.Histogram(bins=4, limits=(0.0, 4.0))
+        >>> f = tt.observe(lambda x: tt.tap(x, "x"), reduce=[few])
+        >>> found = f(jnp.array([0.5, 1.5, 1.6, 9.0]))[1]["x"].stats["histogram"]
+        >>> found.counts.astype(int).tolist(), found.edges.tolist()
+        ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
+    """
+
+    bins: int = 64
+    limits: tuple[float, float] | None = None
+    name: str = "histogram"
+
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise CaptureError(f"Histogram: {self.bins} bins. Give 1 or more.")
+        if self.limits is not None:
+            object.__setattr__(self, "limits", tuple(map(float, self.limits)))
+            low, high = self.limits
+            if not low < high:
+                raise CaptureError(
+                    f"Histogram: the limits {self.limits} are not in order. Give the "
+                    "lower one first."
+                )
+
+    @property
+    def _edges(self) -> list[float]:
+        if self.limits is None:
+            top = self.bins // 4
+            return [2.0 ** (top - self.bins + n) for n in range(self.bins + 1)]
+        low, high = self.limits
+        return [low + (high - low) * n / self.bins for n in range(self.bins + 1)]
+
+    def measure(self, value: Any) -> Any:
+        """The counts of one value: how many lie above each edge, then differences."""
+        numbers, is_finite = _finite(value)
+        if self.limits is None:
+            numbers = jnp.abs(numbers)
+        # Comparisons summed up: what is sharded stays where it is. In two halves, as
+        # two operands; the first edge counts all, the last one may count none.
+        edges = [-jnp.inf, *self._edges[1:-1], *[jnp.inf] * (self.bins % 2)]
+        halves = jnp.asarray(edges, numbers.dtype).reshape(2, -1, *[1] * numbers.ndim)
+        masks = [is_finite[None] & (numbers[None] >= half) for half in halves]
+        above = jnp.concatenate(counted(masks, range(1, numbers.ndim + 1)))[: self.bins]
+        return above - jnp.concatenate([above[1:], jnp.zeros_like(above[:1])])
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The sums."""
+        return counts_added(first, second)
+
+    def finish(self, state: Any) -> HistogramFound:
+        """Counts and edges."""
+        return HistogramFound(as_number(state), jnp.asarray(self._edges))
+
+
+class TopKFound(NamedTuple):
+    """What `TopK` gives.
+
+    Attributes:
+        values: The numbers of largest magnitude, the largest first.
+        indices: Where each of them is, one column for each axis of the value; -1 where
+            there were fewer numbers than asked for.
+    """
+
+    values: Any
+    indices: Any
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The finite numbers of largest magnitude, and where they are.
+
+    Args:
+        k: How many.
+        name: What it is called.
+    """
+
+    k: int = 8
+    name: str = "top_k"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise CaptureError(f"TopK: k is {self.k}. Give 1 or more.")
+
+    def measure(self, value: Any) -> Any:
+        """One after the other, by reductions alone: nothing is sorted or gathered."""
+        numbers, is_finite = _finite(value)
+        sizes = jnp.where(is_finite, jnp.abs(numbers), -jnp.ones_like(numbers))
+        place = flat_places(numbers.shape)
+        nowhere = np.iinfo(np.int32).max
+        left = sizes >= 0
+        values, indices = [], []
+        for _ in range(self.k):
+            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (numbers, -numbers)]
+            size = jnp.maximum(*reduced_together(ends, -1, jnp.maximum))
+            here = [
+                jnp.where(left & (numbers == x), place, nowhere) for x in (size, -size)
+            ]
+            plus, minus = reduced_together(here, nowhere, jnp.minimum)
+            index = jnp.minimum(plus, minus)
+            is_there = index < nowhere
+            values.append(jnp.where(is_there, jnp.where(plus <= minus, size, -size), 0))
+            indices.append(jnp.where(is_there, index, -1))
+            comes_later = (sizes < size) | ((sizes == size) & (place > index))
+            left = (sizes >= 0) & comes_later
+        return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), value))
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The largest of both; on a tie those of the first."""
+        values = jnp.concatenate([first.values, second.values])
+        indices = jnp.concatenate([first.indices, second.indices])
+        is_there = jnp.all(indices >= 0, axis=1)
+        order = jnp.where(is_there, -jnp.abs(values), jnp.ones_like(values))
+        best = jnp.argsort(order, stable=True)[: self.k]
+        return TopKFound(values[best], indices[best])
+
+    def finish(self, state: Any) -> TopKFound:
+        """The result."""
+        return state
+
+
+def flat_places(shape: tuple[int, ...]) -> Any:
+    """The index of each element in the flat array, without making it flat."""
+    place, stride = jnp.zeros(shape, jnp.int32), 1
+    for axis in reversed(range(len(shape))):
+        place = place + stride * jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        stride *= shape[axis]
+    return place
+
+
+def _unravelled(indices: Any, value: Any) -> Any:
+    columns, rest = [], indices
+    for size in reversed(value.shape):
+        columns.append(jnp.where(indices >= 0, rest % size, -1))
+        rest = rest // size
+    if not columns:  # a scalar: whether it is there
+        columns = [jnp.minimum(indices, 0)]
+    return jnp.stack(columns[::-1], axis=1)
+
+
+class DeadUnitsFound(NamedTuple):
+    """What `DeadUnits` gives: a mask of the dead units, and their share."""
+
+    dead: Any
+    fraction: Any
+
+
+@dataclass(frozen=True)
+class DeadUnits:
+    """Units, along the last axis, whose magnitude never was above a threshold, nor NaN.
+
+    Args:
+        threshold: What a unit has to exceed, once, to be alive.
+        axis: The axis of units.
+        name: What it is called.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def f(x):
+        ...     return tt.tap(jax.nn.relu(x), "h")
+        >>> x = jnp.array([[1.0, -1.0], [2.0, -2.0]])
+        >>> _, record = tt.observe(f, reduce=[tt.DeadUnits()])(x)
+        >>> record["h"].stats["dead_units"].dead.tolist()
+        [False, True]
+    """
+
+    threshold: float = 0.0
+    axis: int = -1
+    name: str = "dead_units"
+
+    def measure(self, value: Any) -> Any:
+        """Which units are alive in one value."""
+        is_active = ~(jnp.abs(_as_real(value)) <= self.threshold)
+        if value.ndim == 0:
+            return is_active
+        unit = self.axis % value.ndim
+        others = tuple(n for n in range(value.ndim) if n != unit)
+        return jnp.any(is_active, axis=others)
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """Alive in either."""
+        return first | second
+
+    def finish(self, state: Any) -> DeadUnitsFound:
+        """The dead, and their share."""
+        return DeadUnitsFound(~state, jnp.mean(~state, dtype=jnp.float32))
+
+
+Reducers = tuple[tuple[str, Any], ...]
+
+
+def as_reducers(given: Any) -> Reducers:
+    """Reducers by name, from one, a list of them, or a mapping from names to them."""
+    if isinstance(given, dict):
+        named = [(str(name), reducer) for name, reducer in given.items()]
+    else:
+        items = list(given) if isinstance(given, list | tuple) else [given]
+        named = [(getattr(one, "name", type(one).__name__), one) for one in items]
+    for _, reducer in named:
+        roles = [getattr(reducer, role, None) for role in ("measure", "merge")]
+        if isinstance(reducer, type) or not all(map(callable, roles)):
+            raise CaptureError(
+                f"observe: {reducer!r} is no reducer. Give `Moments()`, another one, "
+                "or a `Reducer` of three functions."
+            )
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise CaptureError(
+                f"observe: two reducers are called {name!r}. Give a mapping from names "
+                "to reducers."
+            )
+    return tuple(named)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compare: two runs of a model, site by site, and the first where they part.
+
+A port against the original, bfloat16 against float32, before against after a change.
+The result is in order of execution, so its first line that differs is where to look.
+Sites without a partner are part of the result, and of whether the two agree.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from treetap._capture.selectors import as_select, refuse_nothing
+from treetap._compare.align import Aligned, Aligner
+from treetap._compare.measures import Measures, measure
+from treetap._compare.sources import Side, side_of
+from treetap._compare.tables import alone_text, number, plain, table_of
+from treetap._compare.tolerances import FACTOR, Limits, refuse_noise
+from treetap._compare.unroll import Pair, in_order
+from treetap._core.errors import CaptureError
+from treetap._core.wording import near_to, quoted, shown
+from treetap._io.weight_rules import Tensor
+from treetap._observe.records import Record
+from treetap._report.table import printed
+
+NAN = float("nan")
+Comparable = Record | Mapping[str, Any] | str | os.PathLike[str]
+Layout = Sequence[int] | str | Callable[[np.ndarray], Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one site of two runs differs.
+
+    Attributes:
+        site: What it is called in the first: `[2]` is an iteration of a loop, `@grad`
+            a gradient.
+        other: What it is called in the second.
+        shapes: Of both.
+        dtypes: Of both.
+        max_abs: The largest difference of two numbers.
+        relative: The norm of the difference over the norm of the second.
+        peak: The largest difference over the largest number of the second.
+        cosine: Of the angle between the two.
+        ulp: The largest distance in steps of the coarser type; None for integers.
+        unequal: How many numbers are not the same.
+        size: How many there are.
+        limit: What `relative` may be.
+        floor: What `relative` is from rounding alone, if `noise` told it.
+        reason: Why the site counts as different; empty when it does not.
+    """
+
+    site: str
+    other: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    max_abs: float
+    relative: float
+    peak: float
+    cosine: float
+    ulp: float | None
+    unequal: int
+    size: int
+    limit: float
+    floor: float | None
+    reason: str
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the two are further apart than they may be."""
+        return bool(self.reason)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Two runs side by side, in order of execution; true if they agree.
+
+    They agree when no site differs by more than it may, and none is alone.
+
+    Attributes:
+        differences: A line for each site that both have: values in order of
+            execution, then gradients in theirs.
+        only_a: Sites that only the first has.
+        only_b: Sites that only the second has.
+
+    Examples:
+        >>> import numpy as np, treetap as tt
+        >>> a = {"up": np.ones(3), "down": np.ones(3)}
+        >>> tt.compare(a, {"up": np.ones(3), "down": 1.5 * np.ones(3)})
+        Comparison(2 sites compared, 1 differs; first down, relative 3.3e-01)
+    """
+
+    differences: tuple[Difference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def diverging(self) -> tuple[Difference, ...]:
+        """The sites that differ by more than they may."""
+        return tuple(each for each in self.differences if each.diverges)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first of these, where to look; None if there is none."""
+        return next(iter(self.diverging), None)
+
+    def __bool__(self) -> bool:
+        return not (self.diverging or self.only_a or self.only_b)
+
+    def __len__(self) -> int:
+        return len(self.differences)
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.differences)
+
+    def __getitem__(self, site: str) -> Difference:
+        """The line of a site, by its name in the first run."""
+        for each in self.differences:
+            if each.site == site:
+                return each
+        raise KeyError(f"Comparison: no site {site!r} was compared.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what JSON has; numbers that are not finite are texts."""
+        lines = [
+            {key: plain(value) for key, value in asdict(each).items()}
+            for each in self.differences
+        ]
+        first = None if self.first is None else self.first.site
+        return {
+            "agrees": bool(self),
+            "first": first,
+            "differences": lines,
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+        }
+
+    def _title(self) -> str:
+        count, far = len(self.differences), len(self.diverging)
+        differ = "1 differs" if far == 1 else f"{far or 'none'} differ"
+        return f"{count} {'site' if count == 1 else 'sites'} compared, {differ}"
+
+    def _caption(self) -> str:
+        texts = [alone_text(self.only_a, "a"), alone_text(self.only_b, "b")]
+        first = self.first
+        if first is not None:
+            texts.insert(0, f"First to differ: {first.site} ({first.reason}).")
+        return "\n".join(text for text in texts if text)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        yield Text(self._title(), "italic")
+        yield table_of(self.differences)
+        if caption := self._caption():
+            yield Text(caption)
+
+    def __str__(self) -> str:
+        return printed(self, {"force_terminal": False, "color_system": None})
+
+    def __repr__(self) -> str:
+        first = self.first
+        told = self._title()
+        if first is not None:
+            told += f"; first {first.site}, relative {number(first.relative)}"
+        alone = len(self.only_a), len(self.only_b)
+        told += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
+        return f"Comparison({told})"
+
+
+def compare(
+    a: Comparable,
+    b: Comparable,
+    *,
+    rename: Mapping[str, str | Tensor] | None = None,
+    layout: Mapping[Any, Layout] | Layout | None = None,
+    select: Any = None,
+    ignore: Any = (),
+    tolerance: float | Mapping[Any, float] | None = None,
+    absolute: float = 0.0,
+    noise: Comparable | None = None,
+    noise_factor: float = FACTOR,
+) -> Comparison:
+    """Compares two runs, site by site, in order of execution of the first.
+
+    Each is a Record, a mapping of names to arrays, or a safetensors file: of
+    `save_record`, or of another program. `name@grad` in those is a gradient; gradients
+    are compared where both have them. Distances are those of float64. Values in a
+    `scan` are compared iteration by iteration, if there are at most 4096.
+
+    Sites are paired by name; `blocks/0/attn:__call__` also with `blocks.0.attn`. Axes
+    that are merged in one and split in the other, as of heads, are no difference.
+
+    Args:
+        a: The one run.
+        b: The other, which errors are relative to.
+        rename: What sites of `a` are called in `b`: rules as for `load_weights`, from
+            patterns (`blocks/{i}/attn` for the Module's result, `path:name` for
+            others) to names or `tensor(...)`s with steps, such as
+            `tensor("h.{i}.qkv").part(0, of=3, axis=2)`, or `.stack()` for what is
+            scanned in `a` only.
+        layout: How arrays of `b` are turned to be like those of `a`: axes
+            `(0, 2, 3, 1)`, a text `"NCHW->NHWC"`, or a function; for all sites, or a
+            mapping from selectors of sites of `a`.
+        select: Which sites of `a`; all by default.
+        ignore: Selectors of sites, of either, that may be alone.
+        tolerance: What the relative error of a site may be, for all or by selector. By
+            default 1e-10, 2e-5, 5e-3, 4e-2 for float64, float32, float16, bfloat16,
+            whichever of the two is coarser; integers must be equal. A single number may
+            be off by four times as much of the largest.
+        absolute: A difference of numbers that never counts.
+        noise: A third run, of the same computation as `a` or as `b`, that differs from
+            it by rounding alone: in float64, or in another order. It takes the place of
+            `tolerance`: a site differs when its error is more than `noise_factor` times
+            that of rounding, which is how far the third run is from the nearer one.
+        noise_factor: 8 by default: two sound programs that round differently stay
+            within a few times the error of one of them, and a mistake is mostly far
+            above.
+
+    Returns:
+        The Comparison; `print` shows a table, `first` is the first site to differ.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> def run(epsilon):
+        ...     def f(x):
+        ...         x = tt.tap(x / jnp.sqrt(jnp.var(x) + epsilon), "norm")
+        ...         return tt.tap(2 * x, "out")
+        ...     return tt.observe(f)(jnp.arange(4.0))[1]
+        >>> comparison = tt.compare(run(1e-3), run(1e-5))
+        >>> bool(comparison), comparison.first.site
+        (False, 'norm')
+    """
+    name = "compare"
+    limits = Limits(tolerance, absolute, noise_factor, name)
+    aligner = Aligner(rename, layout, name)
+    sides = [side_of(a, "a", name), side_of(b, "b", name)]
+    aligner.refuse_unused(sides[0])
+    chosen = None if select is None else as_select(select)
+    ours = sides[0]
+    if chosen is not None:
+        ours = [entry for entry in ours if chosen(entry.site)]
+        if not ours:
+            raise refuse_nothing(chosen, [e.text for e in sides[0]], name)
+    aligned = aligner.align(ours, sides[1])
+    if not aligned.pairs:
+        raise _refuse_strangers(ours, sides[1], name)
+    pairs = aligned.pairs
+    if noise is not None:
+        pairs = _with_floor(aligned, ours, noise, aligner, name)
+    rest = aligned.only_b
+    if chosen is not None:
+        rest = [entry for entry in rest if chosen(entry.site)]
+    allowed = as_select([*ignore] if isinstance(ignore, list | tuple) else ignore)
+    return Comparison(
+        tuple(_difference(pair, limits) for pair in in_order(pairs)),
+        tuple(e.label for e in aligned.only_a if not allowed(e.site)),
+        tuple(e.label for e in rest if not allowed(e.site)),
+    )
+
+
+def _refuse_strangers(a: Side, b: Side, name: str) -> CaptureError:
+    """The error for two sides of which nothing is called alike."""
+    from_a, from_b = (list(dict.fromkeys(e.text for e in side)) for side in (a, b))
+    both = [", ".join(map(shown, texts[:6])) for texts in (from_a, from_b)]
+    return CaptureError(
+        f"{name}: no site of `a` has the name of one of `b`.\n"
+        f"  a ({len(from_a)}): {both[0]}\n  b ({len(from_b)}): {both[1]}\n"
+        "Say with `rename` what sites of `a` are called in `b`: "
+        f"`rename={{{_suggested(from_a, from_b)}}}`."
+    )
+
+
+def _suggested(a: Sequence[str], b: Sequence[str]) -> str:
+    """A rule, for the two names that look most alike."""
+    for text in a[:20]:
+        if near := near_to(text, b, 1, 0.3):
+            return f"{quoted(text)}: {quoted(near[0])}"
+    return f"{quoted(a[0])}: {quoted(b[0])}"
+
+
+def _with_floor(
+    aligned: Aligned, a: Side, noise: Comparable, aligner: Aligner, name: str
+) -> list[Pair]:
+    """Pairs with the same array of a third run, under the names of either."""
+    third = side_of(noise, "noise", name)
+    wanted = [(pair.a.text, pair.a.part) for pair in aligned.pairs if not pair.reason]
+    missing: list[list[str]] = []
+    for each in (Aligner(None, None, name), aligner):
+        try:
+            found = each.align(a, third).pairs
+        except CaptureError:  # rules for names that it does not have
+            continue
+        floors = {(p.a.text, p.a.part): p.b for p in found if not p.reason}
+        missing.append([text for text, part in wanted if (text, part) not in floors])
+        if not missing[-1]:
+            return [
+                pair._replace(floor=floors.get((pair.a.text, pair.a.part)))
+                for pair in aligned.pairs
+            ]
+    raise refuse_noise(min(missing, key=len), name)
+
+
+def _difference(pair: Pair, limits: Limits) -> Difference:
+    """Measures a pair."""
+    a, b = pair.a, pair.b
+    told: dict[str, Any] = {
+        "site": a.label,
+        "other": b.label,
+        "shapes": (a.shape, b.own_shape or b.shape),
+        "dtypes": (a.dtype.name, b.dtype.name),
+    }
+    if pair.reason:
+        unknown = Measures(NAN, NAN, NAN, NAN, None, 0, 0)
+        return Difference(
+            **told, **unknown._asdict(), limit=NAN, floor=None, reason=pair.reason
+        )
+    arrays = a.read(), b.read()
+    floor = None
+    if pair.floor is not None:
+        quiet = pair.floor.read()
+        # it is of the same computation as the one that is nearer
+        both = [measure(array, quiet) for array in arrays]
+        floor = min(both, key=lambda each: each.relative)
+    found = measure(*arrays)
+    limit = limits.of(a, b, floor)
+    return Difference(
+        **told,
+        **found._asdict(),
+        limit=limit.relative,
+        floor=None if floor is None else floor.relative,
+        reason=limits.why(found, limit),
+    )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sides: what is compared, as a list of named arrays, wherever it comes from.
+
+A side is made from a Record, a mapping of names to arrays, or a safetensors file: one
+of `save_record`, or of any other program. Nothing is read before it is measured.
+"""
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import tree_flatten_with_path
+
+from treetap._core.errors import CaptureError
+from treetap._core.paths import plain_key
+from treetap._core.variables.values import is_gone
+from treetap._core.wording import shown
+from treetap._io.record_descriptions import is_key, leaf_text
+from treetap._io.record_file import ABOUT, ORDER, record_in, texts_of
+from treetap._io.safetensors_file import stored_tensors
+from treetap._observe.records import Record, Site
+
+PARTS = ("value", "taken", "count", "grad")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a side.
+
+    Attributes:
+        text: Its name, as people and rules write it; without the part.
+        part: `value`, `grad`, `taken` or `count`.
+        site: What selectors look at.
+        shape: Of the array.
+        dtype: Of its numbers.
+        read: Gives the array.
+        layers: Which iterations of the loops around it are meant, outermost first.
+        own_shape: The shape where it comes from, when `shape` is that of a partner.
+        pieces: Names and readers of what it is stacked of along its first axis, if it
+            is.
+    """
+
+    text: str
+    part: str
+    site: Site
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[], np.ndarray]
+    layers: tuple[int, ...] = ()
+    own_shape: tuple[int, ...] | None = None
+    pieces: tuple[tuple[str, Callable[[], np.ndarray]], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and messages."""
+        layers = "".join(f"[{number}]" for number in self.layers)
+        return leaf_text(f"{self.text}{layers}", (), self.part)
+
+    @property
+    def forms(self) -> tuple[str, str]:
+        """How it may be written: in full, and with `:__call__` left out."""
+        short = re.sub(r"(^|:)__call__(?=$|[.#])", "", self.text)
+        return self.text, short
+
+
+Side = list[Entry]
+
+
+def side_of(given: Any, what: str, name: str) -> Side:
+    """The arrays of something that can be compared.
+
+    Args:
+        given: A Record, a mapping, or the path of a file.
+        what: Which argument it is, for messages.
+        name: The public function at work, for messages.
+    """
+    if isinstance(given, Record):
+        found = _of_record(given, f"{name}: `{what}`")
+    elif isinstance(given, Mapping):
+        found = _of_mapping(given, f"{name}: `{what}`")
+    elif isinstance(given, str | os.PathLike):
+        found = _of_file(given, name)
+    else:
+        raise TypeError(
+            f"{name}: `{what}` is a Record, a mapping of names to arrays, or the path "
+            f"of a safetensors file, not a {type(given).__name__}."
+        )
+    if not found:
+        raise CaptureError(f"{name}: `{what}` has no values to compare.")
+    return found
+
+
+# Records.
+
+
+def _of_record(record: Record, where: str) -> Side:
+    found: Side = []
+    for site in record:
+        place = f"{where}: {shown(site.text)}"
+        for part in PARTS:
+            for keys, leaf in _leaves(getattr(site, part), place):
+                names = [plain_key(key) for key in keys]
+                text = leaf_text(site.text, names, "value")
+                found.append(_entry(text, part, site, leaf, where))
+    return found
+
+
+def _leaves(value: Any, where: str) -> list[tuple[Any, Any]]:
+    try:
+        return tree_flatten_with_path(value)[0]
+    except ValueError as error:
+        raise CaptureError(
+            f"{where} has a dict that JAX takes no values from: its keys are of "
+            "several types, and have no order."
+        ) from error
+
+
+def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
+    label = shown(leaf_text(text, (), part))
+    if isinstance(leaf, Tracer):
+        raise CaptureError(
+            f"{where}: {label} is being traced; compare outside of transforms."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise CaptureError(
+            f"{where}: {label} is abstract; compare what `observe` gave."
+        )
+    if is_gone(leaf):
+        raise CaptureError(f"{where}: {label} was donated or deleted.")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise CaptureError(
+            f"{where}: {label} lies on devices of other processes; gather it first."
+        )
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+    if dtype is None:
+        leaf = np.asarray(leaf)
+        dtype = leaf.dtype
+    if np.dtype(dtype).kind in "OSUM":
+        raise CaptureError(
+            f"{where}: {label} is {dtype}, which is no array of numbers."
+        )
+    return Entry(text, part, site, shape, np.dtype(dtype), lambda: np.asarray(leaf))
+
+
+# Names and arrays.
+
+
+def _of_mapping(given: Mapping[Any, Any], where: str) -> Side:
+    found: Side = []
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{where} maps names to arrays; {key!r:.60} is no name.")
+        text, part = _parted(key)
+        site = _site_named(text)
+        for keys, leaf in tree_flatten_with_path(value)[0]:
+            below = leaf_text(text, [plain_key(entry) for entry in keys], "value")
+            found.append(_entry(below, part, site, leaf, where))
+    return found
+
+
+def _parted(key: str) -> tuple[str, str]:
+    """The name of a site, and which part of it is meant."""
+    text, _, part = key.partition("@")
+    return (text, part) if part in PARTS else (key, "value")
+
+
+def _site_named(text: str) -> Site:
+    """A site for selectors, from a name that may be of any program."""
+    body, _, index = text.partition("#")
+    path, colon, name = body.rpartition(":")
+    if not colon:
+        path, name = body, "__call__"
+    parts = [part for part in re.split(r"[/.]", path) if part]
+    keys = tuple(int(p) if re.fullmatch(r"\d{1,9}", p) else p for p in parts)
+    number = re.match(r"\d{1,9}", index)
+    return Site(None, path=keys, name=name, index=int(number[0]) if number else 0)
+
+
+# Files.
+
+
+def _of_file(path: str | os.PathLike[str], name: str) -> Side:
+    stored = stored_tensors(path, name)
+    texts = texts_of(path, stored)
+    if ABOUT in texts:
+        record = record_in(path, stored, texts[ABOUT], lambda array, _: array, name)
+        return _of_record(record, f"{name}: {path}")
+    found: Side = []
+    for key in _ordered(stored, texts.get(ORDER)):
+        tensor = stored[key]
+        dtype = tensor.dtype
+        if dtype is None:
+            raise CaptureError(
+                f"{name}: {key!r:.80} in {path} is {tensor.code}, which JAX does not "
+                "have."
+            )
+        text, part = _parted(key)
+        read = functools.partial(tensor.view, name)
+        found.append(Entry(text, part, _site_named(text), tensor.shape, dtype, read))
+    values = [entry.text for entry in found if entry.part == "value"]
+    ranks = {text: rank for rank, text in enumerate(values)}
+    # gradients stand as their values do, whatever the order they came in
+    return sorted(found, key=lambda entry: ranks.get(entry.text, len(ranks)))
+
+
+def _ordered(stored: Mapping[str, Any], text: str | None) -> list[str]:
+    """Names in the order in which they were computed, as far as a file tells."""
+    try:
+        order = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        order = []
+    told = (
+        [key for key in order if isinstance(key, str)]
+        if isinstance(order, list)
+        else []
+    )
+    first = [key for key in dict.fromkeys(told) if key in stored]
+    known = set(first)
+    return first + sorted(key for key in stored if key not in known)

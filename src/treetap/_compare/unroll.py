@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops: pairs of arrays in the order in which their numbers were computed.
+
+A value in a loop over layers has an axis of iterations. It is taken apart into one pair
+for each, and the pairs of a loop's body stand iteration by iteration: otherwise what a
+wrong layer did to the layers after it would stand before it. Gradients come after all
+values, from the end to the start.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from treetap._compare.sources import Entry
+
+MOST = 4096  # iterations that are told apart: of layers, not of tokens
+
+
+class Pair(NamedTuple):
+    """An array of one side, and the same of the other, in the layout of the first.
+
+    Attributes:
+        a: Of the first side.
+        b: Of the second; None when there is a reason.
+        reason: Why they cannot be measured; empty when they can.
+        floor: The array of a third run, or None.
+    """
+
+    a: Entry
+    b: Entry
+    reason: str = ""
+    floor: Entry | None = None
+
+
+def in_order(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs as they were computed."""
+    forward = [pair for pair in pairs if pair.a.part != "grad"]
+    backward = [pair for pair in pairs if pair.a.part == "grad"]
+    return [*_unrolled(forward, 0, MOST), *reversed(_unrolled(backward, 0, MOST))]
+
+
+def _unrolled(pairs: Sequence[Pair], level: int, most: int) -> list[Pair]:
+    """Pairs of single iterations, of which there are so many at most."""
+    found: list[Pair] = []
+    for length, run in itertools.groupby(pairs, key=lambda pair: _length(pair, level)):
+        group = list(run)
+        if length is None or length > most:
+            found += group
+            continue
+        for number in range(length):
+            body = [_iteration(pair, level, number) for pair in group]
+            found += _unrolled(body, level + 1, most // length)
+    return found
+
+
+def _axes(entry: Entry) -> list[int]:
+    """The axes that loops gave a value, outermost first."""
+    axes: list[int] = []
+    offset = 0
+    for wrap in entry.site.wraps:
+        if wrap == "scan":
+            axes.append(offset)
+        if wrap == "while":  # which may have kept one iteration, or many
+            break
+        offset += wrap in ("scan", "shard_map")
+    return axes
+
+
+def _axis(pair: Pair, level: int) -> int | None:
+    """The axis of a pair that the loop at a level has now; those before are gone."""
+    axes = _axes(pair.a)
+    return axes[level] - level if level < len(axes) else None
+
+
+def _length(pair: Pair, level: int) -> int | None:
+    axis, shape = _axis(pair, level), pair.a.shape
+    if axis is None or pair.reason or len(pair.a.layers) < level or axis >= len(shape):
+        return None
+    return shape[axis] or None
+
+
+def _iteration(pair: Pair, level: int, number: int) -> Pair:
+    axis = _axis(pair, level) or 0
+    floor = pair.floor and _taken(pair.floor, axis, number)
+    a, b = _taken(pair.a, axis, number), _taken(pair.b, axis, number)
+    return Pair(a, b, "", floor)
+
+
+def _taken(entry: Entry, axis: int, number: int) -> Entry:
+    taken = replace(
+        entry,
+        shape=(*entry.shape[:axis], *entry.shape[axis + 1 :]),
+        read=lambda: entry.read()[(slice(None),) * axis + (number,)],
+        layers=(*entry.layers, number),
+        pieces=(),
+    )
+    if axis == 0 and number < len(entry.pieces):  # it is there by itself
+        text, read = entry.pieces[number]
+        return replace(taken, text=text, read=read, layers=entry.layers)
+    if entry.own_shape == entry.shape:
+        return replace(taken, own_shape=taken.shape)
+    return taken

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where classes were in earlier versions, for pickles that were written then.
+
+A pickle names each class by its module. When one asks for a module that has moved, the
+finder here gives the module as it is called now: the same object, not a copy.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PACKAGE = "treetap."
+MOVED = {
+    "_comparing": "_compare",
+    "_comparing.comparison": "_compare.comparison",
+    "_containers": "_modules.containers",
+    "_differentiating": "_transforms.grad",
+    "_filters": "_core.trees.filters",
+    "_functions": "_core.trees.pickled_functions",
+    "_kinds": "_core.variables.kinds",
+    "_layers": "_nn",
+    **{
+        f"_layers.{name}": f"_nn.{name}"
+        for name in (
+            "activations",
+            "adapters",
+            "attention",
+            "carries",
+            "cells",
+            "convolution",
+            "dropout",
+            "dtypes",
+            "embedding",
+            "grouping",
+            "linear",
+            "multihead",
+            "normalization",
+            "parameters",
+            "recurrence",
+            "reparametrization",
+        )
+    },
+    "_layouts": "_core.trees.layout",
+    "_metadata": "_core.variables.metadata",
+    "_prefixes": "_transforms.lift.prefixes",
+    "_pytrees": "_core.trees.pytree",
+    "_randomness": "_modules.random_streams",
+    "_records": "_observe.records",
+    "_reducers": "_capture.statistics.reducers",
+    "_reductions": "_capture.statistics.reduced",
+    "_figures": "_capture.statistics.figures",
+    "_scanning": "_transforms.scan",
+    "_selectors": "_capture.selectors",
+    "_settings": "_core.settings",
+    "_specs": "_core.trees.graphdef",
+    "_states": "_core.trees.state",
+    "_training": "_train",
+    "_training.averaging": "_train.ema",
+    "_training.equal_functions": "_train.comparable_functions",
+    "_training.model_and_optimizer": "_train.model_and_optimizer",
+    "_training.optimizer": "_train.optimizer",
+    "_variables": "_core.variables.variable",
+    "compat": "nnx.compat",
+}
+
+
+class _Loader(Loader):
+    """Gives a module that is there under another name."""
+
+    def __init__(self, name: str):
+        self.module = import_module(name)
+        self.spec = self.module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # the import system has put the alias there
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules by the names they had."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(PACKAGE):
+            return None
+        moved = MOVED.get(fullname.removeprefix(PACKAGE))
+        if moved is None:
+            return None
+        return ModuleSpec(fullname, _Loader(PACKAGE + moved))
+
+
+def install() -> None:
+    """Lets Python find modules by the names they had."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes: which are data (children of the tree) and which are static.
+
+Data are arrays, Variables, objects of ours, and values of types registered with
+`register_data_type`; everything else is static and becomes part of the tree's
+structure. The first assignment decides, `data(x)` and `static(x)` decide otherwise, and
+so does an annotation in the class body. A static attribute never holds data: what would
+be lost silently is refused.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+
+import jax
+import numpy as np
+
+from treetap._core.errors import AttributeStatusError
+from treetap._core.paths import find_leaves
+from treetap._core.variables.marked import Marked
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.variable import Variable
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+_PLAIN_TYPES = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), types.FunctionType, type}
+    | {types.BuiltinFunctionType, types.MethodType, type(...), range, slice, np.dtype}
+)
+_registered: set[type] = set()
+
+
+class Node:
+    """Base of every object of ours: what it keeps outside its attributes.
+
+    `flat` caches children and static part, `spec` the description made from them,
+    `place` is where it is in its parent, `status` maps attribute to is-data, and
+    `trace` is the level the object belongs to.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_pytree__flat",
+        "_pytree__place",
+        "_pytree__spec",
+        "_pytree__status",
+        "_pytree__trace",
+    )
+
+    if TYPE_CHECKING:  # what `Pytree` implements
+        _pytree__is_pytree: ClassVar[bool]
+
+        def _check_trace(self) -> None: ...
+        def _settle(self) -> None: ...
+        def _replace_child(self, key: Any, value: Any) -> None: ...
+        def _remove_child(self, key: Any) -> None: ...
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value has an identity of ours: a Variable, or an object around some."""
+    return isinstance(value, Node | Variable)
+
+
+_DATA_TYPES = (Variable, Node, np.ndarray, np.generic, jax.Array, jax.Ref)
+
+
+def _field(is_data: bool, options: dict[str, Any]) -> Any:
+    metadata = dict(options.pop("metadata", None) or {})
+    if "static" in metadata:
+        raise AttributeStatusError(
+            f"{'data' if is_data else 'static'}(): `metadata` may not contain "
+            "'static'; the function's name says it."
+        )
+    metadata["static"] = not is_data
+    return dataclasses.field(metadata=metadata, **options)
+
+
+def _marked(name: str, is_data: bool, value: Any, options: dict[str, Any]) -> Any:
+    if value is MISSING:
+        return _field(is_data, options)
+    if options:
+        raise TypeError(
+            f"{name}(): give either a value or the options of `dataclasses.field`, "
+            f"not both (got {sorted(options)})."
+        )
+    return Marked(value, is_data)
+
+
+@overload
+def data(value: T, /) -> T: ...
+@overload
+def data(**options: Any) -> Any: ...
+def data(value: Any = MISSING, /, **options: Any) -> Any:
+    """Marks a value, or a field of a class, as data.
+
+    Args:
+        value: The value to assign; `self.blocks = data([...])`.
+        **options: Options of `dataclasses.field`, for use in a class body.
+
+    Examples:
+        >>> import treetap as tt
+        >>> class Sum(tt.Module):
+        ...     def __init__(self):
+        ...         self.parts = tt.data([tt.Param(1.0), tt.Param(2.0)])
+        >>> len(tt.to_flat_state(tt.state(Sum())))
+        2
+    """
+    return _marked("data", True, value, options)
+
+
+@overload
+def static(value: T, /) -> T: ...
+@overload
+def static(**options: Any) -> Any: ...
+def static(value: Any = MISSING, /, **options: Any) -> Any:
+    """Marks a value, or a field of a class, as static.
+
+    Args:
+        value: The value to assign; `self.shape = static((2, 3))`.
+        **options: Options of `dataclasses.field`, for use in a class body.
+    """
+    return _marked("static", False, value, options)
+
+
+def register_data_type(kind: C) -> C:
+    """Makes values of exactly this type count as data; usable as a decorator."""
+    _registered.add(kind)
+    return kind
+
+
+def is_data(value: Any) -> bool:
+    """Whether an attribute holding `value` is data by itself.
+
+    Examples:
+        >>> import numpy as np, treetap as tt
+        >>> tt.is_data(np.zeros(2)), tt.is_data(1.0), tt.is_data([np.zeros(2)])
+        (True, False, False)
+    """
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return False
+    return isinstance(value, _DATA_TYPES) or kind in _registered
+
+
+def _is_data_inside(value: Any) -> bool:
+    # A numpy scalar in a container, such as a shape, is as good as a number.
+    return is_data(value) and not isinstance(value, np.generic)
+
+
+def has_data(value: Any) -> list[Any]:
+    """The data inside a value: itself, or found in its containers."""
+    return [value] if is_data(value) else find_leaves(value, _is_data_inside)
+
+
+def _has_marked(value: Any) -> bool:
+    return bool(find_leaves(value, _is_marked, (Variable, Node)))
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, Marked)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value certainly holds no data: quick, and true for most statics."""
+    return type(value) in _PLAIN_TYPES
+
+
+def _where(owner: str, name: Any) -> str:
+    """An attribute or item, as people would write it."""
+    return f"{owner}[{name}]" if isinstance(name, int) else f"{owner}.{name}"
+
+
+def classify(
+    owner: str, name: Any, value: Any, status: bool | None
+) -> tuple[Any, bool]:
+    """Decides what an assignment stores, and whether as data.
+
+    Args:
+        owner: The class whose attribute it is.
+        name: The attribute, or the position in a List.
+        value: What is assigned.
+        status: True or False when the attribute is data or static already.
+    """
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return value, bool(status)
+    if kind is Marked:
+        return _unmarked(_where(owner, name), value)
+    if is_data(value):
+        if status is False:
+            if isinstance(value, np.generic):
+                return value, False
+            raise AttributeStatusError(
+                f"{_where(owner, name)}: cannot assign data of type {kind.__name__} to "
+                "a static attribute. Wrap it with `data(...)`, or make the attribute "
+                f"data from the start: `self.{name} = data(None)`."
+            )
+        return value, True
+    if _has_marked(value):
+        raise AttributeStatusError(
+            f"{_where(owner, name)}: `data(...)` or `static(...)` inside a "
+            f"{kind.__name__}. Wrap the whole value, or use `List` or `Dict`."
+        )
+    if not status and (found := has_data(value)):
+        raise AttributeStatusError(
+            f"{_where(owner, name)}: Found data on value of type {kind.__name__}: it "
+            f"holds {_kinds(found)}, but a {kind.__name__} is static. Wrap it with "
+            "`data(...)`, annotate the class (`x: T = data()`), use `List` or `Dict`, "
+            "take the data out, or declare the class with `pytree=False`."
+        )
+    return value, bool(status)
+
+
+def _unmarked(where: str, marked: Marked) -> tuple[Any, bool]:
+    value = marked.value
+    if isinstance(value, Marked) or _has_marked(value):
+        raise AttributeStatusError(f"{where}: `data` or `static` inside {marked!r}.")
+    if not marked.is_data and (found := has_data(value)):
+        raise AttributeStatusError(
+            f"{where}: Found data in value of type {type(value).__name__} given as "
+            f"static: {_kinds(found)}. Use `data(...)`, or take the data out."
+        )
+    return value, marked.is_data
+
+
+def _kinds(found: list[Any]) -> str:
+    return ", ".join(sorted({type(leaf).__name__ for leaf in found}))
+
+
+def check_static(owner: str, name: Any, value: Any) -> None:
+    """Raises when a static attribute has come to hold data."""
+    if type(value) in _PLAIN_TYPES:
+        return
+    if found := has_data(value):
+        raise AttributeStatusError(
+            f"{_where(owner, name)}: Found unexpected data on value of type "
+            f"{type(value).__name__}: the attribute is static and now holds "
+            f"{_kinds(found)}. Wrap the value with `data(...)` when it is assigned, or "
+            "use `List` or `Dict`."
+        )
+
+
+def class_status(cls: type, inherited: Mapping[str, bool]) -> dict[str, bool]:
+    """The status that annotations in a class body give its attributes."""
+    status = dict(inherited)
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, Marked):
+            own = value.is_data
+            type.__setattr__(cls, name, value.value)
+        elif isinstance(value, dataclasses.Field) and "static" in value.metadata:
+            if not isinstance(value.metadata["static"], bool):
+                raise AttributeStatusError(
+                    f"{cls.__name__}.{name}: the field's metadata 'static' must be "
+                    f"True or False, not {value.metadata['static']!r}."
+                )
+            own = not value.metadata["static"]
+        else:
+            continue
+        if status.setdefault(name, own) != own:
+            raise AttributeStatusError(
+                f"{cls.__name__}.{name} is annotated as "
+                f"{'data' if own else 'static'}, but a base class says the opposite."
+            )
+    return status
+
+
+@overload
+def dataclass(cls: C, /) -> C: ...
+@overload
+def dataclass(**options: Any) -> Callable[[C], C]: ...
+def dataclass(cls: Any = None, /, **options: Any) -> Any:
+    """`dataclasses.dataclass` for Modules: keeps the readable `repr`.
+
+    Examples:
+        >>> import treetap as tt
+        >>> @tt.dataclass
+        ... class Scale(tt.Module):
+        ...     factor: tt.Param
+        ...     power: int = 1
+        >>> Scale(tt.Param(2.0)).power
+        1
+    """
+    options.setdefault("repr", False)
+    decorate = dataclasses.dataclass(**options)
+    return decorate if cls is None else decorate(cls)

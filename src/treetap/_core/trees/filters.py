@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: small predicates that pick values out of a tree.
+
+A filter is anything `predicate_of` accepts: a type, a tag, `...`, a function of
+(path, value), or several in a list. Predicates are values: equal ones compare equal and
+hash alike, so they can key a cache. `grouped` sends each value to the first filter that
+takes it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any as AnyType
+from typing import get_origin
+
+from treetap._core.errors import FilterError
+from treetap._core.paths import Path, show_path
+
+Predicate = Callable[[Path, AnyType], bool]
+Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
+
+
+class _Predicate:
+    """Base: compares, hashes and prints by the values in the slots."""
+
+    __slots__ = ()
+
+    def _fields(self) -> tuple[AnyType, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._fields()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
+        return f"{type(self).__name__}({shown})"
+
+    def __reduce__(self) -> AnyType:
+        return type(self), self._fields()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        """Whether the predicate takes a value at a path."""
+        raise NotImplementedError
+
+
+class OfType(_Predicate):
+    """Takes values that are instances of `type`."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, type: AnyType, /):
+        self.type = type
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return isinstance(value, self.type)
+
+
+class WithTag(_Predicate):
+    """Takes values whose attribute `tag` equals `tag`."""
+
+    __slots__ = ("tag",)
+
+    def __init__(self, tag: str):
+        self.tag = tag
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return getattr(value, "tag", None) == self.tag
+
+
+class PathContains(_Predicate):
+    """Takes values with `key` among the keys of their path.
+
+    Args:
+        key: The key to look for.
+        exact: Equal keys only; otherwise `key` may be a part of one.
+    """
+
+    __slots__ = ("exact", "key")
+
+    def __init__(self, key: AnyType, exact: bool = True):
+        self.key = key
+        self.exact = exact
+
+    def __reduce__(self) -> AnyType:
+        return PathContains, (self.key, self.exact)
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        if self.exact:
+            return self.key in path
+        return any(str(self.key) in str(part) for part in path)
+
+
+class PathIn(_Predicate):
+    """Takes values whose whole path is one of `paths`."""
+
+    __slots__ = ("paths",)
+
+    def __init__(self, *paths: Path):
+        self.paths = frozenset(paths)
+
+    def __reduce__(self) -> AnyType:
+        return PathIn, tuple(self.paths)
+
+    def __repr__(self) -> str:
+        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=show_path)))})"
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return path in self.paths
+
+
+class _Combined(_Predicate):
+    __slots__ = ("predicates",)
+
+    def __init__(self, *filters: Filter):
+        self.predicates = tuple(map(predicate_of, filters))
+
+    def __reduce__(self) -> AnyType:
+        return type(self), self.predicates
+
+    def _fields(self) -> tuple[AnyType, ...]:
+        return self.predicates
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
+
+
+class Any(_Combined):
+    """Takes what at least one of the filters takes; without filters, nothing."""
+
+    __slots__ = ()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return any(predicate(path, value) for predicate in self.predicates)
+
+
+class All(_Combined):
+    """Takes what every one of the filters takes; without filters, everything."""
+
+    __slots__ = ()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return all(predicate(path, value) for predicate in self.predicates)
+
+
+class Not(_Predicate):
+    """Takes what the filter does not take."""
+
+    __slots__ = ("predicate",)
+
+    def __init__(self, filter: Filter, /):
+        self.predicate = predicate_of(filter)
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return not self.predicate(path, value)
+
+
+class Everything(_Predicate):
+    """Takes every value."""
+
+    __slots__ = ()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return True
+
+
+class Nothing(_Predicate):
+    """Takes no value."""
+
+    __slots__ = ()
+
+    def __call__(self, path: Path, value: AnyType) -> bool:
+        return False
+
+
+def predicate_of(filter: Filter) -> Predicate:
+    """Turns a filter literal into a predicate.
+
+    Examples:
+        >>> import treetap as tt
+        >>> from treetap._core.trees.filters import predicate_of
+        >>> predicate_of(["noise", "dropout"])
+        Any(WithTag(tag='noise'), WithTag(tag='dropout'))
+    """
+    if filter is Ellipsis or filter is True:
+        return Everything()
+    if filter is None or filter is False:
+        return Nothing()
+    if isinstance(filter, str):
+        return WithTag(filter)
+    if isinstance(kind := get_origin(filter) or filter, type):
+        return OfType(kind)  # `Param[jax.Array]` means `Param`
+    if isinstance(filter, list | tuple):
+        return Any(*filter)
+    if callable(filter):
+        predicate: AnyType = filter
+        return predicate
+    raise TypeError(
+        f"Invalid filter {filter!r} of type {type(filter).__name__}. A filter is a "
+        "type, a tag (str), `...`, a bool, None, a function of (path, value), or a "
+        "list of filters."
+    )
+
+
+def predicates_of(filters: Sequence[Filter]) -> list[Predicate]:
+    """Predicates for several filters; a catch-all may only stand at the end."""
+    predicates = [predicate_of(filter) for filter in filters]
+    for place, filter in enumerate(filters):
+        rest = filters[place + 1 :]
+        if (filter is Ellipsis or filter is True) and not all(
+            later is Ellipsis or later is True for later in rest
+        ):
+            raise FilterError(
+                "`...` or `True` can only be used as the last filters: "
+                f"{filter!r} stands at position {place} of {list(filters)!r}, and "
+                "nothing would reach the filters after it."
+            )
+    return predicates
+
+
+Flat = list[tuple[Path, AnyType]]
+
+
+def grouped(
+    flat: Iterable[tuple[Path, AnyType]], predicates: Sequence[Predicate]
+) -> tuple[list[Flat], Flat]:
+    """Sends each value to the first predicate that takes it; returns what is left."""
+    groups: list[Flat] = [[] for _ in predicates]
+    rest: Flat = []
+    pairs = list(zip(predicates, groups, strict=True))
+    for item in flat:
+        for predicate, group in pairs:
+            if predicate(*item):
+                group.append(item)
+                break
+        else:
+            rest.append(item)
+    return groups, rest
+
+
+def refuse_rest(name: str, rest: Flat) -> None:
+    """Raises when values are left over."""
+    if not rest:
+        return
+    shown = ", ".join(
+        f"{show_path(path)} ({type(value).__name__})" for path, value in rest[:5]
+    )
+    more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
+    raise FilterError(
+        f"{name}: Non-exhaustive filters, got a non-empty remainder: {shown}{more}. "
+        "Add `...` as the last filter to take the rest."
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GraphDef: the static description of an object.
+
+Types, static values, kinds and metadata of Variables, and which objects are shared.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.tree_util import register_static
+
+from treetap._core.paths import Key, Path
+from treetap._core.settings import Mode
+from treetap._core.variables.metadata import MISSING, PLAIN
+
+
+class ObjectSpec(NamedTuple):
+    """An object of ours: its class, its layout and statics, its children.
+
+    `kinds` and `metadata` are the children's when all are Variables of a tree.
+    """
+
+    number: int | None
+    type: type
+    structure: Any
+    children: tuple[Any, ...]
+    kinds: Any = None
+    metadata: Any = None
+
+
+class ContainerSpec(NamedTuple):
+    """A container that JAX knows: how to close it again, its children."""
+
+    type: type
+    keys: tuple[Key, ...]
+    definition: Any
+    children: tuple[Any, ...]
+
+
+class VariableSpec(NamedTuple):
+    """A Variable: its kind and metadata."""
+
+    number: int | None
+    type: type
+    metadata: dict[str, Any]
+
+
+class LeafSpec(NamedTuple):
+    """Any other leaf; numbered when it is a `jax.Ref`, which has an identity."""
+
+    number: int | None
+
+
+class SharedSpec(NamedTuple):
+    """Something met before, by its number."""
+
+    shared_with: int
+
+
+PLAIN_LEAF = LeafSpec(None)
+NOTHING: Any = MISSING  # the state of what holds no leaf
+
+
+@register_static
+class GraphDef:
+    """The static description of an object; equal for objects of equal structure.
+
+    It has no leaves, so it can be an argument of a jitted function. Hashing does not
+    need static values or metadata to be hashable.
+    """
+
+    __slots__ = ("_hash", "graph", "num_leaves", "spec")
+
+    def __init__(self, spec: Any, num_leaves: int, graph: bool | Mode):
+        self.spec = spec
+        self.num_leaves = num_leaves
+        self.graph = graph
+        self._hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GraphDef):
+            return NotImplemented
+        return self is other or (
+            self.num_leaves == other.num_leaves
+            and self.graph == other.graph
+            and bool(self.spec == other.spec)
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.num_leaves, self.graph, outline(self.spec)))
+        return self._hash
+
+    def __repr__(self) -> str:
+        lines = "\n".join(describe(self.spec, "(root)", 1))
+        mode = "graph" if self.graph else "tree"
+        return f"GraphDef({mode}, {self.num_leaves} leaves\n{lines}\n)"
+
+    def __reduce__(self) -> Any:
+        return GraphDef, (self.spec, self.num_leaves, self.graph)
+
+
+def outline(spec: Any) -> Any:
+    """The hashable part of a description: types, names and sharing."""
+    kind = type(spec)  # quicker than `match`, and done for every trace
+    if kind is VariableSpec:
+        return spec.number, spec.type
+    if kind is ObjectSpec:
+        below = spec.kinds or tuple(map(outline, spec.children))
+        return spec.type, spec.structure[0], below
+    if kind is ContainerSpec:
+        return spec.type, spec.keys, tuple(map(outline, spec.children))
+    return spec
+
+
+def has_hashable_statics(spec: Any) -> bool:
+    """Whether no static value of a description could change without being noticed."""
+    if type(spec) is ObjectSpec:
+        try:
+            hash(spec.structure[1])
+        except TypeError:
+            return False
+        if spec.kinds is not None:  # only Variables are below
+            return True
+    elif type(spec) is not ContainerSpec:
+        return True
+    return all(map(has_hashable_statics, spec.children))
+
+
+def objects_in(spec: Any, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
+    """The objects of a description with their paths, outer ones first."""
+    match spec:
+        case ObjectSpec(_, _, (layout, *_), children):
+            yield path, spec
+            keys = layout.keys
+        case ContainerSpec(_, keys, _, children):
+            pass
+        case _:
+            return
+    for key, child in zip(keys, children):
+        yield from objects_in(child, (*path, key))
+
+
+def leaf_paths(spec: Any, path: Path = ()) -> Iterator[Path]:
+    """The paths of the leaves of a description, in order."""
+    match spec:
+        case ObjectSpec(_, _, (layout, *_), children):
+            keys = layout.keys
+        case ContainerSpec(_, keys, _, children):
+            pass
+        case SharedSpec():
+            return
+        case _:
+            yield path
+            return
+    for key, child in zip(keys, children):
+        yield from leaf_paths(child, (*path, key))
+
+
+def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
+    """The static values of a description, with their paths."""
+    for path, spec in objects_in(definition.spec):
+        layout, statics, _ = spec.structure
+        for name, value in zip(layout.static_names, statics):
+            yield (*path, name), value
+
+
+def describe(spec: Any, label: str, depth: int) -> list[str]:
+    """Lines of text for a description."""
+    start = "  " * depth + label
+    match spec:
+        case ObjectSpec(_, kind, (layout, statics, _), children):
+            pairs = zip(layout.static_names, statics)
+            shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
+            keys = layout.keys
+            lines = [f"{start}: {kind.__name__}({shown})"]
+        case ContainerSpec(kind, keys, _, children):
+            lines = [f"{start}: {kind.__name__}"]
+        case VariableSpec(_, kind, metadata):
+            plain = PLAIN.items()
+            facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
+            return [f"{start}: {kind.__name__}{facts or ''}"]
+        case SharedSpec(number):
+            return [f"{start}: the same as number {number}"]
+        case _:
+            return [f"{start}: leaf"]
+    for key, child in zip(keys, children):
+        lines += describe(child, str(key), depth + 1)
+    return lines

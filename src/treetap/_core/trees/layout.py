@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: which attributes an object has, in which order, and which are data.
+
+Objects with the same attributes share one Layout. It reads children and statics out of
+an attribute dictionary, and puts them back in the original order, without a Python
+loop. Two Layouts are equal when they have the same data and static attributes; the
+order of assignment is remembered, but takes no part in equality.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+from weakref import WeakValueDictionary
+
+from jax.tree_util import GetAttrKey, SequenceKey
+
+from treetap._core.paths import Key, sorted_keys
+
+Getter = Callable[[Any], tuple[Any, ...]]
+# Layout, static values, and the types of those that are numbers.
+Structure = tuple["Layout", tuple[Any, ...], tuple[Any, ...]]
+
+
+def _getter(names: Sequence[Key]) -> Getter:
+    """A function that reads several items as a tuple, in C for two or more."""
+    if not names:
+        return lambda holder: ()
+    if len(names) == 1:
+        (name,) = names
+        return lambda holder: (holder[name],)
+    return itemgetter(*names)
+
+
+def _entry(key: Key) -> Any:
+    """JAX's key-path entry for an attribute, or for a position in a List."""
+    return SequenceKey(key) if isinstance(key, int) else GetAttrKey(key)
+
+
+class Sealed(dict[Key, bool]):
+    """The status of a Layout's attributes: shared by objects, and never changed.
+
+    An object that has its children cached has its Layout's status; one that is being
+    changed has a plain dict of its own.
+    """
+
+    __slots__ = ()
+
+
+class Layout:
+    """The attributes of an object; made by `layout_of`, never changed.
+
+    Attributes:
+        keys: Names of the data attributes, sorted: the order of children. The items
+            of a List have their positions for names.
+        static_names: Names of the static attributes, sorted.
+        status: Name to is-data, in order of assignment.
+        children_of, statics_of: Read those values from an attribute dictionary.
+        arrange: Puts children followed by statics into the order of `status`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrange",
+        "children_of",
+        "entries",
+        "keys",
+        "ordered",
+        "static_names",
+        "statics_of",
+        "status",
+    )
+
+    def __init__(self, status: Mapping[Key, bool], ordered: bool = False):
+        self.ordered = ordered
+        self.status = Sealed(status)
+        self.keys = tuple(sorted_keys(n for n, is_data in status.items() if is_data))
+        self.static_names = tuple(sorted_keys(n for n, d in status.items() if not d))
+        self.entries = tuple(map(_entry, self.keys))
+        self.children_of = _getter(self.keys)
+        self.statics_of = _getter(self.static_names)
+        sources = {
+            name: place for place, name in enumerate(self.keys + self.static_names)
+        }
+        self.arrange = _getter([sources[name] for name in status])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Layout)
+            and self.keys == other.keys
+            and self.static_names == other.static_names
+            and (not self.ordered or tuple(self.status) == tuple(other.status))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.keys, self.static_names))
+
+    def __repr__(self) -> str:
+        return f"Layout(data={list(self.keys)}, static={list(self.static_names)})"
+
+    def __reduce__(self) -> Any:
+        return layout_of, (dict(self.status), self.ordered)
+
+
+_NUMBERS = {kind: kind for kind in (bool, int, float, complex, tuple)}
+
+
+def kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The types of numbers among static values: 1, True and 1.0 are equal."""
+    kinds: tuple[Any, ...] = tuple(map(_NUMBERS.get, map(type, values)))
+    if tuple in kinds:
+        pairs = zip(values, kinds)
+        kinds = tuple(kinds_of(v) if kind is tuple else kind for v, kind in pairs)
+    return kinds
+
+
+def structure_of(layout: Layout, statics: tuple[Any, ...]) -> Structure:
+    """The static part of an object: what JAX compares, with tuples alone."""
+    return layout, statics, kinds_of(statics)
+
+
+_known: "WeakValueDictionary[Any, Layout]" = WeakValueDictionary()
+
+
+def layout_of(status: Mapping[Key, bool], ordered: bool = False) -> Layout:
+    """The Layout for these attributes; the same object for the same ones.
+
+    Args:
+        status: Name to is-data, in order of assignment.
+        ordered: Whether the order is to count in comparisons.
+    """
+    key = (ordered, *status.items())
+    layout = _known.get(key)
+    if layout is None:
+        layout = _known.setdefault(key, Layout(status, ordered))
+    return layout

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytree: an object whose attributes are a JAX tree.
+
+Data attributes are its children, in sorted order; static ones are part of its
+structure. Flattening must be quick, because every JAX call does it: an object keeps its
+children and static part ready in a slot that JAX reads in C, and every write through
+attributes drops it. Attributes that appear behind `__setattr__` after construction (as
+`functools.cached_property` makes them) are not part of the tree.
+
+What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`.
+"""
+
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import numpy as np
+from jax.tree_util import register_pytree_with_keys
+
+from treetap._core import display
+from treetap._core.paths import is_container, open_container
+from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
+from treetap._core.trees.attributes import (
+    Node,
+    check_static,
+    class_status,
+    classify,
+    has_data,
+    is_plain,
+)
+from treetap._core.trees.layout import Sealed, Structure, layout_of, structure_of
+from treetap._core.trees.pickled_functions import by_name, found_by_name
+from treetap._core.variables.kinds import RngState
+from treetap._core.variables.marked import Marked
+from treetap._core.variables.variable import Variable, last_change
+
+Flat = tuple[tuple[Any, ...], Structure]
+
+# The attributes of an object, without dropping what is cached.
+attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
+_set_attributes = Node.__dict__["__dict__"].__set__
+set_flat = Node.__dict__["_pytree__flat"].__set__
+# The cached children and structure; AttributeError when there are none.
+cached_flat = Node.__dict__["_pytree__flat"].__get__
+_drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
+set_spec = Node.__dict__["_pytree__spec"].__set__
+_set_place = Node.__dict__["_pytree__place"].__set__
+replace_status = Node.__dict__["_pytree__status"].__set__
+_set_trace = Node.__dict__["_pytree__trace"].__set__
+_read_flat = attrgetter("_pytree__flat")
+
+
+def drop_flat(node: Node) -> None:
+    """Forgets the cached children of an object that has changed."""
+    status = node._pytree__status
+    if type(status) is Sealed:
+        unseal(node, dict(status))
+
+
+def unseal(node: Node, status: dict[Any, bool]) -> None:
+    """Gives a changed object a status of its own, and forgets its children."""
+    replace_status(node, status)
+    set_spec(node, None)
+    try:
+        _drop_flat_slot(node)
+    except AttributeError:
+        return
+    last_change[0] = object()
+
+
+# Where an object is: the place of its parent, its key there (several, through plain
+# containers), its own class, and whether it was rebuilt from another. A place never
+# refers to an object, so a chain of places keeps nothing alive.
+Place = list[Any]
+_LEAVES = (Variable, jax.Array, np.ndarray, str, int, float, type(None))
+
+
+def adopt(child: Any, key: Any, parent: Place) -> None:
+    """Tells an object, or the objects in a container, where it is in its parent."""
+    if isinstance(child, Node):
+        place = child._pytree__place
+        place[0], place[1] = parent, key
+    elif not isinstance(child, _LEAVES) and is_container(child):
+        container = open_container(child)
+        keys = key if isinstance(key, tuple) else (key,)
+        for name, item in zip(container.keys, container.children):
+            adopt(item, (*keys, name), parent)
+
+
+class PytreeMeta(ABCMeta):
+    """Runs the full check when construction is over."""
+
+    if TYPE_CHECKING:
+        _pytree__is_pytree: bool
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance; what `__init__` left behind is classified and checked."""
+        made = super().__call__(*args, **kwargs)
+        if cls._pytree__is_pytree and isinstance(made, Node):
+            made._settle()
+        return made
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__setattr__":  # a frozen dataclass: writes go past ours
+            type.__setattr__(cls, "_pytree__cached", False)
+        super().__setattr__(name, value)
+
+
+class Pytree(Node, display.Shown, metaclass=PytreeMeta):
+    """Base class of objects whose attributes are a JAX tree.
+
+    Declare a class with `pytree=False` to keep it out of JAX's registry and free of
+    checks; its subclasses inherit that.
+
+    Examples:
+        >>> import jax, treetap as tt
+        >>> class Point(tt.Pytree):
+        ...     def __init__(self, x, name):
+        ...         self.x = tt.data(x)
+        ...         self.name = name
+        >>> jax.tree.map(lambda x: x + 1, Point(1, "p")).x
+        2
+    """
+
+    __slots__ = ()
+
+    _pytree__is_pytree: ClassVar[bool] = True
+    _pytree__cached: ClassVar[bool] = True
+    _pytree__ordered: ClassVar[bool] = False
+    _pytree__class_status: ClassVar[dict[str, bool]] = {}
+    _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
+
+    _pytree__flat: Flat
+    _pytree__place: Place
+    _pytree__spec: Any
+    _pytree__status: dict[Any, bool]
+    _pytree__trace: Any
+
+    def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "__slots__" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}: `__slots__` cannot be used in a subclass of Pytree; "
+                "its attributes must be in its `__dict__`."
+            )
+        if pytree is not None:
+            type.__setattr__(cls, "_pytree__is_pytree", pytree)
+        inherited: dict[str, bool] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited.update(vars(base).get("_pytree__class_status", {}))
+        type.__setattr__(cls, "_pytree__class_status", class_status(cls, inherited))
+        type.__setattr__(cls, "_pytree__descriptors", _descriptors_of(cls))
+        # A class that writes attributes its own way is read afresh every time.
+        keeps_flat = getattr(cls.__setattr__, "keeps_flat", False)
+        cached = cls._pytree__is_pytree and keeps_flat
+        type.__setattr__(cls, "_pytree__cached", cached)
+        if cls._pytree__is_pytree:
+            _register(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes a bare object that belongs to the current trace."""
+        self = bare(cls, current_trace())
+        self._pytree__place[3] = False
+        replace_status(self, {})
+        return self
+
+    # Attributes.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self)
+        if name in cls._pytree__descriptors:
+            object.__setattr__(self, name, value)
+            return
+        if is_foreign(self._pytree__trace):
+            raise refuse_foreign_object(cls.__name__)
+        status = self._pytree__status
+        if type(status) is Sealed:
+            status = dict(status)
+        if cls._pytree__is_pytree:
+            known = status.get(name)
+            if known is None:
+                known = cls._pytree__class_status.get(name)
+            if known is False or not isinstance(value, Variable):
+                value, known = classify(cls.__name__, name, value, known)
+                if known:
+                    adopt(value, name, self._pytree__place)
+            else:
+                known = True
+            status[name] = known
+        else:
+            value = value.value if isinstance(value, Marked) else value
+            adopt(value, name, self._pytree__place)
+        object.__setattr__(self, name, value)
+        # Last, so that no other thread can cache children from before the write.
+        if self._pytree__status is not status:
+            unseal(self, status)
+
+    __setattr__.keeps_flat = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
+
+    def __delattr__(self, name: str) -> None:
+        self._check_trace()
+        object.__delattr__(self, name)
+        self._forget(name)
+
+    def _forget(self, name: Any) -> None:
+        """Drops the status of an attribute that is gone."""
+        status = dict(self._pytree__status)
+        status.pop(name, None)
+        unseal(self, status)
+
+    if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_pytree__flat":
+                return self._refresh()
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride] - the same content
+        """The attributes. Handing them out may change them: nothing stays cached."""
+        drop_flat(self)
+        return attributes_of(self)
+
+    def _check_trace(self) -> None:
+        if is_foreign(self._pytree__trace):
+            raise refuse_foreign_object(type(self).__name__)
+
+    def _settle(self) -> None:
+        """Classifies attributes that came past `__setattr__`, and checks the rest."""
+        cls = type(self)
+        attributes = attributes_of(self)
+        status = self._pytree__status
+        if len(status) != len(attributes) or status.keys() != attributes.keys():
+            status = {}
+            for name, value in attributes.items():
+                known = self._pytree__status.get(name)
+                if known is None:
+                    known = cls._pytree__class_status.get(name)
+                    value, known = classify(cls.__name__, name, value, known)  # noqa: PLW2901 - unwrapped
+                    attributes[name] = value
+                    if known:
+                        adopt(value, name, self._pytree__place)
+                status[name] = known
+            unseal(self, status)
+        for name, is_data in status.items():
+            if not is_data:
+                check_static(cls.__name__, name, attributes[name])
+
+    def _replace_child(self, key: Any, value: Any) -> None:
+        """Puts another value where a data attribute stands; the status stays."""
+        attributes_of(self)[key] = value
+        adopt(value, key, self._pytree__place)
+        drop_flat(self)
+
+    def _remove_child(self, key: Any) -> None:
+        """Removes a data attribute."""
+        del attributes_of(self)[key]
+        self._forget(key)
+
+    # The tree.
+
+    def _refresh(self) -> Flat:
+        """Reads children and statics from the attributes, and keeps them."""
+        attributes = attributes_of(self)
+        if not type(self)._pytree__is_pytree:
+            return _flat_by_value(attributes)
+        before = list(attributes.values())
+        status = self._pytree__status
+        if len(status) != len(attributes) or status.keys() != attributes.keys():
+            status = {name: status[name] for name in attributes if name in status}
+        layout = layout_of(status, type(self)._pytree__ordered)
+        statics = layout.statics_of(attributes)
+        flat = layout.children_of(attributes), structure_of(layout, statics)
+        if type(self)._pytree__cached:
+            replace_status(self, layout.status)
+            set_flat(self, flat)
+            # A write in another thread may have come between reading and keeping.
+            after = list(attributes.values())
+            if len(before) != len(after) or any(map(is_not, before, after)):
+                drop_flat(self)
+        return flat
+
+    # Copies.
+
+    def __getstate__(self) -> Any:
+        held = {name: by_name(value) for name, value in attributes_of(self).items()}
+        return held, dict(self._pytree__status)
+
+    def __setstate__(self, state: Any) -> None:
+        held, status = state
+        attributes = {name: found_by_name(value) for name, value in held.items()}
+        attributes_of(self).update(attributes)
+        unseal(self, dict(status))
+        for name, value in attributes.items():
+            adopt(value, name, self._pytree__place)
+
+    def __reduce__(self) -> Any:
+        return _bare, (type(self),), self.__getstate__()
+
+    # Display.
+
+    def _display_parts(self) -> display.Parts:
+        status = self._pytree__status
+        items = [
+            (name, value)
+            for name, value in attributes_of(self).items()
+            if name[0] != "_" or status.get(name)
+        ]
+        color = display.color_of(type(self).__name__)
+        return display.Parts(counts(self), items, color=color)
+
+
+def _bare(cls: type[Any]) -> Any:
+    return bare(cls, current_trace())
+
+
+def bare(cls: type[Any], trace: Any) -> Any:
+    """An object without attributes, past `__new__` and `__init__`."""
+    self = object.__new__(cls)
+    _set_trace(self, trace)
+    _set_place(self, [None, None, cls, True])
+    set_spec(self, None)
+    return self
+
+
+def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
+    """Gives a bare object its attributes: the inverse of flattening.
+
+    The children's places are the caller's to set; see `adopt_all`.
+    """
+    layout, statics, _ = structure
+    children = tuple(children)
+    values = children + statics if statics else children
+    _set_attributes(node, dict(zip(layout.status, layout.arrange(values))))
+    if node._pytree__cached:
+        replace_status(node, layout.status)
+        set_flat(node, (children, structure))
+    else:
+        replace_status(node, dict(layout.status))
+
+
+def adopt_all(node: Any, structure: Any, children: Iterable[Any]) -> None:
+    """Tells the children of an object where they are."""
+    place = node._pytree__place
+    for key, child in zip(structure[0].keys, children):
+        if isinstance(child, Node):
+            own = child._pytree__place
+            own[0], own[1] = place, key
+        elif not isinstance(child, Variable):
+            adopt(child, key, place)
+
+
+def _descriptors_of(cls: type) -> frozenset[str]:
+    """Names that a class answers itself when they are assigned, such as properties."""
+    return frozenset(
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if hasattr(type(value), "__set__") and not name.startswith("_pytree__")
+    )
+
+
+def _flat_by_value(attributes: dict[str, Any]) -> Flat:
+    """Children and statics of an object that keeps no status (`pytree=False`)."""
+    layout = layout_of(
+        {
+            name: not is_plain(value) and bool(has_data(value))
+            for name, value in attributes.items()
+        }
+    )
+    statics = layout.statics_of(attributes)
+    return layout.children_of(attributes), structure_of(layout, statics)
+
+
+def _flatten_with_keys(node: Any) -> Any:
+    children, structure = flat_of(node)
+    return tuple(zip(structure[0].entries, children)), structure
+
+
+def flat_of(node: Any) -> Flat:
+    """The children and structure of an object, cached or fresh."""
+    try:
+        return cached_flat(node)
+    except AttributeError:
+        return node._refresh()
+
+
+def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
+    """Keys and children of an object of ours or a container; None for a leaf."""
+    if isinstance(value, Node):
+        children, (layout, *_) = flat_of(value)
+        return layout.keys, children
+    if isinstance(value, Variable) or not is_container(value):
+        return None
+    container = open_container(value)
+    return container.keys, container.children
+
+
+def _register(cls: type[Pytree]) -> None:
+    def unflatten(structure: Any, children: Iterable[Any]) -> Any:
+        node = bare(cls, current_trace())
+        children = tuple(children)
+        fill(node, structure, children)
+        adopt_all(node, structure, children)
+        return node
+
+    # JAX may read the slot itself unless a class answers for unset ones its own way.
+    own_answer = getattr(cls, "__getattr__", None) is vars(Pytree)["__getattr__"]
+    flatten = _read_flat if own_answer else flat_of
+    register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)
+
+
+def variables_below(root: Any) -> Iterator[Variable[Any]]:
+    """The Variables below a value, each once; shared objects and cycles are fine."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Variable | Node):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, Variable):
+            yield value
+        elif inside := opened(value):
+            waiting.extend(reversed(tuple(inside[1])))
+
+
+def counts(node: Pytree) -> str:
+    """Elements and bytes per kind of Variable below an object, each counted once."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for variable in variables_below(node):
+        raw = variable.get_raw_value()
+        if not display.has_arrays(raw):
+            continue
+        kind = "RngState" if isinstance(variable, RngState) else type(variable).__name__
+        total = sizes.get(kind, (0, 0))
+        sizes[kind] = tuple(map(sum, zip(total, display.size_of(raw))))
+    if len(sizes) > 1:
+        sizes["Total"] = tuple(map(sum, zip(*sizes.values())))
+    return ", ".join(
+        f"{kind}: {elements:,} ({display.readable_bytes(size)})"
+        for kind, (elements, size) in sizes.items()
+    )
+
+
+def check_pytree(node: Pytree) -> None:
+    """Checks every attribute again: static ones must not have come to hold data.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> class Bag(tt.Module):
+        ...     def __init__(self):
+        ...         self.names = ["a"]
+        >>> tt.check_pytree(Bag())
+    """
+    if not isinstance(node, Pytree):
+        raise TypeError(
+            f"check_pytree: expected a Pytree object, got {type(node).__name__}."
+        )
+    if type(node)._pytree__is_pytree:
+        node._settle()

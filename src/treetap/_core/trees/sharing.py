@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing: the same object at several places, and the errors that name the places.
+
+Walks that only need to know *whether* something is shared keep no paths; when the
+answer is yes they come here, and the places are looked up for the message.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from treetap._core.errors import AliasError, CycleError, StructureError
+from treetap._core.paths import Path, is_container, show_path
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.pytree import opened
+from treetap._core.variables.values import is_gone
+from treetap._core.variables.variable import Variable
+
+MANY = 8  # places that are listed in a message
+
+
+def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
+    """Every value below a root with its path; an object's inside is visited once.
+
+    The last item tells whether the value contains itself at that place.
+    """
+    seen: set[int] = set()
+    active: set[int] = set()
+
+    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
+        is_node = isinstance(value, Node)
+        yield path, value, is_node and id(value) in active
+        inside = opened(value)
+        if inside is None or (is_node and id(value) in seen):
+            return
+        if is_node:
+            seen.add(id(value))
+            active.add(id(value))
+        for key, child in zip(*inside):
+            yield from visit((*path, key), child)
+        active.discard(id(value))
+
+    yield from visit((), root)
+
+
+def name_lost(error: BaseException, name: str, root: Any) -> None:
+    """Adds to an error which values below a root are gone, if any are.
+
+    A program that fails keeps the buffers it was given.
+    """
+    found = [
+        f"{show_path(path)} ({type(value).__name__})"
+        for path, value, _ in places(root)
+        if _is_lost(value)
+    ]
+    if found:
+        more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
+        error.add_note(
+            f"{name}: these were given away (donated) and are gone: "
+            f"{', '.join(found[:MANY])}{more}. Give them new values, from a checkpoint "
+            "for instance. What is not donated survives a program that fails."
+        )
+
+
+def _is_lost(value: Any) -> bool:
+    if not isinstance(value, Variable):
+        return is_gone(value)
+    try:
+        return any(map(is_gone, jax.tree.leaves(value._box[0])))
+    except (RuntimeError, ValueError):  # packed, and the pack is gone
+        return True
+
+
+def has_leaves(root: Any) -> bool:
+    """Whether there is anything but structure below a value."""
+    return any(
+        isinstance(value, Variable)
+        or not (isinstance(value, Node) or is_container(value))
+        for _, value, _ in places(root)
+    )
+
+
+def first_two_places(root: Any, wanted: Any) -> list[tuple[Path, bool]]:
+    """The first two paths to a value, with whether it contains itself there.
+
+    Unlike `places` this enters a shared object each time it is met; those that were
+    found not to lead to the value are left out.
+    """
+    found: list[tuple[Path, bool]] = []
+    active: set[int] = set()
+    fruitless: set[int] = set()
+
+    def visit(path: Path, value: Any) -> None:
+        if len(found) == 2 or id(value) in fruitless:
+            return
+        if value is wanted:
+            found.append((path, id(value) in active))
+        inside = opened(value)
+        if inside is None or id(value) in active:
+            return
+        before = len(found)
+        active.add(id(value))
+        for key, child in zip(*inside):
+            visit((*path, key), child)
+        active.discard(id(value))
+        if len(found) == before and value is not wanted:
+            fruitless.add(id(value))
+
+    visit((), root)
+    return found
+
+
+def refuse_shared(name: str, root: Any, value: Any) -> AliasError:
+    """The error for a value that stands at two places of a tree."""
+    found = first_two_places(root, value)
+    kind = type(value).__name__
+    shown = " and ".join(show_path(path) for path, _ in found)
+    if any(cyclic for _, cyclic in found):
+        return CycleError(
+            f"{name}: Cycle detected: the {kind} found at paths {shown} contains "
+            f"itself, and a tree does not support shared references. Remove the "
+            f"reference, or use graph mode: `{name}(..., graph=True)`."
+        )
+    return AliasError(
+        f"{name}: Duplicate {kind} found at paths {shown}: tree mode does not support "
+        f"shared references. Keep one of them, give the other place a copy "
+        f"(`treetap.clone`), or use graph mode: `{name}(..., graph=True)`."
+    )
+
+
+def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:
+    """The error for an object that JAX must not flatten."""
+    path = next(path for path, at, _ in places(root) if at is value)
+    return StructureError(
+        f"{name}: {type(value).__name__} is declared with pytree=False, so it cannot "
+        f"be part of a tree. Found at path {show_path(path)}. Use graph mode: "
+        f"`{name}(..., graph=True)`."
+    )
+
+
+def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
+    """The paths of objects, Variables and arrays that stand at several places.
+
+    Args:
+        node: Any tree of Modules, Variables and arrays.
+        only: Which values to look at.
+
+    Examples:
+        >>> import treetap as tt
+        >>> shared = tt.Param(1.0)
+        >>> tt.find_duplicates({"a": shared, "b": [shared]})
+        [[('a',), ('b', 0)]]
+    """
+    wanted = predicate_of(only)
+    found: dict[int, list[Path]] = {}
+    kept: list[Any] = []  # an identity means something only while its object lives
+    for path, value, _ in places(node):
+        has_identity = isinstance(
+            value, Node | Variable | jax.Array | jax.Ref | np.ndarray
+        )
+        if has_identity and wanted(path, value):
+            kept.append(value)
+            found.setdefault(id(value), []).append(path)
+    return [paths for paths in found.values() if len(paths) > 1]

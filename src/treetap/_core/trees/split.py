@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""split and merge: an object as a static description plus its State, and back.
+
+    graphdef, params, rest = split(model, Param, ...)
+    model = merge(graphdef, params, rest)
+
+The Variables in the States are those of the object; `merge` builds new objects around
+the Variables it is given.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from jax.tree_util import DictKey, register_pytree_with_keys
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Key, sorted_keys
+from treetap._core.settings import resolve_graph
+from treetap._core.trees.filters import Filter, grouped, predicates_of, refuse_rest
+from treetap._core.trees.flatten import from_leaves, put_together, take_apart
+from treetap._core.trees.graphdef import ContainerSpec, GraphDef, ObjectSpec
+from treetap._core.trees.state import FlatState, State, flat_items, merge_state, nested
+from treetap._core.variables.variable import Variable
+
+M = TypeVar("M")
+
+
+class GraphState(State):
+    """A State that carries the GraphDef it belongs to; made by `unpack`."""
+
+    __slots__ = ("_graphdef",)
+
+    _graphdef: GraphDef
+
+    def __init__(self, graphdef: GraphDef, mapping: Mapping[Key, Any]):
+        super().__init__(mapping)
+        object.__setattr__(self, "_graphdef", graphdef)
+
+    def __reduce__(self) -> Any:
+        return GraphState, (self._graphdef, self._mapping)
+
+
+def _flatten_graph_state(state: GraphState) -> Any:
+    keys = tuple(sorted_keys(state._mapping))
+    return tuple(state._mapping[key] for key in keys), (keys, state._graphdef)
+
+
+def _flatten_graph_state_with_keys(state: GraphState) -> Any:
+    children, aux = _flatten_graph_state(state)
+    return tuple(zip(map(DictKey, aux[0]), children, strict=True)), aux
+
+
+register_pytree_with_keys(
+    GraphState,
+    _flatten_graph_state_with_keys,
+    lambda aux, children: GraphState(aux[1], dict(zip(aux[0], children, strict=True))),
+    _flatten_graph_state,
+)
+
+
+def state_groups(name: str, state: Any, filters: tuple[Filter, ...]) -> list[Any]:
+    """The state as one State per filter, all of it; one State without filters."""
+    if not isinstance(state, dict):  # the root itself is a leaf
+        groups, rest = grouped([((), state)], predicates_of(filters or (...,)))
+        refuse_rest(name, rest)
+        return [group[0][1] if group else State() for group in groups]
+    if not filters:
+        return [State(state)]
+    groups, rest = grouped(flat_items(state), predicates_of(filters))
+    refuse_rest(name, rest)
+    return [State(nested(group)) for group in groups]
+
+
+def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
+    """Splits an object into its GraphDef and one State per filter.
+
+    Args:
+        node: A Module, or any tree of Modules, Variables and arrays.
+        *filters: Which values go into which State; each value goes to the first that
+            takes it, and every value must be taken. Without filters, one State.
+        graph: Keep shared references instead of refusing them.
+
+    Returns:
+        The GraphDef, then the States, as one tuple.
+
+    Examples:
+        >>> import treetap as tt
+        >>> class Affine(tt.Module):
+        ...     def __init__(self):
+        ...         self.w = tt.Param(2.0)
+        ...         self.calls = tt.Variable(0)
+        >>> graphdef, params, rest = tt.split(Affine(), tt.Param, ...)
+        >>> list(params), list(rest)
+        (['w'], ['calls'])
+    """
+    graphdef, state = take_apart(node, resolve_graph(graph), "split")
+    return graphdef, *state_groups("split", state, filters)
+
+
+def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
+    """As `split`, but each State carries the GraphDef: `merge(*unpack(node))`."""
+    graphdef, state = take_apart(node, resolve_graph(graph), "unpack")
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"unpack: a bare {type(node).__name__} has no names to unpack by. "
+            "Use `split`, or put it in a container."
+        )
+    states = [GraphState(graphdef, s) for s in state_groups("unpack", state, filters)]
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
+    """The State of an object, sharing its Variables.
+
+    Args:
+        node: A Module, or any tree of Modules, Variables and arrays.
+        *filters: One State for each; what none of them takes is left out.
+        graph: Keep shared references instead of refusing them.
+
+    Examples:
+        >>> import treetap as tt
+        >>> tt.state({"w": tt.Param(1.0), "n": tt.Variable(2)}, tt.Param).w[...]
+        1.0
+    """
+    _, found = take_apart(node, resolve_graph(graph), "state")
+    if not filters:
+        return State(found) if isinstance(found, dict) else found
+    predicates = predicates_of(filters)
+    if isinstance(found, dict):
+        groups, _ = grouped(flat_items(found), predicates)
+        states: list[Any] = [State(nested(group)) for group in groups]
+    else:
+        groups, _ = grouped([((), found)], predicates)
+        states = [group[0][1] if group else State() for group in groups]
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+variables = state
+
+
+def graphdef(node: Any, /, *, graph: bool | None = None) -> GraphDef:
+    """The GraphDef of an object."""
+    return take_apart(node, resolve_graph(graph), "graphdef")[0]
+
+
+def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
+    """One nested mapping from the States given to `merge`."""
+    only, *more = states
+    if more:
+        holders = [s for s in states if not (isinstance(s, Mapping) and not s)]
+        if not all(isinstance(s, Mapping | FlatState) for s in holders):
+            if len(holders) == 1:
+                return holders[0]
+            raise StructureError(f"{name}: only mappings can be given together.")
+        if not holders:
+            return {}
+        return merge_state(*[_as_mapping(s) for s in holders], cls=dict)
+    if isinstance(only, FlatState):
+        return _as_mapping(only)
+    has_names = isinstance(definition.spec, ObjectSpec | ContainerSpec)
+    if isinstance(only, list | tuple) and has_names:
+        return from_leaves(definition, only, name)
+    return only.raw_mapping if isinstance(only, State) else only
+
+
+def _as_mapping(one: Any) -> Any:
+    if not isinstance(one, FlatState):
+        return one
+    return one.leaves[0] if one.paths == ((),) else nested(one)
+
+
+def merge(
+    graphdef: Any,
+    /,
+    *states: Any,
+    copy: bool = False,
+    recreate_variables: bool = True,
+) -> Any:
+    """Builds the object that `split` or `unpack` took apart.
+
+    Every name must be right, and every Variable of the right kind; what is missing,
+    unexpected or of another kind is listed in the error.
+
+    Args:
+        graphdef: A GraphDef, or a GraphState from `unpack`.
+        *states: The States that belong to it; nested dicts do as well, and so does one
+            list of leaves in order of their paths. A bare value where a Variable stood
+            becomes a Variable again.
+        copy: Give the object Variables of its own.
+        recreate_variables: Make Variables from bare values; otherwise leave them bare.
+    """
+    if isinstance(graphdef, GraphState):
+        for other in states:
+            if not isinstance(other, GraphState):
+                raise StructureError(
+                    f"merge: Expected GraphState object, got {type(other).__name__}."
+                )
+            if other._graphdef != graphdef._graphdef:
+                raise StructureError(
+                    "merge: GraphDef must be the same in all GraphStates; these were "
+                    "unpacked from objects of different structure."
+                )
+        states = (graphdef, *states)
+        graphdef = graphdef._graphdef
+    if not isinstance(graphdef, GraphDef):
+        raise TypeError(
+            f"merge: expected a GraphDef or a GraphState first, got "
+            f"{type(graphdef).__name__}."
+        )
+    if not states:
+        raise TypeError("merge() missing 1 required positional argument: 'state'")
+    united = _united(graphdef, states, "merge")
+    return put_together(
+        graphdef, united, "merge", copy=copy, recreate_variables=recreate_variables
+    )
+
+
+def flatten(
+    node: Any, /, *, with_paths: bool = True, graph: bool | None = None
+) -> tuple[GraphDef, Any]:
+    """The GraphDef and the leaves (Variables are leaves), sorted by path.
+
+    Args:
+        node: A Module, or any tree of Modules, Variables and arrays.
+        with_paths: Give a FlatState; otherwise a list of leaves.
+        graph: Keep shared references instead of refusing them.
+    """
+    definition, found = take_apart(node, resolve_graph(graph), "flatten")
+    items = flat_items(found) if isinstance(found, dict) else [((), found)]
+    flat = FlatState(items, sort=False)
+    return definition, flat if with_paths else flat.leaves
+
+
+def unflatten(
+    graphdef: GraphDef, leaves: Iterable[Any], /, *, recreate_variables: bool = True
+) -> Any:
+    """The object from what `flatten` gave: FlatState, mapping or list of leaves."""
+    if isinstance(leaves, FlatState):
+        found = _as_mapping(leaves)
+    elif isinstance(leaves, Mapping):
+        found = leaves
+    else:
+        found = from_leaves(graphdef, leaves, "unflatten")
+    return put_together(
+        graphdef, found, "unflatten", recreate_variables=recreate_variables
+    )
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a value is a Variable; useful as `is_leaf` in `jax.tree` functions."""
+    return isinstance(value, Variable)

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State: what an object holds, as nested mappings from path to Variable or array.
+
+A State wraps a plain nested dict; nested dicts come back as States that write through.
+Functions here accept any nested mapping, so a dictionary read from a file does as well.
+"""
+
+import re
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, overload
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, SequenceKey, register_pytree_with_keys
+
+from treetap._core import display
+from treetap._core.errors import StructureError
+from treetap._core.paths import Key, Path, show_path, sort_key, sorted_keys
+from treetap._core.trees.filters import Filter, grouped, predicates_of, refuse_rest
+from treetap._core.variables.variable import Variable
+
+Nested = Mapping[Key, Any]
+
+
+class State(MutableMapping[Key, Any], display.Shown):
+    """A nested mapping of Variables and arrays; attributes are items.
+
+    Args:
+        mapping: Nested mappings, or pairs. The top level is copied, the rest shared.
+
+    Examples:
+        >>> import treetap as tt
+        >>> s = tt.State({"a": {"b": 1}})
+        >>> s.a.b, s["a"]["b"], "c" in s.a
+        (1, 1, False)
+    """
+
+    __slots__ = ("_mapping",)
+
+    _mapping: dict[Key, Any]
+
+    def __init__(self, mapping: Nested | Iterable[tuple[Key, Any]] = (), /):
+        pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
+        plain = {k: v._mapping if isinstance(v, State) else v for k, v in pairs}
+        object.__setattr__(self, "_mapping", plain)
+
+    @property
+    def raw_mapping(self) -> dict[Key, Any]:
+        """The nested dict inside."""
+        return self._mapping
+
+    def __getitem__(self, key: Key) -> Any:
+        value = self._mapping[key]
+        return _view_of(value) if isinstance(value, dict) else value
+
+    def __setitem__(self, key: Key, value: Any) -> None:
+        self._mapping[key] = value._mapping if isinstance(value, State) else value
+
+    def __delitem__(self, key: Key) -> None:
+        del self._mapping[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._mapping
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_mapping" or name not in self._mapping:
+            raise AttributeError(
+                f"{type(self).__name__} has no entry {name!r}; it has "
+                f"{sorted_keys(self._mapping) if name != '_mapping' else []}."
+            )
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._mapping:
+            raise AttributeError(f"{type(self).__name__} has no entry {name!r}.")
+        del self[name]
+
+    def __or__(self, other: "State") -> "State":
+        return State(united(self, other)) if other else self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return same_values(self, other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - a State changes
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._mapping,)
+
+    def _display_parts(self) -> display.Parts:
+        return display.Parts("", [("", self._mapping)])
+
+
+def _view_of(mapping: dict[Key, Any]) -> State:
+    view = object.__new__(State)
+    object.__setattr__(view, "_mapping", mapping)
+    return view
+
+
+def same_values(first: Any, second: Any) -> bool:
+    """Whether two nested mappings have the same paths, kinds, metadata and numbers."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(
+            same_values(first[key], second[key]) for key in first
+        )
+    if first is second:
+        return True
+    leaves, structure = jax.tree.flatten(first)
+    others, other_structure = jax.tree.flatten(second)
+    return structure == other_structure and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if hasattr(first, "dtype") and jax.numpy.issubdtype(
+        first.dtype, jax.dtypes.prng_key
+    ):
+        if getattr(second, "dtype", None) != first.dtype:
+            return False
+        first, second = jax.random.key_data(first), jax.random.key_data(second)
+    if hasattr(first, "shape") or hasattr(second, "shape"):
+        if isinstance(first, jax.ShapeDtypeStruct | jax.Ref):
+            return bool(first == second)
+        same_type = getattr(first, "dtype", None) == getattr(second, "dtype", None)
+        return same_type and np.array_equal(first, second, equal_nan=_is_float(first))
+    return bool(first == second)
+
+
+def _is_float(value: Any) -> bool:
+    return jax.numpy.issubdtype(np.asarray(value).dtype, np.inexact)
+
+
+def _flatten(state: State) -> Any:
+    mapping = state._mapping
+    keys = tuple(sorted_keys(mapping))
+    return tuple(mapping[key] for key in keys), keys
+
+
+def _flatten_with_keys(state: State) -> Any:
+    children, keys = _flatten(state)
+    return tuple(zip(map(DictKey, keys), children, strict=True)), keys
+
+
+def _unflatten(keys: Sequence[Key], children: Iterable[Any]) -> State:
+    return _view_of(dict(zip(keys, children, strict=True)))
+
+
+register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
+
+
+class FlatState(Sequence[tuple[Path, Any]]):
+    """A sequence of (path, value), sorted by path; immutable.
+
+    Examples:
+        >>> import treetap as tt
+        >>> tt.to_flat_state({"b": 1, "a": {"c": 2}}).paths
+        (('a', 'c'), ('b',))
+    """
+
+    __slots__ = ("leaves", "paths")
+
+    paths: tuple[Path, ...]
+    leaves: list[Any]
+
+    def __init__(self, items: Iterable[tuple[Path, Any]], /, *, sort: bool = True):
+        pairs = list(items)
+        if sort:
+            pairs.sort(key=lambda item: tuple(map(sort_key, item[0])))
+        self.paths = tuple(path for path, _ in pairs)
+        self.leaves = [leaf for _, leaf in pairs]
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Path, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "FlatState": ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            items = zip(self.paths[index], self.leaves[index], strict=True)
+            return FlatState(items, sort=False)
+        return self.paths[index], self.leaves[index]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[tuple[Path, Any]]:
+        return zip(self.paths, self.leaves, strict=True)
+
+    def __repr__(self) -> str:
+        lines = ",\n".join(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
+        return "FlatState([\n  " + lines.replace("\n", "\n  ") + "\n])"
+
+    def to_nested_state(self) -> State:
+        """The same content as a nested State."""
+        return from_flat_state(self)
+
+    def split(self, *filters: Filter) -> Any:
+        """As `split_state`, giving FlatStates."""
+        groups, rest = grouped(self, predicates_of(filters))
+        refuse_rest("FlatState.split", rest)
+        return _one_or_all([FlatState(group, sort=False) for group in groups])
+
+    def filter(self, *filters: Filter) -> Any:
+        """As `filter_state`, giving FlatStates."""
+        groups, _ = grouped(self, predicates_of(filters))
+        return _one_or_all([FlatState(group, sort=False) for group in groups])
+
+    @staticmethod
+    def merge(*flats: Iterable[tuple[Path, Any]]) -> "FlatState":
+        """The union of several; later ones win."""
+        return FlatState({path: leaf for flat in flats for path, leaf in flat}.items())
+
+
+register_pytree_with_keys(
+    FlatState,
+    lambda flat: (
+        tuple((SequenceKey(i), x) for i, x in enumerate(flat.leaves)),
+        flat.paths,
+    ),
+    lambda paths, leaves: FlatState(zip(paths, leaves, strict=True), sort=False),
+    lambda flat: (flat.leaves, flat.paths),
+)
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else tuple(items)
+
+
+def is_branch(value: Any) -> bool:
+    """Whether a value is an inner part of a nested mapping."""
+    return isinstance(value, Mapping) and not isinstance(value, Variable)
+
+
+def flat_items(mapping: Nested) -> Iterator[tuple[Path, Any]]:
+    """Every (path, value) of a nested mapping, depth first, in sorted order."""
+    for key in sorted_keys(mapping):
+        value = mapping[key]
+        if is_branch(value):
+            for path, leaf in flat_items(value):
+                yield (key, *path), leaf
+        else:
+            yield (key,), value
+
+
+def nested(items: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
+    """Builds nested dicts from (path, value) pairs; a later pair wins."""
+    root: dict[Key, Any] = {}
+    for path, value in items:
+        if not path:
+            raise StructureError("A nested mapping cannot hold a value at its root.")
+        *parents, last = path
+        inner = root
+        for depth, key in enumerate(parents):
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise StructureError(
+                    f"{show_path(path[: depth + 1])} is a value and also the start of "
+                    f"{show_path(path)}; a path can be only one of them."
+                )
+        if isinstance(inner.get(last), dict) and not isinstance(value, dict):
+            raise StructureError(
+                f"{show_path(path)} is a value and also the start of other paths; "
+                "a path can be only one of them."
+            )
+        inner[last] = value
+    return root
+
+
+def to_flat_state(state: Nested) -> FlatState:
+    """The content of a nested mapping as a FlatState, sorted by path."""
+    return FlatState(flat_items(state), sort=False)
+
+
+def from_flat_state(
+    flat: Mapping[Path, Any] | Iterable[tuple[Path, Any]],
+    *,
+    cls: Callable[[dict[Key, Any]], Any] = State,
+) -> Any:
+    """A nested State from paths and values.
+
+    Args:
+        flat: A FlatState, a mapping from path to value, or pairs.
+        cls: What to make of the nested dict.
+    """
+    items = flat.items() if isinstance(flat, Mapping) else flat
+    return cls(nested(items))
+
+
+def to_pure_dict(
+    state: Nested, extract_fn: Callable[[Any], Any] | None = None
+) -> dict[Key, Any]:
+    """Plain nested dicts with the values of the Variables.
+
+    Args:
+        state: A nested mapping.
+        extract_fn: What to do with each leaf; by default, take a Variable's value out.
+    """
+    extract = extract_fn or (
+        lambda leaf: leaf.get_value() if isinstance(leaf, Variable) else leaf
+    )
+
+    def pure(mapping: Nested) -> dict[Key, Any]:
+        return {
+            key: pure(value) if is_branch(value) else extract(value)
+            for key, value in mapping.items()
+        }
+
+    return pure(state)
+
+
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+def _fitting_key(mapping: Nested, key: Key) -> Key:
+    """`key`, or the number it spells when the mapping has that instead."""
+    if key in mapping or not (isinstance(key, str) and _NUMBER.fullmatch(key)):
+        return key
+    return int(key) if int(key) in mapping else key
+
+
+def replace_by_pure_dict(
+    state: State,
+    pure_dict: Nested,
+    replace_fn: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Writes plain nested dicts into a State, in place; other entries are kept.
+
+    Args:
+        state: What to change.
+        pure_dict: Nested dicts of values; numbers may be spelled as strings.
+        replace_fn: Makes the new leaf from the old one and the value.
+    """
+    replace = replace_fn or (
+        lambda old, new: old.replace(new) if isinstance(old, Variable) else new
+    )
+    planned: list[tuple[dict[Key, Any], Key, Any]] = []
+
+    def plan(mapping: dict[Key, Any], values: Nested, path: Path) -> None:
+        for given, value in values.items():
+            key = _fitting_key(mapping, given)
+            if key not in mapping:
+                raise StructureError(
+                    f"replace_by_pure_dict: {show_path((*path, given))} is not in the "
+                    f"State; at {show_path(path)} it has {sorted_keys(mapping)}."
+                )
+            if isinstance(mapping[key], dict):
+                if not is_branch(value):
+                    raise StructureError(
+                        f"replace_by_pure_dict: {show_path((*path, key))} is a "
+                        f"{type(value).__name__}, but the State has a level there: "
+                        f"{sorted_keys(mapping[key])}."
+                    )
+                plan(mapping[key], value, (*path, key))
+            else:
+                planned.append((mapping, key, replace(mapping[key], value)))
+
+    plan(state.raw_mapping, pure_dict, ())
+    for mapping, key, leaf in planned:
+        mapping[key] = leaf
+
+
+def restore_int_paths(pure_dict: Nested) -> dict[Key, Any]:
+    """Turns keys that spell numbers into numbers, at every level."""
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() else key: (
+            restore_int_paths(value) if is_branch(value) else value
+        )
+        for key, value in pure_dict.items()
+    }
+
+
+def split_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
+    """Groups a State by filters; each value goes to the first that takes it.
+
+    Values left over are an error. One filter gives a State, several give a tuple.
+    """
+    groups, rest = grouped(flat_items(state), predicates_of([first, *filters]))
+    refuse_rest("split_state", rest)
+    return _one_or_all([State(nested(group)) for group in groups])
+
+
+def filter_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
+    """As `split_state`, but values left over are dropped."""
+    groups, _ = grouped(flat_items(state), predicates_of([first, *filters]))
+    return _one_or_all([State(nested(group)) for group in groups])
+
+
+def merge_state(
+    state: Nested, /, *states: Nested, cls: Callable[[Any], Any] = State
+) -> Any:
+    """The union of several States; a path that two of them have is an error.
+
+    With `first | second` the second wins.
+
+    Examples:
+        >>> import treetap as tt
+        >>> dict(tt.merge_state({"a": 1}, {"b": 2}))
+        {'a': 1, 'b': 2}
+    """
+    if not states:
+        return state
+    start: Any = united({}, state)
+    for other in states:
+        start = united(start, other, is_strict=True)
+    return cls(start)
+
+
+def united(
+    first: Nested, second: Nested, path: Path = (), *, is_strict: bool = False
+) -> dict[Key, Any]:
+    """Two nested mappings in one; where both have a value, the second's, or none."""
+    union = dict(first)
+    for key, value in second.items():
+        known = union.get(key, {})
+        if is_branch(value) and is_branch(known):
+            union[key] = united(known, value, (*path, key), is_strict=is_strict)
+        elif key in union and is_branch(value) != is_branch(known):
+            raise StructureError(
+                f"{show_path((*path, key))} is a value in one State and the start of "
+                "other paths in another; a path can be only one of them."
+            )
+        elif is_strict and key in union and known is not value:
+            raise StructureError(
+                f"merge_state: two States have a value at {show_path((*path, key))}. "
+                "Take one of them out, or let the second win: `first | second`."
+            )
+        else:
+            union[key] = value
+    return union
+
+
+def map_state(fn: Callable[[Path, Any], Any], state: Nested) -> State:
+    """A State of `fn(path, value)` for every value."""
+    return State(nested((path, fn(path, value)) for path, value in flat_items(state)))
+
+
+def diff_state(state: Nested, other: Nested) -> State:
+    """The entries of `state` whose paths `other` does not have."""
+    known = {path for path, _ in flat_items(other)}
+    return State(nested(item for item in flat_items(state) if item[0] not in known))

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""update, pop and their kin: changing an object in place, all of it or not at all.
+
+Every function here plans first and writes afterwards. What does not fit is found while
+nothing has changed yet, and the writes themselves cannot fail.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._core.errors import AliasError, MetadataError, StructureError
+from treetap._core.paths import (
+    Key,
+    Path,
+    Trail,
+    copy_containers,
+    is_container,
+    open_container,
+    show_path,
+    show_trail,
+    sorted_keys,
+)
+from treetap._core.trace_level import current_trace, refuse_foreign_variable
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.filters import Filter, grouped, predicate_of, predicates_of
+from treetap._core.trees.pytree import attributes_of, flat_of, opened
+from treetap._core.trees.sharing import places
+from treetap._core.trees.state import FlatState, State, is_branch, nested
+from treetap._core.variables.marked import Marked
+from treetap._core.variables.metadata import (
+    MISSING,
+    REQUIRED,
+    checked_names,
+    required_of,
+)
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import (
+    Variable,
+    get_box,
+    write_boxes,
+)
+
+_aval_of = attrgetter("aval")
+
+
+def _keys_of(owner: Any) -> list[Key]:
+    """The names and positions under which something holds what it holds."""
+    if isinstance(owner, Node):
+        return list(attributes_of(owner))
+    return list(open_container(owner).keys)
+
+
+def _is_data_of(owner: Any, key: Key) -> bool:
+    """Whether what stands under a key is data, not a static attribute."""
+    if not isinstance(owner, Node):
+        return True
+    if owner._pytree__is_pytree:
+        return owner._pytree__status.get(key, False)
+    return key in flat_of(owner)[1][0].keys
+
+
+class _Plan:
+    """The writes of one update, gathered before any is made.
+
+    Args:
+        quick: Take a Variable for a Variable of the same kind and metadata without
+            looking at the values; `fits` looks at all of them together.
+    """
+
+    __slots__ = (
+        *("boxes", "metadata", "others", "problems", "quick", "ready", "trace"),
+        *("values", "variables"),
+    )
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.trace = current_trace()
+        self.ready: list[Variable[Any]] = []  # taken quickly, with their new boxes
+        self.boxes: list[tuple[Any]] = []
+        self.variables: list[Variable[Any]] = []
+        self.values: list[Any] = []
+        self.metadata: list[tuple[Variable[Any], dict[str, Any]]] = []
+        self.others: list[Callable[[], None]] = []
+        self.problems: list[str] = []
+
+    def any(self, value: Any, new: Any, path: Trail) -> None:
+        """Plans the writes that bring `value` to what `new` says."""
+        if isinstance(value, Variable):
+            self.variable(value, new, path)
+        elif isinstance(value, Node):
+            self.holder(value, attributes_of(value), new, path)
+        elif type(value) is dict:
+            self.holder(value, value, new, path)
+        else:
+            container = open_container(value)
+            known = dict(zip(container.keys, container.children))
+            self.holder(value, known, new, path)
+
+    def holder(self, value: Any, known: Any, new: Any, path: Trail) -> None:
+        """Plans the writes into an object or container, given what it holds."""
+        if type(new) is not dict and not is_branch(new):
+            found = f"a {type(new).__name__} where a {type(value).__name__} stands"
+            self.problems.append(f"{show_trail(path)}: {found}")
+            return
+        quick, ready, boxes, trace = self.quick, self.ready, self.boxes, self.trace
+        for key, inner in new.items():
+            child = known.get(key, MISSING)
+            if isinstance(child, Variable):
+                if (
+                    quick
+                    and type(inner) is type(child)
+                    and child._trace is trace
+                    and inner._metadata is child._metadata
+                ):
+                    ready.append(child)
+                    boxes.append(inner._box)
+                else:
+                    self.variable(child, inner, (path, key))
+            elif isinstance(child, Node):
+                self.holder(child, attributes_of(child), inner, (path, key))
+            else:
+                self.plain(value, key, child, inner, (path, key))
+
+    def plain(self, owner: Any, key: Key, child: Any, new: Any, path: Trail) -> None:
+        """Plans for what is neither a Variable nor an object of ours."""
+        if child is MISSING:
+            has = f"{type(owner).__name__} has {sorted_keys(_keys_of(owner))}"
+            self.problems.append(f"unexpected {show_trail(path)}: {has}")
+        elif not _is_data_of(owner, key):
+            self.problems.append(f"{show_trail(path)} is static")
+        elif is_container(child):
+            self.any(child, new, path)
+        else:
+            self.leaf(owner, key, child, new, path)
+
+    def fits(self) -> bool:
+        """Whether the values that were taken quickly are of the old ones' types."""
+        before = chain.from_iterable(map(get_box, self.ready))
+        after = chain.from_iterable(self.boxes)
+        try:
+            return list(map(_aval_of, before)) == list(map(_aval_of, after))
+        except AttributeError:  # not all are arrays; Refs are among these
+            return not self.ready
+
+    def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
+        """Plans a write into a Variable, from a Variable or a bare value."""
+        own = variable._metadata
+        # A Ref may be written from anywhere: that is what it is for.
+        if variable._trace is not self.trace and not own["ref"]:
+            raise refuse_foreign_variable(type(variable).__name__)
+        if isinstance(new, Variable):
+            if type(new) is not type(variable):
+                found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
+                self.problems.append(f"{show_trail(path)} is {found}")
+                return
+            metadata = new._metadata
+            if metadata is not own:
+                self.metadata.append((variable, {**metadata, **required_of(own)}))
+            new = new._box[0]
+        raw = variable._box[0]
+        if raw is new:
+            return
+        if not same_aval(raw, new):
+            new = new[...] if is_ref(new) else new
+            if difference := misfit(raw, new):
+                self.problems.append(f"{show_trail(path)}: {difference}")
+                return
+            new = _fitted(raw, copy_containers(new))
+        if own["ref"]:
+            self.others.append(lambda: variable.set_value(new))
+        else:
+            self.variables.append(variable)
+            self.values.append(new)
+
+    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
+        """Plans the replacement of a leaf that is not a Variable."""
+        if new is old:
+            return
+        if isinstance(new, Variable):
+            found = f"a {type(new).__name__} where a plain value stands"
+            self.problems.append(f"{show_trail(path)}: {found}")
+        elif difference := misfit(old, new):
+            self.problems.append(f"{show_trail(path)}: {difference}")
+        elif isinstance(owner, Node):
+            owner._check_trace()
+            new = _fitted(old, new)
+            self.others.append(lambda: owner._replace_child(key, new))
+        elif isinstance(owner, list | dict):
+            new = _fitted(old, new)
+            self.others.append(lambda: owner.__setitem__(key, new))
+        else:
+            kind = type(owner).__name__
+            self.problems.append(f"{show_trail(path)}: a {kind} cannot be changed")
+
+    def write(self) -> None:
+        """Makes the planned writes."""
+        variables = chain(self.ready, self.variables)
+        boxes = chain(self.boxes, zip(self.values))
+        write_boxes(variables, boxes)
+        for variable, metadata in self.metadata:
+            variable._replace_metadata(metadata)
+        for change in self.others:
+            change()
+
+
+def same_aval(old: Any, new: Any) -> bool:
+    """Whether two values are arrays of the same type: the quick answer to fitting."""
+    try:
+        return type(old) is type(new) and old.aval == new.aval
+    except AttributeError:
+        return False
+
+
+def misfit(old: Any, new: Any) -> str:
+    """How `new` cannot stand for `old`; empty when it fits."""
+    if isinstance(new, Marked):
+        return f"{new!r} where a value belongs"
+    if not (hasattr(old, "shape") and hasattr(old, "dtype")):
+        return ""  # containers and numbers may change
+    is_number = isinstance(new, bool | int | float | complex)
+    if not is_number and not (hasattr(new, "shape") and hasattr(new, "dtype")):
+        return f"a {type(new).__name__} where an array stands"
+    if np.shape(new) != old.shape:
+        return f"shape {np.shape(new)}, expected {old.shape}"
+    dtype = jnp.result_type(old.dtype, new) if is_number else new.dtype
+    if dtype != old.dtype:
+        return f"dtype {dtype}, expected {old.dtype}"
+    return ""
+
+
+def _fitted(old: Any, new: Any) -> Any:
+    """A value that fits, as an array where the old one is an array."""
+    is_number = isinstance(new, bool | int | float | complex)
+    return jnp.asarray(new, old.dtype) if is_number and hasattr(old, "dtype") else new
+
+
+def _planned(node: Any, states: tuple[Any, ...], quick: bool) -> _Plan:
+    """The writes that bring `node` to what the States say."""
+    plan = _Plan(quick)
+    for state in states:
+        if isinstance(state, FlatState):
+            plan.any(node, nested(state), ())
+        else:
+            plan.any(node, state.raw_mapping if isinstance(state, State) else state, ())
+    return plan
+
+
+def update(node: Any, state: Any, /, *states: Any) -> None:
+    """Writes a State into an object, in place.
+
+    The State may be partial. A name the object does not have, a Variable of another
+    kind, or an array of another shape or dtype is an error, and then nothing is
+    changed. (To change a shape on purpose, use `variable.set_value`.)
+
+    Args:
+        node: The object to change.
+        state: A State, a FlatState or nested dicts; Variables give value and metadata,
+            bare values give the value.
+        *states: More of the same.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0)}
+        >>> tt.update(model, {"w": 2.0})
+        >>> model["w"][...]
+        2.0
+    """
+    if not isinstance(node, Variable | Node) and not is_container(node):
+        raise TypeError(
+            f"update: a {type(node).__name__} cannot be changed in place. Pass a "
+            "Module, a Variable, or a container of them."
+        )
+    plan = _planned(node, (state, *states), quick=True)
+    if not plan.fits():  # look again, at each Variable
+        plan = _planned(node, (state, *states), quick=False)
+    if plan.problems:
+        shown = "\n".join(f"  - {problem}" for problem in plan.problems[:12])
+        more = len(plan.problems) - 12
+        raise StructureError(
+            "update: the state does not fit the object; nothing was changed.\n"
+            + shown
+            + (f"\n  - and {more} more" if more > 0 else "")
+            + "\nTo change shapes or types, set the value of each Variable "
+            "(`variable.set_value(x)`), or map over the object itself: "
+            "`jax.tree.map(lambda x: x.astype(...), model)`."
+        )
+    plan.write()
+
+
+def _owned(root: Any) -> list[tuple[Any, Key, Path, Any]]:
+    """Every leaf below a root with its owner and key; objects are entered once."""
+    found: list[tuple[Any, Key, Path, Any]] = []
+    seen: set[int] = set()
+
+    def visit(owner: Any, inside: Any, path: Path) -> None:
+        if isinstance(owner, Node):
+            if id(owner) in seen:
+                return
+            seen.add(id(owner))
+        for key, child in zip(*inside):
+            below = opened(child)
+            if below is None:
+                found.append((owner, key, (*path, key), child))
+            else:
+                visit(child, below, (*path, key))
+
+    visit(root, opened(root), ())
+    return found
+
+
+def pop(node: Any, *filters: Filter) -> Any:
+    """Removes the values that filters take, and returns them as States.
+
+    Every reference to a removed Variable goes. One filter gives a State, several give
+    a tuple.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0), "seen": tt.Intermediate(2.0)}
+        >>> tt.pop(model, tt.Intermediate).seen[...], list(model)
+        (2.0, ['w'])
+    """
+    if not filters:
+        raise TypeError("pop: expected at least one filter.")
+    if isinstance(node, Variable) or not (isinstance(node, Node) or is_container(node)):
+        raise TypeError(f"pop: cannot take anything out of a {type(node).__name__}.")
+    owned = _owned(node)
+    groups, _ = grouped(
+        [(path, value) for _, _, path, value in owned], predicates_of(filters)
+    )
+    chosen = {path for group in groups for path, _ in group}
+    # Every reference to a Variable goes; a plain value has no identity.
+    taken = {
+        id(value) for group in groups for _, value in group if _has_identity(value)
+    }
+    removals = [
+        (owner, key, path)
+        for owner, key, path, value in owned
+        if path in chosen or (_has_identity(value) and id(value) in taken)
+    ]
+    _remove(removals)
+    states = []
+    for group in groups:
+        first: dict[Any, tuple[Path, Any]] = {}
+        for path, value in group:
+            first.setdefault(id(value) if _has_identity(value) else path, (path, value))
+        states.append(State(nested(first.values())))
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _has_identity(value: Any) -> bool:
+    return isinstance(value, Variable) or is_ref(value)
+
+
+def _remove(removals: list[tuple[Any, Key, Path]]) -> None:
+    """Removes children from their owners, all or none."""
+    for owner, _, path in removals:
+        if not isinstance(owner, Node | dict):
+            raise StructureError(
+                f"pop: {show_path(path)} stands in a {type(owner).__name__}, which has "
+                "to keep its length. Use `treetap.List`, or a dict."
+            )
+        if isinstance(owner, Node):
+            owner._check_trace()
+    for owner, key, _ in reversed(removals):  # from the end: positions stay valid
+        if isinstance(owner, Node):
+            owner._remove_child(key)
+        else:
+            del owner[key]
+
+
+def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:
+    """Sets metadata on every Variable below `node` that a filter takes, in place.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = {"w": tt.Param(1.0)}
+        >>> tt.set_metadata(model, tt.Param, group="decay")
+        >>> model["w"].group
+        'decay'
+    """
+    if fixed := [name for name in REQUIRED if name in metadata]:
+        raise MetadataError(
+            f"set_metadata: {', '.join(fixed)} are fixed when a Variable is made. "
+            "Use `with_vars` for a copy with other ones."
+        )
+    wanted = predicate_of(only)
+    chosen: dict[int, Variable[Any]] = {}
+    trace = current_trace()
+    for path, value, _ in places(node):
+        if isinstance(value, Variable) and wanted(path, value):
+            checked_names(type(value), metadata)
+            if value._trace is not trace:
+                raise refuse_foreign_variable(type(value).__name__)
+            chosen[id(value)] = value
+    for variable in chosen.values():
+        variable.set_metadata(**metadata)
+
+
+def with_vars(
+    node: Any,
+    /,
+    *,
+    hijax: bool | None = None,
+    ref: bool | None = None,
+    mutable: bool | None = None,
+    only: Filter = ...,
+    allow_duplicates: bool = False,
+) -> Any:
+    """A copy of `node` in which chosen Variables hold their value in a Ref, or do not.
+
+    Variables that are so already are shared with the original.
+
+    Args:
+        node: Any tree of Modules and Variables.
+        hijax: Only False is supported.
+        ref: What the Variables are to be.
+        mutable: Not supported; Variables are always mutable.
+        only: Which Variables.
+        allow_duplicates: Keep shared Variables shared instead of refusing them.
+    """
+    if hijax or mutable is not None:
+        what = "hijax" if hijax else "mutable"
+        raise MetadataError(
+            f"with_vars: `{what}` is not supported. Variables are plain mutable boxes; "
+            "`ref=True` makes plain `jax.jit` propagate their writes."
+        )
+    wanted = predicate_of(only)
+    chosen: dict[int, Path] = {}
+    for path, value, _ in places(node):
+        if isinstance(value, Variable) and wanted(path, value):
+            if id(value) in chosen and not allow_duplicates:
+                raise AliasError(
+                    f"with_vars: Found duplicate at path {show_path(path)}: the same "
+                    f"{type(value).__name__} is at {show_path(chosen[id(value)])}. Say "
+                    "`allow_duplicates=True` to keep it shared."
+                )
+            chosen.setdefault(id(value), path)
+
+    def convert(variable: Variable[Any]) -> Variable[Any]:
+        changes = ref is not None and variable._metadata["ref"] != ref
+        return (
+            variable.copy(ref=ref) if changes and id(variable) in chosen else variable
+        )
+
+    return Rebuild(node, True, "with_vars", variable=convert).run()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of Variables, and the names by which collections of them are called.
+
+A kind is a subclass of Variable with nothing in it: its type is its meaning. The
+registry maps a collection name (`params`) to a kind (`Param`) and back.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from treetap._core.errors import MetadataError
+from treetap._core.variables.variable import MISSING, A, Variable
+
+K = TypeVar("K", bound=type[Variable[Any]])
+
+
+class Param(Variable[A]):
+    """A trainable parameter."""
+
+
+class BatchStat(Variable[A]):
+    """A running statistic of the data."""
+
+
+class Cache(Variable[A]):
+    """A value kept from one step of decoding to the next."""
+
+
+class Intermediate(Variable[A]):
+    """A value recorded on the way through a model."""
+
+
+class Perturbation(Intermediate[A]):
+    """A zero added to a value on the way, to get the gradient there."""
+
+
+class RngState(Variable[A]):
+    """State of a random stream."""
+
+
+class RngKey(RngState[A]):
+    """The key of a random stream; its metadata `tag` is the stream's name."""
+
+
+class RngCount(RngState[A]):
+    """How many keys a random stream has given."""
+
+
+_by_name: dict[str, type[Variable[Any]]] = {
+    "params": Param,
+    "batch_stats": BatchStat,
+    "cache": Cache,
+    "intermediates": Intermediate,
+    "perturbations": Perturbation,
+}
+
+
+def kind_of_name(
+    name: str, *, base: type[Variable[Any]] = Variable, allow_register: bool = False
+) -> type[Variable[Any]]:
+    """The kind registered under a collection name.
+
+    Args:
+        name: The collection's name.
+        base: What a newly made kind derives from.
+        allow_register: Make and register a kind when the name is new.
+    """
+    if name in _by_name:
+        return _by_name[name]
+    if not allow_register:
+        raise MetadataError(
+            f"No kind of Variable is registered as {name!r}; known are "
+            f"{sorted(_by_name)}. Register one with `register_variable_name`."
+        )
+    kind = types.new_class(name, (base,))
+    return register_kind(name, kind)
+
+
+def name_of_kind(kind: type[Variable[Any]], *, allow_register: bool = False) -> str:
+    """The collection name under which a kind is registered."""
+    for name, known in _by_name.items():
+        if known is kind:
+            return name
+    if not allow_register:
+        raise MetadataError(
+            f"The kind {kind.__name__} is not registered under any name. "
+            "Register it with `register_variable_name`."
+        )
+    register_kind(kind.__name__, kind)
+    return kind.__name__
+
+
+def register_kind(name: str, kind: Any = MISSING, *, overwrite: bool = False) -> Any:
+    """Registers a kind under a collection name; without a kind, a decorator."""
+    if kind is MISSING:
+        return _decorator(name, overwrite)
+    if name in _by_name and not overwrite:
+        raise MetadataError(
+            f"The name {name!r} is taken by {_by_name[name].__name__}. "
+            "Choose another, or say `overwrite=True`."
+        )
+    _by_name[name] = kind
+    return kind
+
+
+def _decorator(name: str, overwrite: bool) -> Callable[[K], K]:
+    return lambda kind: register_kind(name, kind, overwrite=overwrite)

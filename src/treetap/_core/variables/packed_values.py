@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs: the values of many small Variables in a few flat buffers.
+
+JAX takes some time for each buffer that goes into a program or comes out of one. So the
+small Variables of an object may travel together, one buffer for each dtype and place.
+A Variable that is packed has no box of its own: whoever reads it comes to its pack,
+which cuts the value out and gives the Variable a box. A write gives it a box, too.
+
+So the buffers hold what the Variables hold as long as none of them has a box, and that
+is looked at before each use, not believed: see `Pack.buffers`.
+"""
+
+import functools
+import gc
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from treetap._core.variables.variable import (
+    Variable,
+    bare_variable,
+    del_box,
+    own_box,
+    pack_of,
+    set_box,
+    set_pack,
+)
+
+FEW = 8  # values that are cut out one by one, before all are at once
+
+
+class Group(NamedTuple):
+    """Values that share a buffer.
+
+    Attributes:
+        dtype: Their dtype.
+        is_weak: Whether their type is weak.
+        sharding: Where they are; None for JAX's choice.
+        members: Which ones, as places among the members of the pack.
+        shapes: Their shapes.
+        offsets: Where each begins, and where the last one ends.
+    """
+
+    dtype: Any
+    is_weak: bool
+    sharding: Any
+    members: range
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+
+    def buffer_sharding(self) -> Any:
+        """Where the buffer is."""
+        if isinstance(self.sharding, NamedSharding):
+            return NamedSharding(self.sharding.mesh, PartitionSpec())
+        return self.sharding
+
+    def split(self, buffer: Any) -> list[Any]:
+        """The values in a buffer."""
+        bounds = zip(self.offsets, self.offsets[1:], self.shapes)
+        return [
+            jax.lax.slice(buffer, (start,), (stop,)).reshape(shape)
+            for start, stop, shape in bounds
+        ]
+
+    def fits(self, value: Any, at: int) -> bool:
+        """Whether a value can be in the buffer, at this place."""
+        kind = self.dtype, self.is_weak, self.sharding
+        return _kind(value, None) == kind and value.shape == self.shapes[at]
+
+
+def _kind(value: Any, limit: int | None) -> Any:
+    """Type and place of a value that may be packed; None for one that may not."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    if limit is not None and value.nbytes > limit:
+        return None
+    sharding = value.sharding
+    if isinstance(sharding, SingleDeviceSharding):
+        return value.dtype, value.weak_type, sharding if value.committed else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.explicit_axes:
+        return None
+    if not sharding.is_fully_replicated:
+        return None
+    return value.dtype, value.weak_type, sharding
+
+
+def layout_of(
+    variables: Sequence[Variable[Any]], limit: int
+) -> tuple[tuple[Variable[Any], ...], tuple[Group, ...]]:
+    """Those Variables that may be packed, in order, and how."""
+    found: dict[Any, list[Variable[Any]]] = {}
+    for variable in variables:
+        kind = _kind(variable._box[0], limit)
+        if kind is not None:
+            found.setdefault(kind, []).append(variable)
+    members: list[Variable[Any]] = []
+    groups: list[Group] = []
+    for (dtype, is_weak, sharding), own in found.items():
+        if len(own) == 1:
+            continue  # a buffer of its own, as it is
+        places = range(len(members), len(members) + len(own))
+        members += own
+        shapes = tuple(variable._box[0].shape for variable in own)
+        sizes = [math.prod(shape) for shape in shapes]
+        offsets = tuple(itertools.accumulate(sizes, initial=0))
+        groups.append(Group(dtype, is_weak, sharding, places, shapes, offsets))
+    return tuple(members), tuple(groups)
+
+
+class State:
+    """What a pack holds at one time.
+
+    Attributes:
+        buffers: One for each group.
+        boxes: Those that were given to members which were read, by number.
+        values: All values, once they were cut out together.
+    """
+
+    __slots__ = ("boxes", "buffers", "values")
+
+    def __init__(self, buffers: tuple[Any, ...]):
+        self.buffers = buffers
+        self.boxes: dict[int, tuple[Any]] = {}
+        self.values: dict[int, Any] | None = None
+
+
+class Pack:
+    """The buffers that hold the values of small Variables of one object.
+
+    It does not hold on to the Variables; they hold on to it.
+
+    Args:
+        members: The Variables, in the order of the layout's groups.
+        layout: How to pack them.
+        limit: What was small, in bytes.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_count", "_is_broken", "_places"),
+        *("cell", "layout", "limit", "lock"),
+    )
+
+    def __init__(
+        self, members: Sequence[Variable[Any]], layout: tuple[Group, ...], limit: int
+    ):
+        self.layout = layout
+        self.limit = limit
+        self._is_broken = True  # until all is in place: an interrupt may come before
+        self.lock = threading.RLock()
+        self._places = {id(member): place for place, member in enumerate(members)}
+        values = iter([member._box[0] for member in members])
+        buffers = [
+            _joined(group, [next(values) for _ in group.shapes]) for group in layout
+        ]
+        # A cell like a Variable, so that one call writes those and packs alike.
+        self.cell = bare_variable()
+        set_box(self.cell, (State(tuple(buffers)),))
+        for member in members:
+            before = pack_of(member)
+            if before is not None:
+                before._is_broken = True  # it has only some of its members left
+            set_pack(member, self)
+            del_box(member)
+        self._count = _count(members)
+        self._is_broken = False
+
+    @property
+    def state(self) -> State:
+        """What it holds now."""
+        return self.cell._box[0]
+
+    def is_of(self, members: Sequence[Variable[Any]]) -> bool:
+        """Whether these are its members, in this order, and all still are."""
+        return (
+            not self._is_broken
+            and list(self._places) == list(map(id, members))
+            and all(pack_of(member) is self for member in members)
+        )
+
+    def buffers(self, members: Sequence[Variable[Any]]) -> tuple[Any, ...] | None:
+        """The buffers, holding what the members hold; None if they cannot.
+
+        A member that has a box was read or written.
+        """
+        if self._is_broken:
+            return None
+        if _count(members) != self._count and not self._take_in(members):
+            return None
+        return self.state.buffers
+
+    def _take_in(self, members: Sequence[Variable[Any]]) -> bool:
+        """Takes the boxes of members away, and what was written into the buffers."""
+        with self.lock:
+            state = self.state
+            changed: dict[int, Any] = {}
+            for place, member in enumerate(members):
+                box = own_box(member)
+                if box is None:
+                    continue
+                if state.boxes.get(place) is not box:
+                    changed[place] = box[0]
+            buffers: list[Any] = []
+            for group, buffer in zip(self.layout, state.buffers):
+                new = {
+                    at: changed[place]
+                    for at, place in enumerate(group.members)
+                    if place in changed
+                }
+                if not all(group.fits(value, at) for at, value in new.items()):
+                    return False
+                buffers.append(_with(group, buffer, new) if new else buffer)
+            if changed:
+                set_box(self.cell, (State(tuple(buffers)),))
+            else:
+                state.boxes = {}
+            for member in members:
+                if own_box(member) is not None:
+                    del_box(member)
+            return _count(members) == self._count
+
+    def read(self, member: Variable[Any]) -> tuple[Any]:
+        """Gives a member its box."""
+        with self.lock:
+            box = own_box(member)
+            if box is None:
+                state, place = self.state, self._places[id(member)]
+                box = state.boxes[place] = (self._value(state, place),)
+                set_box(member, box)
+            return box
+
+    def _value(self, state: State, place: int) -> Any:
+        if state.values is not None:
+            return state.values[place]
+        with jax.ensure_compile_time_eval():
+            if len(state.boxes) < FEW:
+                pairs = zip(self.layout, state.buffers)
+                group, buffer = next(x for x in pairs if place in x[0].members)
+                at = group.members.index(place)
+                start, stop = group.offsets[at : at + 2]
+                return _taker(stop - start, group.shapes[at], group.sharding)(
+                    buffer, start
+                )
+            values: dict[int, Any] = {}
+            for group, buffer in zip(self.layout, state.buffers):
+                values.update(zip(group.members, _splitter(group)(buffer)))
+        state.values = values
+        return values[place]
+
+    def settle(self, members: Sequence[Variable[Any]], before: State) -> None:
+        """Takes away boxes with values from before, given while a program ran."""
+        for place, box in before.boxes.items():
+            if own_box(members[place]) is box:
+                del_box(members[place])
+
+
+def _count(members: Sequence[Variable[Any]]) -> int:
+    """How much the members refer to: one more for each that has a box; quick, in C."""
+    return len(gc.get_referents(*members))
+
+
+def _joined(group: Group, values: list[Any]) -> Any:
+    return jax.jit(_join, out_shardings=group.buffer_sharding())(values)
+
+
+def _join(values: list[Any]) -> Any:
+    return jnp.concatenate([value.ravel() for value in values])
+
+
+def _with(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
+    """A buffer with some of its values changed."""
+    if len(new) < FEW and not group.is_weak:  # it would be no longer
+        for at, value in new.items():
+            buffer = _put(buffer, value, group.offsets[at])
+        return buffer
+    values = list(_splitter(group)(buffer))
+    for at, value in new.items():
+        values[at] = value
+    return _joined(group, values)
+
+
+@jax.jit
+def _put(buffer: Any, value: Any, start: Any) -> Any:
+    return jax.lax.dynamic_update_slice(buffer, value.ravel(), (start,))
+
+
+@functools.lru_cache(maxsize=1024)
+def _taker(size: int, shape: tuple[int, ...], sharding: Any) -> Any:
+    def take(buffer: Any, start: Any) -> Any:
+        return jax.lax.dynamic_slice(buffer, (start,), (size,)).reshape(shape)
+
+    return jax.jit(take, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=128)
+def _splitter(group: Group) -> Any:
+    return jax.jit(group.split, out_shardings=group.sharding)

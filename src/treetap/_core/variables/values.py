@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values: what a Variable can hold, and what can be asked of it.
+
+`with_item` is what `v[index] = x` means for every kind of value: one part is replaced,
+and the original is left as it was.
+"""
+
+import copy
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from treetap._core.errors import StructureError
+
+
+def is_ref(value: Any) -> bool:
+    """Whether a value is a `jax.Ref`; arrays are told apart first, which is quicker."""
+    return not isinstance(value, jax.Array) and isinstance(value, jax.Ref)
+
+
+def is_buffer(value: Any) -> bool:
+    """Whether a value is an array that is there, not one that is being traced."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
+
+
+def is_gone(value: Any) -> bool:
+    """Whether a value is an array whose buffer was given away."""
+    return is_buffer(value) and value.is_deleted()
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether all numbers in a value are such that have derivatives."""
+    if isinstance(value, jax.Array):
+        return _is_inexact(value.dtype)
+    return all(_is_inexact(jnp.result_type(x)) for x in jax.tree.leaves(value))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def with_item(current: Any, index: Any, value: Any) -> Any:
+    """`current` with the part at `index` replaced; `current` itself stays as it was."""
+    if isinstance(current, jax.Array):
+        if index is Ellipsis and _fits(current, value):
+            return value
+        return current.at[index].set(_cast(value, current.dtype))
+    if isinstance(current, jax.ShapeDtypeStruct) and index is Ellipsis:
+        value = jnp.asarray(value)
+        if value.shape != current.shape or value.dtype != current.dtype:
+            raise StructureError(
+                f"An abstract {current.dtype}{list(current.shape)} cannot become "
+                f"{value.dtype}{list(value.shape)}. Use `set_value` for another shape."
+            )
+        return value
+    if isinstance(current, np.ndarray):
+        changed = current.copy()
+        changed[index] = value
+        return changed
+    if index is Ellipsis:
+        return value
+    changed: Any = copy.copy(current)
+    changed[index] = value
+    return changed
+
+
+def write_ref(ref: Any, index: Any, value: Any) -> None:
+    """Writes into a Ref, which keeps its shape and dtype."""
+    if index is Ellipsis:
+        value = jnp.asarray(value, ref.dtype)
+        sizes = zip(reversed(value.shape), reversed(ref.shape))
+        fits = value.ndim <= ref.ndim and all(n in (1, size) for n, size in sizes)
+        if not fits:
+            raise StructureError(
+                f"A Ref keeps its shape: {value.shape} does not fit into {ref.shape}."
+            )
+        value = jnp.broadcast_to(value, ref.shape)
+    ref[index] = value
+
+
+def _fits(current: jax.Array, value: Any) -> bool:
+    """Whether `value` can stand for `current` as it is: same shape, type and place."""
+    if not isinstance(value, jax.Array):
+        return False
+    if value.shape != current.shape or value.dtype != current.dtype:
+        return False
+    if isinstance(value, Tracer) or isinstance(current, Tracer):
+        return True
+    return value.sharding == current.sharding
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """`value` in another dtype; keys, and values that fit already, are left alone."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return value
+    return jnp.asarray(value).astype(dtype)

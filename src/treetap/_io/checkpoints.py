@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: any tree of Modules and arrays, saved and restored with Orbax.
+
+What is written is what NNX programs write when they save `nnx.state(...)`: nested names
+as texts, and the array of a Variable under `value`. So the two read each other's
+checkpoints. Orbax's own account of a checkpoint is compared with the target first, and
+arrays are read only when everything fits.
+"""
+
+import contextlib
+import glob
+import os
+import pathlib
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import SingleDeviceSharding
+from jax.tree_util import tree_flatten_with_path
+
+from treetap._core.errors import WeightsError
+from treetap._core.paths import Path, plain_key
+from treetap._core.trees.split import merge, split
+from treetap._core.trees.state import State, flat_items, nested
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import Variable
+from treetap._core.wording import words_of
+from treetap._io.file_paths import refuse_no_path
+from treetap._io.weight_targets import NUMBERS, is_held, no_value, section, sharding_of
+
+T = TypeVar("T")
+Names = tuple[str, ...]
+
+WAITS, WAIT = 40, 0.05  # how often, and how long, for threads that write on
+TREE_FILE = "_METADATA"  # what makes a folder a checkpoint of a tree
+
+
+class _Leaf(NamedTuple):
+    """One array or number of a tree, and the names it has in a checkpoint."""
+
+    holder: Any  # the Variable it stands in, or itself
+    raw: Any
+    names: Names
+    pure: Names  # without the level `value`
+
+    @property
+    def text(self) -> str:
+        """Its path, for messages."""
+        return "/".join(self.pure)
+
+
+class _Held(NamedTuple):
+    """What stands at one path of a tree, as leaves and the structure around them."""
+
+    path: Path
+    holder: Any
+    structure: Any
+    leaves: list[_Leaf]
+
+
+def _opened(tree: Any, name: str) -> tuple[Any, list[_Held]]:
+    """A description of a tree, and all it holds."""
+    graphdef, state = split(tree, graph=True)
+    if not isinstance(state, State):
+        raise WeightsError(
+            f"{name}: a bare {type(tree).__name__} has no name. Put it into a dict."
+        )
+    return graphdef, [_held(*item) for item in flat_items(state.raw_mapping)]
+
+
+def _held(path: Path, holder: Any) -> _Held:
+    is_variable = isinstance(holder, Variable)
+    raw = holder.get_raw_value() if is_variable else holder
+    pairs, structure = tree_flatten_with_path(raw, is_leaf=is_ref)
+    start = tuple(map(str, path))
+    level = ("value",) if is_variable else ()
+    leaves: list[_Leaf] = []
+    for keys, leaf in pairs:
+        end = tuple(str(plain_key(key)) for key in keys)
+        leaves.append(_Leaf(holder, leaf, start + level + end, start + end))
+    return _Held(path, holder, structure, leaves)
+
+
+def _orbax(name: str) -> ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs Orbax, which is not installed: `pip install treetap[orbax]`."
+        ) from error
+    return orbax.checkpoint
+
+
+def _checkpointer(ocp: ModuleType) -> Any:
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+# Saving.
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False
+) -> None:
+    """Saves a model, an optimizer, or any tree of them and arrays, as a folder.
+
+    Needs Orbax: `pip install treetap[orbax]`. Arrays on many devices, and of many
+    processes, are written as they lie. The folder is complete or not there. A program
+    of NNX can restore it as the State of the same model.
+
+    Args:
+        path: The folder to make.
+        tree: What to save; not a bare Variable or array.
+        overwrite: Replace a checkpoint that is there, once the new one is complete;
+            with several processes, or on remote storage, it goes first.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp, treetap as tt
+        >>> model = {"w": tt.Param(jnp.ones(2)), "step": 3}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tt.save_checkpoint(f"{folder}/last", model)
+        ...     restored = tt.restore_checkpoint(f"{folder}/last", model)
+        >>> restored["step"], restored["w"].shape
+        (3, (2,))
+    """
+    name = "save_checkpoint"
+    refuse_no_path(path, name)
+    ocp = _orbax(name)
+    _, held = _opened(tree, name)
+    values: dict[Names, Any] = {}
+    problems: list[str] = []
+    flat: dict[str, str] = {}  # Orbax's own names
+    for leaf in (leaf for each in held for leaf in each.leaves):
+        joined = ".".join(leaf.names)
+        if joined in flat:
+            problems.append(f"{leaf.text} and {flat[joined]} would both be {joined!r}")
+        flat[joined] = leaf.text
+        if reason := no_value(leaf.raw) or _no_kind(leaf.raw):
+            problems.append(f"{leaf.text} {reason}")
+        values[leaf.names] = leaf.raw[...] if is_ref(leaf.raw) else leaf.raw
+    if problems or not values:
+        raise WeightsError(
+            f"{name}: nothing was written to {os.fspath(path)}"
+            + ("." if problems else ": there is nothing to save.")
+            + section("what cannot be saved", problems)
+        )
+    args = ocp.args.StandardSave(nested(values.items()))
+    if _is_remote(path):
+        with _checkpointer(ocp) as checkpointer:
+            checkpointer.save(os.fspath(path), args=args, force=overwrite)
+        return
+    place = pathlib.Path(os.path.abspath(path))
+    _refuse_place(place, overwrite, name)
+    if jax.process_count() > 1:  # they must agree on the folder, so none is beside it
+        sync_global_devices(f"{name} {place}")  # all have looked before one removes it
+        with _checkpointer(ocp) as checkpointer:
+            checkpointer.save(place, args=args, force=overwrite)
+        return
+    try:
+        with _replacing(place) as beside, _checkpointer(ocp) as checkpointer:
+            checkpointer.save(beside, args=args)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and "os_error_code" not in str(error):
+            raise  # not what tensorstore says of files
+        raise OSError(
+            f"{name}: {place} could not be written: {error!s:.300}. What was there "
+            "before is as it was; if the disk is full, make room, and save again."
+        ) from error
+
+
+def _no_kind(raw: Any) -> str:
+    """Why a value is not for a checkpoint; empty when it is."""
+    if type(raw) in NUMBERS or is_ref(raw):
+        return ""
+    if isinstance(raw, jax.Array | np.ndarray | np.generic) and raw.dtype != object:
+        return ""
+    return f"is a {type(raw).__name__}, not an array or a number"
+
+
+def _refuse_place(place: pathlib.Path, overwrite: bool, name: str) -> None:
+    if not os.path.lexists(place):
+        return
+    if not overwrite:
+        raise FileExistsError(
+            f"{name}: {place} is there already. Choose another folder, or say "
+            "`overwrite=True`."
+        )
+    is_ours = place.is_dir() and not place.is_symlink()
+    if not is_ours or (any(place.iterdir()) and not (place / TREE_FILE).is_file()):
+        raise FileExistsError(
+            f"{name}: {place} is not a checkpoint, so it is not replaced."
+        )
+
+
+@contextlib.contextmanager
+def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write beside another, which it replaces at the end."""
+    mark = f".{place.name}.{uuid.uuid4().hex}"
+    beside, old = place.with_name(f"{mark}.new"), place.with_name(f"{mark}.old")
+    others = {*threading.enumerate()}
+    try:
+        yield beside
+        if place.exists():
+            place.rename(old)
+        beside.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if place.exists():  # the old one still, or the new one already
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(place)
+        _remove(place.parent, f"{mark}.new*", others)  # and Orbax's unfinished one
+        raise
+
+
+def _remove(folder: pathlib.Path, pattern: str, others: set[threading.Thread]) -> None:
+    """Removes what is half written.
+
+    Threads of Orbax, which are not among the others, may write on for a moment, and
+    make anew what was removed.
+    """
+    for _ in range(WAITS):
+        is_writing = not others.issuperset(threading.enumerate())
+        rests = [*folder.glob(pattern)]
+        for rest in rests:
+            shutil.rmtree(rest, ignore_errors=True)
+        if not (rests or is_writing):
+            return
+        time.sleep(WAIT)
+
+
+# Restoring.
+
+
+def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
+    """Restores what `save_checkpoint`, or an NNX program, saved; returns a new object.
+
+    Names, shapes and dtypes must be those of the target; all that differs is listed in
+    one WeightsError. Arrays are placed as the target's are, whatever they were when
+    they were saved: on another mesh, if the target is on one.
+
+    Args:
+        path: A checkpoint: the folder itself, not one of its parents.
+        target: An object of the same structure, concrete or abstract (see
+            `eval_shape`). It gives types, static attributes and shardings, and is not
+            changed.
+    """
+    name = "restore_checkpoint"
+    refuse_no_path(path, name)
+    ocp = _orbax(name)
+    graphdef, held = _opened(target, name)
+    leaves = [leaf for each in held for leaf in each.leaves]
+    place = os.fspath(path)
+    if not _is_remote(path):
+        place = pathlib.Path(os.path.abspath(path))
+        _refuse_incomplete(place, name)
+    with _checkpointer(ocp) as checkpointer:
+        stored = getattr(checkpointer.metadata(place).item_metadata, "tree", None)
+        if stored is None:
+            raise WeightsError(
+                f"{name}: {place} is broken: Orbax cannot tell what is in it."
+            )
+        found = _matched(stored, leaves, place, name)
+        pairs, structure = tree_flatten_with_path(stored)
+        order = [found[_names_of(keys)] for keys, _ in pairs]
+        requests = [_request(leaves[index], name) for index in order]
+        args = ocp.args.StandardRestore(structure.unflatten(requests))
+        try:
+            restored = checkpointer.restore(place, args=args)
+        except (ValueError, OSError) as error:
+            raise WeightsError(
+                f"{name}: {place} is broken: {words_of(error)}"
+            ) from error
+    values: dict[int, Any] = dict(zip(order, jax.tree.leaves(restored), strict=True))
+    finished = iter([_finished(values[i], leaf, name) for i, leaf in enumerate(leaves)])
+    return merge(graphdef, nested([(h.path, _rebuilt(h, finished)) for h in held]))
+
+
+def _names_of(keys: Any) -> Names:
+    return tuple(str(plain_key(key)) for key in keys)
+
+
+def _refuse_incomplete(place: pathlib.Path, name: str) -> None:
+    if (place / TREE_FILE).is_file():
+        return
+    if not place.exists():
+        halves = sorted(place.parent.glob(f"{glob.escape(place.name)}.orbax-*"))
+        hint = f" A save to it was not finished: {halves[0]}." if halves else ""
+        raise FileNotFoundError(f"{name}: there is no checkpoint {place}.{hint}")
+    if not place.is_dir():
+        raise WeightsError(f"{name}: {place} is a file; a checkpoint is a folder.")
+    inside = sorted(each.parent.name for each in place.glob(f"*/{TREE_FILE}"))
+    hint = f" It holds some: {', '.join(inside[:8])}. Name one." if inside else ""
+    raise WeightsError(
+        f"{name}: {place} is not a checkpoint of a tree, or is incomplete: it has no "
+        f"{TREE_FILE}.{hint}"
+    )
+
+
+def _matched(
+    stored: Any, leaves: list[_Leaf], place: Any, name: str
+) -> dict[Names, int]:
+    """Which leaf of the target each leaf of a checkpoint is; all must fit."""
+    known = {
+        _names_of(keys): about for keys, about in tree_flatten_with_path(stored)[0]
+    }
+    found: dict[Names, int] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for index, leaf in enumerate(leaves):
+        names = leaf.names if leaf.names in known else leaf.pure
+        if names not in known:
+            missing.append(f"{leaf.text} ({type(leaf.holder).__name__})")
+            continue
+        found[names] = index
+        if difference := _difference(leaf.raw, known[names]):
+            wrong.append(f"{leaf.text} ({type(leaf.holder).__name__}): {difference}")
+    extra = ["/".join(names) for names in known if names not in found]
+    if missing or wrong or extra:
+        raise WeightsError(
+            f"{name}: {place} does not fit the target."
+            + section("what the target has differently", wrong)
+            + section("in the target only", missing)
+            + section("in the checkpoint only", extra)
+            + "\nGive a target of the structure that was saved."
+        )
+    return found
+
+
+def _is_key(raw: Any) -> bool:
+    dtype = getattr(raw, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _difference(raw: Any, about: Any) -> str:
+    """How what is stored differs from what the target has; empty when it does not."""
+    shape, dtype = getattr(about, "shape", None), getattr(about, "dtype", None)
+    if shape is None or dtype is None:
+        return f"stored as {about!r:.80}"
+    stored = f"stored as {dtype}{tuple(shape)}"
+    kinds = {bool: "b", int: "iu", float: "f"}
+    if type(raw) in kinds:
+        is_same = shape == () and np.dtype(dtype).kind in kinds[type(raw)]
+        return "" if is_same else f"{stored}, the target has a {type(raw).__name__}"
+    if not (hasattr(raw, "shape") and hasattr(raw, "dtype")):
+        return f"{stored}, the target has a {type(raw).__name__}"
+    if not is_held(raw):
+        return f"{raw.dtype} needs `jax_enable_x64`"
+    wanted: Any = raw
+    if _is_key(raw):
+        abstract = jax.ShapeDtypeStruct(raw.shape, raw.dtype)
+        wanted = jax.eval_shape(jax.random.key_data, abstract)
+    if tuple(shape) != wanted.shape or dtype != wanted.dtype:
+        return f"{stored}, the target has {raw.dtype}{raw.shape}"
+    return ""
+
+
+def _request(leaf: _Leaf, name: str) -> Any:
+    """What Orbax is to make for a leaf: a number, or an array and its place."""
+    raw = leaf.raw
+    if type(raw) in NUMBERS:
+        return raw
+    sharding = sharding_of(raw, leaf.holder, f"{name}: {leaf.text}")
+    if sharding is None and _is_key(raw):
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    if sharding is None:
+        return np.broadcast_to(np.zeros((), raw.dtype), raw.shape)
+    return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
+
+
+def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
+    """A restored value as the target has it: of the same kind, as freely placed."""
+    raw = leaf.raw
+    if type(raw) in NUMBERS:
+        return type(raw)(value)
+    if isinstance(raw, np.ndarray | np.generic):
+        return value
+    if _is_key(raw):
+        if value.dtype != raw.dtype:
+            raise WeightsError(
+                f"{name}: {leaf.text} is stored as {value.dtype}, the target has "
+                f"{raw.dtype}. Make its keys of the implementation that was saved."
+            )
+        if sharding_of(raw, leaf.holder, name) is None:
+            data = jnp.asarray(np.asarray(jax.random.key_data(value)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    elif isinstance(value, np.ndarray):
+        value = jnp.asarray(value)
+    return jax.new_ref(value) if is_ref(raw) and leaf.holder is raw else value
+
+
+def _rebuilt(held: _Held, values: Iterator[Any]) -> Any:
+    """What stands at one path, made of restored values."""
+    raw = held.structure.unflatten([next(values) for _ in held.leaves])
+    return held.holder.copy(raw) if isinstance(held.holder, Variable) else raw

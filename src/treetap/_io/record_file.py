@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records in files: one safetensors file holds all that one run gave.
+
+Each array is a tensor under its site's name, which any program can read; what else a
+Record knows is JSON in the file's metadata. `save_record` replaces a file in one step,
+and `load_record` gives back the same sites, trees, types and bits.
+"""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._core.errors import CaptureError, WeightsError
+from treetap._core.wording import shown
+from treetap._io.file_paths import refuse_no_path
+from treetap._io.record_descriptions import DTYPES, Leaf, Strange, described, rebuilt
+from treetap._io.safetensors_file import (
+    WRITABLE,
+    Stored,
+    refuse_other_formats,
+    stored_tensors,
+    write_tensors,
+)
+from treetap._observe.records import Record
+
+ABOUT = "treetap.record"
+ORDER = "treetap.order"
+VERSION = 1
+
+
+def save_record(
+    path: str | os.PathLike[str],
+    record: Record,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a Record to a safetensors file, which is complete or not there.
+
+    The value of the site `blocks/3:__call__` is the tensor of that name, its gradient
+    `blocks/3:__call__@grad`, the first item of a tuple `blocks/3:__call__.0`. Arrays on
+    several devices are brought together; a `StoreWriter` keeps them apart.
+
+    Args:
+        path: The file.
+        record: What `observe` gave. Values are arrays, numbers, random keys, and
+            tuples, lists and dicts of them.
+        metadata: More texts for the file, such as the revision of the model.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp, treetap as tt
+        >>> _, record = tt.observe(lambda x: tt.tap(x + 1, "a"))(jnp.ones(2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tt.save_record(f"{folder}/run.safetensors", record)
+        ...     tt.load_record(f"{folder}/run.safetensors")["a"].value
+        Array([2., 2.], dtype=float32)
+    """
+    name = "save_record"
+    refuse_no_path(path, name)
+    file = pathlib.Path(path)
+    refuse_other_formats(file, name)
+    texts = dict(metadata or {})
+    if not all(isinstance(text, str) for item in texts.items() for text in item):
+        raise TypeError(f"{name}: `metadata` maps texts to texts, and is {metadata!r}.")
+    if taken := sorted({ABOUT, ORDER} & texts.keys()):
+        raise ValueError(f"{name}: `metadata` has {taken}, which are not free.")
+    sites, leaves = described(record, name)
+    tensors: dict[str, np.ndarray] = {}
+    about: list[dict[str, Any]] = []
+    for leaf in leaves:
+        array = _on_host(leaf, name)
+        entry: dict[str, Any] = {"tensor": leaf.text}
+        if not isinstance(leaf.value, jax.Array):
+            entry["host"] = True
+        if array.dtype not in WRITABLE:
+            entry["dtype"] = array.dtype.name
+            array = array[..., None].view(np.uint8)
+        about.append(entry)
+        tensors[leaf.text] = np.require(array, requirements="C")
+    told = {"version": VERSION, "sites": sites, "leaves": about}
+    texts[ABOUT] = json.dumps(told, separators=(",", ":"))
+    write_tensors(file, tensors, texts, name)
+
+
+def _on_host(leaf: Leaf, name: str) -> np.ndarray:
+    if isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable:
+        raise CaptureError(
+            f"{name}: {leaf.text} lies on devices of other processes. Each process "
+            "keeps its own part with `StoreWriter`."
+        )
+    return np.asarray(leaf.value)
+
+
+def load_record(path: str | os.PathLike[str]) -> Record:
+    """Reads a Record that `save_record` wrote.
+
+    Arrays are JAX's where they were, unless JAX as it is set up has no such type (64
+    bits without `jax_enable_x64`): then they are numpy's, and no bit is lost. A kind of
+    Variable that this program does not have is its nearest base.
+
+    Args:
+        path: The file.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp, treetap as tt
+        >>> _, record = tt.observe(lambda x: tt.tap((x, x > 1), "a"))(jnp.arange(3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tt.save_record(f"{folder}/run.safetensors", record)
+        ...     tt.load_record(f"{folder}/run.safetensors")
+        Record: 1 sites, 15 B
+        site  how  type               size  under
+        a     tap  int32[3], bool[3]  15 B
+    """
+    name = "load_record"
+    refuse_no_path(path, name)
+    stored = stored_tensors(path, name)
+    about = texts_of(path, stored).get(ABOUT)
+    if about is None:
+        names = ", ".join(map(shown, sorted(stored)[:5])) or "no tensors"
+        raise WeightsError(
+            f"{name}: {path} is not from `save_record`; it holds {names}. `compare` "
+            "and `safetensors.numpy.load_file` read files of any names."
+        )
+    return record_in(path, stored, about, _placed, name)
+
+
+def texts_of(path: str | os.PathLike[str], stored: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a file that `stored_tensors` has looked at."""
+    from safetensors import safe_open
+
+    files = {each.file for each in stored.values()} or {pathlib.Path(path)}
+    if len(files) > 1:
+        return {}  # of many files; no Record is
+    (file,) = files
+    with safe_open(file, framework="np") as opened:
+        return opened.metadata() or {}
+
+
+def record_in(
+    path: str | os.PathLike[str],
+    stored: Mapping[str, Stored],
+    text: str,
+    made: Callable[[np.ndarray, bool], Any],
+    name: str,
+) -> Record:
+    """A Record from a file.
+
+    Args:
+        path: The file, for messages.
+        stored: What its header says.
+        text: What its metadata says of the Record.
+        made: Makes a leaf of an array, from its place in the file and whether it was
+            numpy's.
+        name: The public function at work, for messages.
+    """
+    try:
+        about = _parsed(text)
+        if not isinstance(about, dict) or about.get("version") != VERSION:
+            raise Strange("it was written by another version of this library")
+        entries = _listed(about.get("leaves"))
+        leaves = [_leaf(entry, stored, made, name) for entry in entries]
+        return rebuilt(about.get("sites"), leaves)
+    except (Strange, RecursionError) as error:
+        raise WeightsError(
+            f"{name}: {path} is broken, or not a Record: {error}."
+        ) from error
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # of JSON, or of numbers with many digits
+        raise Strange(str(error)) from error
+
+
+def _listed(value: Any) -> list[Any]:
+    """The list of leaves, of which each has a tensor of its own.
+
+    A tensor that served many would take many times the memory of the file.
+    """
+    if not isinstance(value, list):
+        raise Strange(f"its leaves are {value!r:.60}")
+    names = [entry.get("tensor") for entry in value if isinstance(entry, dict)]
+    texts = [text for text in names if isinstance(text, str)]
+    if len(set(texts)) < len(texts):
+        raise Strange("two of its leaves are the same tensor")
+    return value
+
+
+def _leaf(
+    entry: Any,
+    stored: Mapping[str, Stored],
+    made: Callable[[np.ndarray, bool], Any],
+    name: str,
+) -> Any:
+    key = entry.get("tensor") if isinstance(entry, dict) else None
+    if not isinstance(key, str) or key not in stored:
+        raise Strange(f"it has no tensor {entry!r:.80}")
+    found = stored[key]
+    if found.dtype is None:
+        raise Strange(f"tensor {key!r:.80} is {found.code}, which JAX does not have")
+    array = found.view(name)
+    if "dtype" in entry:
+        dtype = DTYPES.get(str(entry["dtype"]))
+        is_fit = dtype is not None and array.dtype == np.uint8 and array.ndim > 0
+        if dtype is None or not is_fit or array.shape[-1] != dtype.itemsize:
+            raise Strange(f"tensor {key!r:.80} holds no {entry['dtype']!r:.60}")
+        array = np.require(array, requirements="C").view(dtype)[..., 0]
+    return made(array, bool(entry.get("host")))
+
+
+def _placed(array: np.ndarray, host: bool) -> Any:
+    array = np.array(array)  # the file may change, or go
+    if host or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        return array
+    return jnp.asarray(array)

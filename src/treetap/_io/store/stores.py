@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores: the Records of many batches in one folder, read as they are needed.
+
+By site, for the rows of all batches; by batch, for Records as they were; or shuffled,
+for training. A store has what was appended when it was opened.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from treetap._core import display
+from treetap._core.errors import CaptureError, StructureError, WeightsError
+from treetap._core.wording import near_to, quoted, shown
+from treetap._io.file_paths import refuse_no_path
+from treetap._io.record_descriptions import Strange, rebuilt
+from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
+from treetap._io.store.contents import read_contents
+from treetap._observe.records import Record
+
+
+class Store:
+    """The Records of many batches, which a `StoreWriter` appended; read lazily.
+
+    What it has is what was appended when it was opened. `store["blocks/3:__call__"]` is
+    a `StoredArray` of the rows of all batches, `store.batch(7)` a Record as it was; a
+    store is a sequence of these.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        metadata: What was told of each batch.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp, treetap as tt
+        >>> _, record = tt.observe(lambda x: tt.tap(2 * x, "a"))(jnp.arange(6))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tt.StoreWriter(f"{folder}/runs") as writer:
+        ...         numbers = [writer.append(record) for _ in range(2)]
+        ...     store = tt.Store(f"{folder}/runs")
+        ...     store["a"][4:8].tolist(), store.batch(1)["a"].value.tolist()
+        ([8, 10, 0, 2], [0, 2, 4, 6, 8, 10])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        name = "Store"
+        refuse_no_path(path, name)
+        ts = tensorstore_for(name)
+        self._folder = pathlib.Path(os.path.abspath(path))
+        contents = read_contents(self._folder, name)
+        batches = contents.batches
+        self.metadata: tuple[dict[str, Any], ...] = tuple(b.metadata for b in batches)
+        self._sites = contents.sites
+        self._starts = [[0] * len(contents.columns), *(b.ends for b in batches)]
+        self._arrays: list[StoredArray] = []
+        for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
+            array = opened(ts, column, column.folder(self._folder, number), name)
+            if array.shape[0] < rows:
+                raise WeightsError(
+                    f"{name}: {shown(column.text)} has {array.shape[0]} rows, and "
+                    f"{rows} were appended: {self._folder} was changed by something "
+                    "else."
+                )
+            self._arrays.append(StoredArray(array, column, rows))
+        self._by_text = {array.text: array for array in self._arrays}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its arrays are called, in order of execution."""
+        return tuple(array.text for array in self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __contains__(self, text: object) -> bool:
+        return text in self._by_text
+
+    def __getitem__(self, text: str) -> StoredArray:
+        """The rows of a site: `blocks/3:__call__`, `blocks/3:__call__@grad`."""
+        found = self._by_text.get(text)
+        if found is None:
+            near = near_to(str(text), self.names, 5, 0.3) or self.names[:8]
+            told = ", ".join(map(shown, near)) or "nothing yet"
+            raise CaptureError(
+                f"Store: there is no {quoted(str(text))}; near it are: {told}."
+            )
+        return found
+
+    def batch(self, number: int) -> Record:
+        """The Record of one batch; its arrays are numpy's."""
+        count = len(self)
+        if not -count <= number < count:
+            raise IndexError(f"Store: there is no batch {number}; there are {count}.")
+        number %= count
+        spans = zip(self._starts[number], self._starts[number + 1])
+        pairs = [
+            (array, array.begun(slice(start, stop)))
+            for array, (start, stop) in zip(self._arrays, spans)
+        ]
+        leaves = [_unmoved(array, array.finished(future)) for array, future in pairs]
+        try:
+            return rebuilt(self._sites, leaves)
+        except Strange as error:
+            raise WeightsError(f"Store: {self._folder} is broken: {error}.") from error
+
+    def __iter__(self) -> Iterator[Record]:
+        """The Records of all batches, in order."""
+        return map(self.batch, range(len(self)))
+
+    def shuffled(
+        self,
+        sites: str | Sequence[str],
+        rows: int,
+        *,
+        seed: int = 0,
+        epochs: int = 1,
+        buffer: int = 16,
+        drop_last: bool = False,
+    ) -> Iterator[Any]:
+        """Rows in random order, each once in an epoch; the same for the same seed.
+
+        Whole chunks are read, some at a time, in random order; the rows of these are
+        mixed. While some are used the next are read.
+
+        Args:
+            sites: A site, for arrays of its rows; or several, for tuples of arrays with
+                the same rows.
+            rows: How many at a time.
+            seed: What the order depends on.
+            epochs: How often each row comes.
+            buffer: How many chunks are mixed with each other; more is more random, and
+                takes more memory.
+            drop_last: Leave out what is less than `rows` at the end of an epoch.
+        """
+        names = [sites] if isinstance(sites, str) else list(sites)
+        arrays = [self[text] for text in names]
+        counts = {array.text: len(array) for array in arrays}
+        if not arrays or len(set(counts.values())) > 1:
+            raise StructureError(
+                f"Store.shuffled: these have not the same number of rows: {counts}."
+            )
+        if min(rows, epochs, buffer) < 1:
+            raise ValueError("Store.shuffled: rows, epochs and buffer are at least 1.")
+
+        def batches() -> Iterator[Any]:
+            for epoch in range(epochs):
+                random = np.random.default_rng([seed, epoch])
+                for found in _mixed(arrays, rows, random, buffer):
+                    if len(found[0]) == rows or not drop_last:
+                        yield found[0] if isinstance(sites, str) else found
+
+        return batches()
+
+    def __repr__(self) -> str:
+        total = display.readable_bytes(sum(array.nbytes for array in self._arrays))
+        lines = [
+            f"  {array.text}  {array.dtype}[{','.join(map(str, array.shape))}]"
+            for array in self._arrays
+        ]
+        return "\n".join([f"Store: {len(self)} batches, {total}", *lines])
+
+
+def _unmoved(array: StoredArray, rows: np.ndarray) -> np.ndarray:
+    axis = array.column.axis
+    return rows[0] if axis is None else np.moveaxis(rows, 0, axis)
+
+
+def _mixed(
+    arrays: Sequence[StoredArray], rows: int, random: Any, buffer: int
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """All rows once, mixed within groups of chunks."""
+    size = max(array.column.chunk[0] for array in arrays)
+    starts = random.permutation(np.arange(0, len(arrays[0]), size))
+    groups = [starts[n : n + buffer] for n in range(0, len(starts), buffer)]
+
+    def begun(group: Any) -> list[list[Any]]:
+        return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
+
+    held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
+    coming = begun(groups[0]) if groups else []
+    for number in range(len(groups)):
+        reading, coming = coming, []
+        if number + 1 < len(groups):
+            coming = begun(groups[number + 1])
+        for n, (array, futures) in enumerate(zip(arrays, reading)):
+            held[n] = np.concatenate([held[n], *map(array.finished, futures)])
+        order = random.permutation(len(held[0]))
+        held = [rows_[order] for rows_ in held]
+        is_last = number + 1 == len(groups)
+        while len(held[0]) >= rows or (is_last and len(held[0])):
+            yield tuple(rows_[:rows] for rows_ in held)
+            held = [rows_[rows:] for rows_ in held]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets: the values of a model that a file is about, and where they lie.
+
+`targets_of` lists them with path, shape and dtype, and says what cannot be in a
+weights file. A target may be abstract, or an array on many devices; `sharding_of` says
+where a value read for it belongs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding
+
+from treetap._core.errors import MetadataError, WeightsError
+from treetap._core.paths import Path, show_path
+from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.split import state
+from treetap._core.trees.state import State, flat_items
+from treetap._core.variables.placement import resolve_sharding
+from treetap._core.variables.values import is_gone
+from treetap._core.variables.variable import Variable
+from treetap._io.safetensors_file import WRITABLE
+from treetap._io.weight_layouts import Shape
+
+SHOWN = 20  # lines of each kind in a message
+NUMBERS: dict[type, np.dtype[Any]] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+}
+
+
+class Target(NamedTuple):
+    """One value of a model: a Variable, or an array that stands in it."""
+
+    path: Path
+    holder: Any
+    raw: Any
+    shape: Shape
+    dtype: np.dtype[Any]
+
+    @property
+    def text(self) -> str:
+        """Its path and kind, for messages."""
+        return f"{show_path(self.path)} ({type(self.holder).__name__})"
+
+
+def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[str]]:
+    """The chosen values of a model, and what cannot be in a file."""
+    found = state(model, graph=True)
+    if not isinstance(found, State):
+        raise WeightsError(
+            f"{name}: a bare {type(model).__name__} has no name. Put it into a dict."
+        )
+    chosen = predicate_of(only)
+    targets: list[Target] = []
+    problems: list[str] = []
+    for path, holder in flat_items(found.raw_mapping):
+        if not chosen(path, holder):
+            continue
+        raw = holder.get_raw_value() if isinstance(holder, Variable) else holder
+        if raw is None:
+            continue
+        shape, dtype = np.shape(raw), getattr(raw, "dtype", NUMBERS.get(type(raw)))
+        place = f"{show_path(path)} ({type(holder).__name__})"
+        if dtype is None:
+            problems.append(f"{place} holds a {type(raw).__name__}, not an array")
+        elif jnp.issubdtype(dtype, jax.dtypes.extended):
+            problems.append(f"{place} holds {dtype}, which has no place in the format")
+        elif np.dtype(dtype) not in WRITABLE:
+            problems.append(f"{place} is {dtype}, which the format does not have")
+        else:
+            targets.append(Target(path, holder, raw, shape, np.dtype(dtype)))
+    return targets, problems
+
+
+def section(title: str, lines: Sequence[str]) -> str:
+    """Some lines under a title, and how many were left out."""
+    if not lines:
+        return ""
+    shown = "".join(f"\n    - {line}" for line in lines[:SHOWN])
+    more = len(lines) - SHOWN
+    return f"\n  {title} ({len(lines)}):{shown}" + (
+        f"\n    - and {more} more" if more > 0 else ""
+    )
+
+
+def no_value(raw: Any) -> str:
+    """Why a value cannot be written; empty when it can."""
+    if isinstance(raw, jax.ShapeDtypeStruct):
+        return "is abstract"
+    if isinstance(raw, Tracer):
+        return "is being traced: save outside of transforms"
+    if is_gone(raw):
+        return "was donated or deleted"
+    return ""
+
+
+def is_held(raw: Any) -> bool:
+    """Whether JAX, as it is set up, can hold another value of that dtype."""
+    if not isinstance(raw, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    is_key = jnp.issubdtype(raw.dtype, jax.dtypes.extended)
+    return is_key or jax.dtypes.canonicalize_dtype(raw.dtype) == raw.dtype
+
+
+def sharding_of(raw: Any, holder: Any, where: str) -> Any:
+    """Where another value in place of `raw` belongs; None for JAX's choice.
+
+    Args:
+        raw: An array, or an abstract one.
+        holder: The Variable whose metadata may say it.
+        where: Public name and path, for messages.
+    """
+    if isinstance(raw, Tracer):
+        return None
+    if isinstance(raw, jax.Array):
+        return raw.sharding if raw.committed else None
+    sharding = getattr(raw, "sharding", None)
+    if sharding is None and isinstance(holder, Variable):
+        try:
+            sharding = resolve_sharding(holder.get_metadata())
+        except MetadataError:  # there is no mesh
+            return None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        mesh = jax.sharding.get_mesh()
+        if mesh.abstract_mesh != sharding.mesh:
+            raise WeightsError(
+                f"{where} belongs on {sharding.mesh}, which has no devices here. "
+                "Read it under `jax.set_mesh(mesh)`."
+            )
+        return NamedSharding(mesh, sharding.spec)
+    return sharding

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations: JAX's own functions under the names models use, and PReLU.
+
+Only PReLU has a parameter; everything else is a function of arrays.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.nn import (
+    celu,
+    elu,
+    gelu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_swish,
+    hard_tanh,
+    identity,
+    leaky_relu,
+    log_sigmoid,
+    log_softmax,
+    logsumexp,
+    one_hot,
+    relu,
+    relu6,
+    selu,
+    sigmoid,
+    silu,
+    soft_sign,
+    softmax,
+    softplus,
+    standardize,
+    swish,
+)
+from jax.numpy import tanh
+
+from treetap._core.variables.kinds import Param
+from treetap._modules.module import Module
+from treetap._nn.dtypes import promote_dtype as default_promote
+from treetap._nn.parameters import (
+    NO_METADATA,
+    Array,
+    Dtype,
+    Metadata,
+    Promote,
+)
+
+FUNCTIONS = (
+    *(celu, elu, gelu, glu, hard_sigmoid, hard_silu, hard_swish, hard_tanh, identity),
+    *(leaky_relu, log_sigmoid, log_softmax, logsumexp, one_hot, relu, relu6, selu),
+    *(sigmoid, silu, soft_sign, softmax, softplus, standardize, swish, tanh),
+)
+
+
+class PReLU(Module):
+    """A rectifier with a learned slope for negative values.
+
+    Args:
+        negative_slope_init: The slope to begin with.
+        dtype: The dtype to compute in; that of the inputs without it.
+        param_dtype: The dtype of the slope.
+        promote_dtype: What brings inputs and slope to one dtype, as for `Linear`.
+        negative_slope_metadata: Metadata of the slope.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> tt.PReLU(0.5)(jnp.array([-2.0, 3.0]))
+        Array([-1.,  3.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        negative_slope_init: float = 0.01,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        promote_dtype: Promote = default_promote,
+        negative_slope_metadata: Metadata = NO_METADATA,
+    ):
+        self.negative_slope = Param(
+            jnp.asarray(negative_slope_init, param_dtype), **negative_slope_metadata
+        )
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+
+    def __call__(self, inputs: Array) -> jax.Array:
+        """The rectified `inputs`.
+
+        Args:
+            inputs: An array.
+        """
+        slope = self.negative_slope.get_value()
+        if self.dtype is None:
+            inputs = jnp.asarray(inputs)
+            slope = slope.astype(inputs.dtype)
+        else:
+            inputs, slope = self.promote_dtype((inputs, slope), dtype=self.dtype)
+        return jnp.where(inputs >= 0, inputs, slope * inputs)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters: a small trainable map beside a large frozen one.
+
+The adapter's parameters are a kind of their own, `LoRAParam`, so that a filter can
+choose to train them alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._core.errors import StructureError
+from treetap._core.trees.attributes import data
+from treetap._core.variables.kinds import Param
+from treetap._core.variables.variable import A, Variable
+from treetap._modules.module import Module
+from treetap._modules.random_streams import Rngs
+from treetap._nn.dtypes import promote_dtype as default_promote
+from treetap._nn.linear import Linear
+from treetap._nn.parameters import (
+    NO_METADATA,
+    Array,
+    Dtype,
+    Initializer,
+    Metadata,
+    Promote,
+    check_features,
+    check_sizes,
+    parameter,
+    text_of,
+    where,
+)
+from treetap.initializers import he_uniform, zeros
+
+default_a_initializer = he_uniform()
+
+
+class LoRAParam(Param[A]):
+    """A parameter of a low-rank adapter."""
+
+
+class LoRA(Module):
+    """A map of low rank, `inputs @ lora_a @ lora_b`, beside another module if given.
+
+    Args:
+        in_features: The size of the last axis of the inputs.
+        lora_rank: The rank.
+        out_features: The size of the last axis of the outputs.
+        base_module: A module whose result is added.
+        dtype: This and the next, as for `Linear`.
+        param_dtype: The dtype of the parameters.
+        a_initializer: The initializer of the first matrix.
+        b_initializer: The initializer of the second: zeros, so that the adapter begins
+            by changing nothing.
+        lora_param_type: The kind of Variable of both.
+        promote_dtype: What brings inputs and parameters to one dtype.
+        rngs: Random streams.
+        a_metadata: Metadata of the first matrix.
+        b_metadata: Metadata of the second.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> rngs = tt.Rngs(0)
+        >>> base = tt.Linear(4, 3, rngs=rngs)
+        >>> adapted = tt.LoRA(4, 2, 3, base_module=base, rngs=rngs)
+        >>> x = jnp.ones((1, 4))
+        >>> bool((adapted(x) == base(x)).all())
+        True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        base_module: Callable[..., Any] | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
+        promote_dtype: Promote = default_promote,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+    ):
+        in_features, lora_rank, out_features = check_sizes(
+            *(self,),
+            in_features=in_features,
+            lora_rank=lora_rank,
+            out_features=out_features,
+        )
+        if base_module is not None and not callable(base_module):
+            raise StructureError(
+                "LoRA: `base_module` must be callable, got "
+                f"{type(base_module).__name__}."
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.lora_param_type = lora_param_type
+        self.base_module = data(base_module)
+        self.promote_dtype = promote_dtype
+        self.lora_a = parameter(
+            *(self, "lora_a", a_initializer, (in_features, lora_rank), param_dtype),
+            *(rngs, a_metadata),
+            kind=lora_param_type,
+        )
+        self.lora_b = parameter(
+            *(self, "lora_b", b_initializer, (lora_rank, out_features), param_dtype),
+            *(rngs, b_metadata),
+            kind=lora_param_type,
+        )
+
+    def __call__(self, x: Array, **kwargs: Any) -> jax.Array:
+        """The map of `x`.
+
+        Args:
+            x: An array with `in_features` on its last axis.
+            **kwargs: For the base module.
+        """
+        check_features(self, x, self.in_features)
+        inputs, lora_a, lora_b = self.promote_dtype(
+            (x, self.lora_a.get_value(), self.lora_b.get_value()), dtype=self.dtype
+        )
+        out = inputs @ lora_a @ lora_b
+        if self.base_module is None:
+            return out
+        base = self.base_module(x, **kwargs)
+        if np.shape(base) != out.shape:
+            raise StructureError(
+                f"{where(self)}: `base_module` returned {text_of(base)}, which the map "
+                f"of shape {out.shape} cannot be added to."
+            )
+        return out + base
+
+
+class LoRALinear(Linear):
+    """A Linear with a low-rank adapter beside it.
+
+    Args:
+        in_features: The size of the last axis of the inputs.
+        out_features: The size of the last axis of the outputs.
+        lora_rank: The rank of the adapter; this and those that follow, as for `LoRA`.
+        lora_dtype: The dtype the adapter computes in.
+        lora_param_dtype: The dtype of its parameters.
+        a_initializer: The initializer of its first matrix.
+        b_initializer: The initializer of its second.
+        lora_param_type: The kind of Variable of both.
+        lora_promote_dtype: What brings its inputs and parameters to one dtype.
+        rngs: Random streams.
+        a_metadata: Metadata of the first matrix.
+        b_metadata: Metadata of the second.
+        **kwargs: As for `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        lora_rank: int,
+        lora_dtype: Dtype | None = None,
+        lora_param_dtype: Dtype = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
+        lora_promote_dtype: Promote = default_promote,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+        **kwargs: Any,
+    ):
+        check_sizes(self, lora_rank=lora_rank)
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self.lora = LoRA(
+            in_features,
+            lora_rank,
+            out_features,
+            dtype=lora_dtype,
+            param_dtype=lora_param_dtype,
+            a_initializer=a_initializer,
+            b_initializer=b_initializer,
+            lora_param_type=lora_param_type,
+            promote_dtype=lora_promote_dtype,
+            rngs=rngs,
+            a_metadata=a_metadata,
+            b_metadata=b_metadata,
+        )
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
+        """The sum of both maps.
+
+        Args:
+            inputs: An array with `in_features` on its last axis.
+            out_sharding: The sharding of the result, on an explicit mesh.
+        """
+        return super().__call__(inputs, out_sharding=out_sharding) + self.lora(inputs)

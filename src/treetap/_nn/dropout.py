@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout: zeros at random places while training, nothing while evaluating.
+
+The stream a layer was given is forked when it is made, so that layers do not share one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from treetap._core.errors import StructureError
+from treetap._core.trees.attributes import data
+from treetap._modules.module import Module
+from treetap._modules.random_streams import Rngs, RngStream
+from treetap._nn.parameters import (
+    Array,
+    canonical_axes,
+    check_rate,
+    text_of,
+    where,
+)
+
+
+def forked(layer: Any, rngs: Any, name: str) -> Any:
+    """A stream of the layer's own, from streams or a stream; None from None."""
+    if rngs is None:
+        return data(None)
+    if isinstance(rngs, Rngs):
+        return rngs[name].fork()
+    if isinstance(rngs, RngStream):
+        return rngs.fork()
+    raise TypeError(
+        f"{type(layer).__name__}: `rngs` must be an Rngs, an RngStream or None, got "
+        f"{type(rngs).__name__}."
+    )
+
+
+def is_key(array: jax.Array) -> bool:
+    """Whether an array is a key, typed or as raw data."""
+    return array.dtype == jnp.uint32 or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def next_key(layer: Any, rngs: Any, name: str) -> Any:
+    """The key to use, from streams, a stream, or a key itself."""
+    if isinstance(rngs, Rngs):
+        return rngs[name]()
+    if isinstance(rngs, RngStream):
+        return rngs()
+    if isinstance(rngs, jax.Array) and is_key(rngs):
+        return rngs
+    raise TypeError(
+        f"{where(layer)}: `rngs` must be an Rngs, an RngStream or a key, got "
+        f"{text_of(rngs)}."
+    )
+
+
+class Dropout(Module):
+    """Sets elements to zero at random, and scales the others up to make up for it.
+
+    Args:
+        rate: The share of elements to drop, from 0 to 1.
+        broadcast_dims: Axes along which elements are dropped together.
+        deterministic: Whether to leave the inputs alone; `view`, `train` and `eval` set
+            it.
+        rng_collection: The name of the stream.
+        rngs: Random streams, or a stream; without it, each call brings its own.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.Dropout(0.5, rngs=tt.Rngs(0))
+        >>> sorted({float(x) for x in layer(jnp.ones(100))})
+        [0.0, 2.0]
+        >>> bool((tt.view(layer, deterministic=True)(jnp.ones(100)) == 1).all())
+        True
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        broadcast_dims: Sequence[int] = (),
+        deterministic: bool | None = False,
+        rng_collection: str = "dropout",
+        rngs: Rngs | RngStream | None = None,
+    ):
+        self.rate = check_rate("Dropout", "rate", rate)
+        self.broadcast_dims = tuple(broadcast_dims)
+        self.deterministic = deterministic
+        self.rng_collection = rng_collection
+        self.rngs = forked(self, rngs, rng_collection)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: Rngs | RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The `inputs`, some of them dropped.
+
+        Args:
+            inputs: An array.
+            deterministic: Instead of the layer's own.
+            rngs: Random streams, a stream, or a key, instead of the layer's own.
+        """
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic is None:
+            raise StructureError(
+                f"{where(self)}: `deterministic` is given neither to the layer nor to "
+                "the call."
+            )
+        if deterministic or self.rate == 0:
+            return inputs
+        if self.rate == 1:
+            return jnp.zeros_like(inputs)
+        inputs = jnp.asarray(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.inexact):
+            raise StructureError(
+                f"{where(self)}: elements that are kept are scaled, so inputs must be "
+                f"floating or complex, not {text_of(inputs)}."
+            )
+        keep = 1.0 - self.rate
+        shared = canonical_axes(self, self.broadcast_dims, inputs.ndim)
+        kept = _kept(self._key(rngs), keep, inputs, shared)
+        return jnp.where(kept, inputs / keep, jnp.zeros_like(inputs))
+
+    def _key(self, rngs: Any) -> Any:
+        if rngs is None:
+            rngs = self.rngs
+        if rngs is None:
+            raise StructureError(
+                f"{where(self)}: `deterministic` is False, but no `rngs` argument was "
+                "provided to Dropout. Give `rngs` to the layer or to the call."
+            )
+        return next_key(self, rngs, self.rng_collection)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode of a view.
+
+        Args:
+            deterministic: Whether to leave the inputs alone.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+def _kept(
+    key: Any, keep: float, inputs: jax.Array, shared: tuple[int, ...]
+) -> jax.Array:
+    """Which elements to keep, sharded as the inputs are."""
+    shape = tuple(1 if i in shared else n for i, n in enumerate(inputs.shape))
+    sharding = getattr(jax.typeof(inputs), "sharding", None)
+    spec = tuple(getattr(sharding, "spec", ()))
+    if sharding is None or all(name is None for name in spec):
+        return jax.random.bernoulli(key, keep, shape)
+    names = (None if i in shared else name for i, name in enumerate(spec))
+    placed = NamedSharding(sharding.mesh, PartitionSpec(*names))
+    return jax.random.bernoulli(key, keep, shape, out_sharding=placed)

@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear maps: over the last axis, over any axes, and by an einsum string.
+
+The first class, `Linear`, tells what the arguments common to all layers mean.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from treetap._core.errors import StructureError
+from treetap._modules.module import Module
+from treetap._modules.random_streams import Rngs
+from treetap._nn.dtypes import promote_dtype as default_promote
+from treetap._nn.parameters import (
+    NO_METADATA,
+    Array,
+    Dtype,
+    Initializer,
+    Metadata,
+    Precision,
+    Promote,
+    Shape,
+    absent,
+    as_tuple,
+    canonical_axes,
+    check_features,
+    check_sizes,
+    default_kernel_init,
+    parameter,
+    text_of,
+    value_of,
+    where,
+)
+from treetap.initializers import zeros
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Options that are not None: an operation of the user's need not know them."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class Linear(Module):
+    """A linear map of the last axis, `inputs @ kernel + bias`.
+
+    Args:
+        in_features: The size of the last axis of the inputs.
+        out_features: The size of the last axis of the outputs.
+        use_bias: Whether to add a bias.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
+        param_dtype: The dtype of the parameters.
+        precision: As for `jax.lax.dot_general`.
+        kernel_init: The initializer of the kernel: a function of a key, a shape and a
+            dtype.
+        bias_init: The initializer of the bias.
+        dot_general: What to compute with, called as `jax.lax.dot_general`.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
+        preferred_element_type: As for `jax.lax.dot_general`.
+        rngs: Random streams; `params` gives one key to each parameter.
+        kernel_metadata: Metadata of the kernel, such as `out_sharding`.
+        bias_metadata: Metadata of the bias.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.Linear(2, 3, rngs=tt.Rngs(0))
+        >>> layer(jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: Precision = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = zeros,
+        dot_general: Callable[..., Any] = lax.dot_general,
+        promote_dtype: Promote = default_promote,
+        preferred_element_type: Dtype | None = None,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        in_features, out_features = check_sizes(
+            self, in_features=in_features, out_features=out_features
+        )
+        shape = (in_features, out_features)
+        self.kernel = parameter(
+            self, "kernel", kernel_init, shape, param_dtype, rngs, kernel_metadata
+        )
+        self.bias = absent()
+        if use_bias:
+            self.bias = parameter(
+                self, "bias", bias_init, shape[1:], param_dtype, rngs, bias_metadata
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.dot_general = dot_general
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
+        """The map of `inputs`.
+
+        Args:
+            inputs: An array with `in_features` on its last axis.
+            out_sharding: The sharding of the result, on an explicit mesh.
+        """
+        check_features(self, inputs, self.in_features)
+        inputs, kernel, bias = self.promote_dtype(
+            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
+        )
+        outputs = self.dot_general(
+            inputs,
+            kernel,
+            (((inputs.ndim - 1,), (0,)), ((), ())),
+            precision=self.precision,
+            **given(
+                preferred_element_type=self.preferred_element_type,
+                out_sharding=out_sharding,
+            ),
+        )
+        return outputs if bias is None else outputs + over_last(bias, outputs)
+
+
+def over_last(bias: jax.Array, outputs: jax.Array) -> jax.Array:
+    """A bias over the last axes, with the axes before them that the outputs have."""
+    return jnp.reshape(bias, (1,) * (outputs.ndim - bias.ndim) + bias.shape)
+
+
+class FrozenMapping(Mapping[Any, Any]):
+    """A mapping that can be part of a structure: it never changes, and has a hash."""
+
+    def __init__(self, items: Mapping[Any, Any]):
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+class LinearGeneral(Module):
+    """A linear map over any axes.
+
+    The kernel has the batch axes, the axes that are summed over, and the new ones; the
+    outputs have the batch axes, what is left of the inputs, and the new ones.
+
+    Args:
+        in_features: The sizes of the axes that are summed over.
+        out_features: The sizes of the new axes.
+        axis: The axes of the inputs to sum over, one for each of `in_features`.
+        batch_axis: The axes that inputs and kernel share, with their sizes; the first
+            axes of the inputs.
+        use_bias: Whether to add a bias.
+        dtype: This and those that follow, as for `Linear`.
+        param_dtype: The dtype of the parameters.
+        kernel_init: Asked for a matrix, of all axes summed over by all new ones.
+        bias_init: The initializer of the bias.
+        precision: As for `jax.lax.dot_general`.
+        promote_dtype: What brings inputs and parameters to one dtype.
+        dot_general: What to compute with; `jax.lax.dot_general` without it.
+        dot_general_cls: Deprecated; a class whose instances are such functions.
+        preferred_element_type: As for `jax.lax.dot_general`.
+        rngs: Random streams.
+        kernel_metadata: Metadata of the kernel.
+        bias_metadata: Metadata of the bias.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.LinearGeneral((2, 3), 4, axis=(1, 2), rngs=tt.Rngs(0))
+        >>> layer(jnp.ones((5, 2, 3))).shape
+        (5, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis: int | Sequence[int] = -1,
+        batch_axis: Mapping[int, int] = NO_METADATA,  # pyright: ignore[reportArgumentType] - empty
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = zeros,
+        precision: Precision = None,
+        promote_dtype: Promote = default_promote,
+        dot_general: Callable[..., Any] | None = None,
+        dot_general_cls: Any = None,
+        preferred_element_type: Dtype | None = None,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        self.in_features = as_tuple(in_features)
+        self.out_features = as_tuple(out_features)
+        self.axis = as_tuple(axis)
+        self.batch_axis = FrozenMapping(batch_axis)
+        batch, taken = self._checked()
+        flat = (math.prod(batch) * math.prod(taken), math.prod(self.out_features))
+        self.kernel = parameter(
+            *(self, "kernel", kernel_init, flat, param_dtype, rngs, kernel_metadata),
+            reshape=(*batch, *taken, *self.out_features),
+        )
+        self.bias = absent()
+        if use_bias:
+            count = math.prod(batch) * flat[1]
+            self.bias = parameter(
+                *(self, "bias", bias_init, (count,), param_dtype, rngs, bias_metadata),
+                reshape=(*batch, *self.out_features),
+            )
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.dot_general = dot_general
+        self.dot_general_cls = dot_general_cls
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+
+    def _checked(self) -> tuple[Shape, Shape]:
+        """The sizes of batch axes and of axes summed over, if all fit together."""
+        for name in ("in_features", "out_features"):
+            for size in getattr(self, name):
+                check_sizes(self, **{name: size})
+        for size in self.batch_axis.values():
+            check_sizes(self, batch_axis=size)
+        if len(self.in_features) != len(self.axis):
+            raise StructureError(
+                f"LinearGeneral: in_features={self.in_features} and axis={self.axis} "
+                "must be equally many: one size for each axis summed over."
+            )
+        batch = sorted(self.batch_axis)
+        if batch != list(range(len(batch))):
+            raise StructureError(
+                f"LinearGeneral: the batch axes are {tuple(self.batch_axis)}, but must "
+                "be the first ones, 0, 1, ... Move them to the front of the inputs."
+            )
+        return tuple(self.batch_axis[i] for i in batch), self.in_features
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
+        """The map of `inputs`.
+
+        Args:
+            inputs: An array.
+            out_sharding: The sharding of the result, on an explicit mesh.
+        """
+        axes = self._axes_of(inputs)
+        inputs, kernel, bias = self.promote_dtype(
+            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
+        )
+        batch = tuple(range(len(self.batch_axis)))
+        summed = tuple(range(len(batch), len(batch) + len(axes)))
+        outputs = self._operation()(
+            inputs,
+            kernel,
+            ((axes, summed), (batch, batch)),
+            precision=self.precision,
+            **given(
+                preferred_element_type=self.preferred_element_type,
+                out_sharding=out_sharding,
+            ),
+        )
+        if bias is None:
+            return outputs
+        left = inputs.ndim - len(batch) - len(axes)
+        first = bias.shape[: len(batch)]
+        return outputs + jnp.reshape(
+            bias, (*first, *(1,) * left, *bias.shape[len(batch) :])
+        )
+
+    def _axes_of(self, inputs: Array) -> tuple[int, ...]:
+        """The axes of the inputs to sum over, if they have the sizes."""
+        shape = jnp.shape(inputs)
+        axes = canonical_axes(self, self.axis, len(shape))
+        batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
+        wrong = tuple(shape[axis] for axis in axes) != self.in_features
+        if wrong or shape[: len(batch)] != batch or any(a < len(batch) for a in axes):
+            first = f" after the batch axes {batch}" if batch else ""
+            raise StructureError(
+                f"{where(self)}: expected {self.in_features} on the axes {self.axis}"
+                f"{first}, got {text_of(inputs)}."
+            )
+        return axes
+
+    def _operation(self) -> Callable[..., Any]:
+        if self.dot_general_cls is not None:
+            return self.dot_general_cls()
+        return lax.dot_general if self.dot_general is None else self.dot_general
+
+
+class Einsum(Module):
+    """An einsum of the inputs with a kernel, and a bias where one is asked for.
+
+    Args:
+        einsum_str: The two operands and the result, such as `"nta,hab->nthb"`; None if
+            each call says it.
+        kernel_shape: The shape of the kernel.
+        bias_shape: The shape of the bias: of the axes the result has from the kernel.
+        dtype: This and those that follow, as for `Linear`.
+        param_dtype: The dtype of the parameters.
+        precision: As for `jax.numpy.einsum`.
+        kernel_init: The initializer of the kernel.
+        bias_init: The initializer of the bias.
+        promote_dtype: What brings inputs and parameters to one dtype.
+        einsum_op: What to compute with, called as `jax.numpy.einsum`.
+        preferred_element_type: As for `jax.numpy.einsum`.
+        rngs: Random streams.
+        kernel_metadata: Metadata of the kernel.
+        bias_metadata: Metadata of the bias.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.Einsum("ta,ab->tb", (2, 3), (3,), rngs=tt.Rngs(0))
+        >>> layer(jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+
+    def __init__(
+        self,
+        einsum_str: str | None,
+        kernel_shape: Shape,
+        bias_shape: Shape | None = None,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: Precision = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = zeros,
+        promote_dtype: Promote = default_promote,
+        einsum_op: Callable[..., Any] = jnp.einsum,
+        preferred_element_type: Dtype | None = None,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        if einsum_str is not None:
+            _operands(self, einsum_str)
+        for size in kernel_shape:
+            check_sizes(self, kernel_shape=size)
+        kernel_shape = as_tuple(kernel_shape)
+        self.kernel = parameter(
+            *(self, "kernel", kernel_init, kernel_shape, param_dtype, rngs),
+            kernel_metadata,
+        )
+        self.bias = absent()
+        if bias_shape is not None:
+            bias_shape = tuple(bias_shape)
+            self.bias = parameter(
+                self, "bias", bias_init, bias_shape, param_dtype, rngs, bias_metadata
+            )
+        self.einsum_str = einsum_str
+        self.kernel_shape = kernel_shape
+        self.bias_shape = bias_shape
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.promote_dtype = promote_dtype
+        self.einsum_op = einsum_op
+        self.preferred_element_type = preferred_element_type
+
+    def __call__(
+        self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        """The einsum of `inputs` and the kernel.
+
+        Args:
+            inputs: The first operand.
+            einsum_str: Instead of the layer's own.
+            out_sharding: The sharding of the result, on an explicit mesh.
+        """
+        text = self.einsum_str if einsum_str is None else einsum_str
+        if text is None:
+            raise StructureError(
+                f"{where(self)}: no einsum string. Give one to the layer or the call."
+            )
+        text = text.replace(" ", "")
+        operands = _operands(self, text)
+        self._check(text, operands, inputs)
+        inputs, kernel, bias = self.promote_dtype(
+            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
+        )
+        outputs = self.einsum_op(
+            text,
+            inputs,
+            kernel,
+            precision=self.precision,
+            **given(
+                preferred_element_type=self.preferred_element_type,
+                out_sharding=out_sharding,
+            ),
+        )
+        if bias is None:
+            return outputs
+        return outputs + self._over_result(bias, operands, outputs.ndim)
+
+    def _check(self, text: str, operands: tuple[str, str, str], inputs: Any) -> None:
+        """Refuses operands that do not have the axes that the string says."""
+        sizes: dict[str, int] = {}
+        shapes = (np.shape(inputs), self.kernel_shape)
+        fits = all(letter in operands[0] + operands[1] for letter in operands[2])
+        for letters, shape in zip(operands, shapes):
+            before, dots, after = letters.partition("...")
+            fits &= len(before + after) <= len(shape)
+            fits &= bool(dots) or len(letters) == len(shape)
+            ends = (*shape[: len(before)], *shape[len(shape) - len(after) :])
+            for letter, size in zip(before + after, ends):
+                fits &= sizes.setdefault(letter, size) == size
+        if not fits:
+            raise StructureError(
+                f"{where(self)}: {text!r} does not fit inputs {text_of(inputs)} and a "
+                f"kernel of {self.kernel_shape}."
+            )
+
+    def _over_result(
+        self, bias: jax.Array, operands: tuple[str, str, str], rank: int
+    ) -> jax.Array:
+        """The bias, with the axes of the result that the kernel does not give."""
+        _, kernel, result = operands
+        # What "..." stands for gets letters of its own, the last ones for the kernel's.
+        unnamed = [chr(0x3B1 + i) for i in range(rank - len(result) + 3)]
+        count = len(self.kernel_shape) - len(kernel) + 3
+        kernel = kernel.replace("...", "".join(unnamed[len(unnamed) - count :]))
+        result = result.replace("...", "".join(unnamed))
+        sizes = dict(zip(kernel, self.kernel_shape))
+        shape = tuple(sizes.get(letter, 1) for letter in result)
+        if math.prod(shape) != bias.size:
+            kept = tuple(sizes[letter] for letter in result if letter in sizes)
+            raise StructureError(
+                f"{where(self)}: the result of {','.join(operands[:2])}->{result} has "
+                f"the axes {kept} from the kernel, but bias_shape={self.bias_shape}."
+            )
+        return jnp.reshape(bias, shape)
+
+
+def _operands(layer: Any, text: str) -> tuple[str, str, str]:
+    """The parts of an einsum string: of the inputs, of the kernel, of the result."""
+    text = text.replace(" ", "")
+    if text.count("->") != 1 or text.count(",") != 1:
+        raise StructureError(
+            f"{type(layer).__name__}: {text!r} is not the einsum of two operands and a "
+            'named result. Write it like "ab,bc->ac".'
+        )
+    left, result = text.split("->")
+    inputs, kernel = left.split(",")
+    return inputs, kernel, result

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrence: a cell run over a sequence, forwards, backwards, or both.
+
+Inputs are `[batch..., time, features]`, or `[time, batch..., features]` if time is
+major. Sequences may be shorter than the array that holds them (`seq_lengths`): the
+carry that is returned is then the one of each sequence's own last step.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from treetap._core.errors import StructureError
+from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.traverse import iter_graph
+from treetap._modules.module import Module
+from treetap._modules.random_streams import Rngs, RngStream
+from treetap._nn.carries import Cell, RNNCellBase
+from treetap._nn.dropout import forked
+from treetap._nn.parameters import Array, check_features, text_of, where
+from treetap._transforms.lift.prefixes import StateAxes
+from treetap._transforms.scan import Carry, scan
+
+Streams = Rngs | RngStream | bool
+
+
+def own_stream(layer: Any, rngs: Any) -> Any:
+    """The stream a layer keeps to begin its carry with."""
+    if rngs is True:
+        return RngStream(0, tag="carry")
+    return forked(layer, None if rngs is False else rngs, "carry")
+
+
+def flip_sequences(
+    inputs: jax.Array,
+    seq_lengths: jax.Array | None,
+    num_batch_dims: int,
+    time_major: bool,
+) -> jax.Array:
+    """Sequences in reverse, each within its own length; padding stays behind.
+
+    Args:
+        inputs: The sequences.
+        seq_lengths: Their lengths, with a number for each of the batch.
+        num_batch_dims: How many batch axes there are.
+        time_major: Whether time is the first axis.
+    """
+    axis = 0 if time_major else num_batch_dims
+    if seq_lengths is None:
+        return jnp.flip(inputs, axis=axis)
+    steps = inputs.shape[axis]
+    backwards = jnp.arange(steps - 1, -1, -1, dtype=jnp.int32)
+    lengths = jnp.expand_dims(jnp.asarray(seq_lengths, jnp.int32), axis)
+    shape = [1] * (num_batch_dims + 1)
+    shape[axis] = steps
+    source = (jnp.reshape(backwards, shape) + lengths) % steps
+    source = jnp.reshape(source, source.shape + (1,) * (inputs.ndim - source.ndim))
+    return jnp.take_along_axis(inputs, source, axis=axis)
+
+
+class RNN(Module):
+    """Runs a cell over sequences.
+
+    Args:
+        cell: The cell.
+        time_major: Whether time is the first axis of the inputs.
+        return_carry: Whether to return the last carry as well, before the outputs.
+        reverse: Whether to go from the end to the beginning.
+        keep_order: Whether outputs are in the order of the inputs then.
+        unroll: As for `jax.lax.scan`.
+        state_axes: For Variables of the cell, by filter, how steps share them: `Carry`
+            (from one to the next), None (all alike), or an axis. `Carry` without it.
+        broadcast_rngs: Streams of the cell that give every step the same keys.
+        rngs: Random streams, or a stream, for the carry; True for one of its own, False
+            for none.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> rnn = tt.RNN(tt.GRUCell(3, 4, rngs=tt.Rngs(0)))
+        >>> rnn(jnp.ones((2, 7, 3))).shape
+        (2, 7, 4)
+    """
+
+    def __init__(
+        self,
+        cell: RNNCellBase,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        state_axes: Mapping[Filter, Any] | None = None,
+        broadcast_rngs: Filter = None,
+        rngs: Streams = True,
+    ):
+        if not isinstance(cell, RNNCellBase):
+            raise TypeError(
+                f"RNN: `cell` must be a recurrent cell, got {type(cell).__name__}."
+            )
+        if not isinstance(unroll, bool) and unroll < 1:
+            raise StructureError(f"RNN: `unroll` is at least 1, not {unroll!r}.")
+        self.cell = cell
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.reverse = reverse
+        self.keep_order = keep_order
+        self.unroll = unroll
+        self.rngs = own_stream(self, rngs)
+        self.state_axes = StateAxes({...: Carry} if state_axes is None else state_axes)
+        self.broadcast_rngs = broadcast_rngs
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Rngs | RngStream | None = None,
+    ) -> Any:
+        """The outputs of all steps; before them the last carry, if asked for.
+
+        Args:
+            inputs: The sequences.
+            initial_carry: The carry to begin with, instead of the cell's.
+            seq_lengths: How long each sequence is; as long as the array without it.
+            return_carry: This and those that follow, instead of the layer's own.
+            time_major: Whether time is the first axis.
+            reverse: Whether to go from the end to the beginning.
+            keep_order: Whether outputs are in the order of the inputs then.
+            rngs: Random streams, or a stream, for the carry.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        inputs = jnp.asarray(inputs)
+        batch_dims = inputs.ndim - self.cell.num_feature_axes - 1
+        if batch_dims < 0:
+            raise StructureError(
+                f"{where(self)}: expected [batch..., time, features], got "
+                f"{text_of(inputs)}."
+            )
+        axis = 0 if time_major else batch_dims
+        step_shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
+        batch = step_shape[:batch_dims]
+        lengths = self._checked_lengths(seq_lengths, batch, inputs.shape[axis])
+        if isinstance(self.cell, Cell):
+            check_features(self.cell, inputs, self.cell.in_features)
+            if initial_carry is not None:
+                self.cell.check_carry(initial_carry, batch)
+        if initial_carry is None:
+            rngs = self.rngs if rngs is None else rngs
+            initial_carry = self.cell.initialize_carry(step_shape, rngs)
+
+        def flip(x: jax.Array) -> jax.Array:
+            return flip_sequences(x, lengths, batch_dims, time_major)
+
+        if reverse:
+            inputs = flip(inputs)
+        carry, outputs = self._run(initial_carry, inputs, lengths, axis)
+        if reverse and keep_order:
+            outputs = jax.tree.map(flip, outputs)
+        return (carry, outputs) if return_carry else outputs
+
+    def _checked_lengths(self, lengths: Any, batch: Any, steps: int) -> Any:
+        if lengths is None:
+            return None
+        lengths = jnp.asarray(lengths)
+        if lengths.shape != batch or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise StructureError(
+                f"{where(self)}: `seq_lengths` is a whole number for each sequence of "
+                f"the batch {batch}, got {text_of(lengths)}."
+            )
+        is_known = not isinstance(lengths, Tracer) and lengths.size
+        known = np.asarray(lengths) if is_known else None  # also while tracing
+        if known is not None and not 0 <= known.min() <= known.max() <= steps:
+            raise StructureError(
+                f"{where(self)}: `seq_lengths` are from 0 to the {steps} steps there "
+                f"are, got {lengths}."
+            )
+        return lengths
+
+    def _run(self, carry: Any, inputs: Any, lengths: Any, axis: int) -> Any:
+        """The last carry and all outputs."""
+        given = (axis, self.unroll, self.broadcast_rngs, self.state_axes)
+        try:
+            run = _scanned(*given)
+        except TypeError:  # a filter without a hash
+            run = _scanned.__wrapped__(*given)
+        steps = jnp.arange(inputs.shape[axis], dtype=jnp.int32)
+        carry = jax.tree.map(jnp.asarray, carry)
+        with _HeldStreams(self.cell, self.broadcast_rngs):
+            (_, last), outputs = run(self.cell, (carry, carry), lengths, steps, inputs)
+        return last, outputs
+
+
+@functools.lru_cache(maxsize=128)
+def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
+    """The scan of an RNN with these settings: JAX traces a function it knows once."""
+
+    def step(cell: Any, carries: Any, lengths: Any, at: Any, x: Any) -> Any:
+        running, last = carries
+        new, out = cell(running, x)
+        new = jax.tree.map(lambda n, r: jnp.asarray(n, r.dtype), new, running)
+        _HeldStreams(cell, broadcast).again()
+        last = new if lengths is None else _kept(at < lengths, new, last)
+        return (new, last), out
+
+    is_plain = axes == StateAxes({...: Carry})
+    return scan(
+        step,
+        in_axes=(None if is_plain else axes, Carry, None, 0, axis),
+        out_axes=(Carry, axis),
+        unroll=unroll,
+        graph=True,
+        graph_updates=not is_plain,
+    )
+
+
+def _kept(is_valid: jax.Array, new: Any, last: Any) -> Any:
+    """The new carry for sequences that are still going, the last one for others."""
+
+    def choose(new: jax.Array, last: jax.Array) -> jax.Array:
+        shape = is_valid.shape + (1,) * (new.ndim - is_valid.ndim)
+        return jnp.where(jnp.reshape(is_valid, shape), new, last)
+
+    return jax.tree.map(choose, new, last)
+
+
+class _HeldStreams:
+    """Streams of a cell that give every step of a sequence the same keys.
+
+    Each gets a new key for the sequence, and goes on from its old one afterwards.
+    """
+
+    def __init__(self, cell: Any, filter: Filter):
+        self.wanted = None if filter is None else predicate_of(filter)
+        self.cell = cell
+        self.before: list[tuple[RngStream, Any, Any]] = []
+
+    def streams(self) -> list[RngStream]:
+        """The streams in question."""
+        if self.wanted is None:
+            return []
+        return [
+            value
+            for path, value in iter_graph(self.cell, graph=True)
+            if isinstance(value, RngStream) and self.wanted(path, value)
+        ]
+
+    def again(self) -> None:
+        """Makes the next step draw the keys of this one."""
+        for stream in self.streams():
+            stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
+
+    def __enter__(self) -> None:
+        for stream in self.streams():
+            count, drawn, key = (
+                stream.count.get_value(),
+                stream(),
+                stream.key.get_value(),
+            )
+            self.before.append((stream, key, count))
+            stream.key.set_value(jax.random.split(drawn, 1)[0])
+        self.again()
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        for stream, key, count in self.before:
+            stream.key.set_value(key)
+            drawn = 1 if kind is None else 0  # a call that failed drew nothing
+            stream.count.set_value(count + jnp.asarray(drawn, count.dtype))
+
+
+def concatenate(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Two outputs side by side, on the last axis."""
+    return jnp.concatenate([first, second], axis=-1)
+
+
+class Bidirectional(Module):
+    """Two RNNs over the same sequences, one from each end.
+
+    Args:
+        forward_rnn: The one from the beginning.
+        backward_rnn: The one from the end.
+        merge_fn: What puts the outputs of both together, each step's at its place.
+        time_major: Whether time is the first axis of the inputs.
+        return_carry: Whether to return the last carries as well, as a pair.
+        rngs: As for `RNN`, for both.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> rngs = tt.Rngs(0)
+        >>> forwards = tt.RNN(tt.GRUCell(3, 4, rngs=rngs))
+        >>> backwards = tt.RNN(tt.GRUCell(3, 4, rngs=rngs))
+        >>> tt.Bidirectional(forwards, backwards)(jnp.ones((2, 7, 3))).shape
+        (2, 7, 8)
+    """
+
+    def __init__(
+        self,
+        forward_rnn: RNN,
+        backward_rnn: RNN,
+        *,
+        merge_fn: Callable[[jax.Array, jax.Array], Any] = concatenate,
+        time_major: bool = False,
+        return_carry: bool = False,
+        rngs: Streams = True,
+    ):
+        for name, rnn in (("forward_rnn", forward_rnn), ("backward_rnn", backward_rnn)):
+            if not isinstance(rnn, Module):
+                raise TypeError(
+                    f"Bidirectional: `{name}` must be an RNN, got {type(rnn).__name__}."
+                )
+        if forward_rnn is backward_rnn:
+            warnings.warn(
+                "Bidirectional: forward_rnn and backward_rnn are the same object, so "
+                "they share their parameters. Make two, unless that is meant.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.forward_rnn = forward_rnn
+        self.backward_rnn = backward_rnn
+        self.merge_fn = merge_fn
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.rngs = own_stream(self, rngs)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: tuple[Any, Any] | None = None,
+        rngs: Rngs | RngStream | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        """The outputs of all steps; before them both carries, if asked for.
+
+        Args:
+            inputs: The sequences.
+            initial_carry: The carries to begin with.
+            rngs: Random streams, or a stream, for the carries.
+            seq_lengths: How long each sequence is.
+            return_carry: Instead of the layer's own.
+            time_major: Instead of the layer's own.
+            reverse: Not for an RNN that goes both ways.
+            keep_order: The order is always that of the inputs.
+        """
+        if reverse or keep_order is False:
+            raise StructureError(
+                f"{where(self)}: an RNN that goes both ways has no `reverse`, and "
+                "keeps the order of the inputs."
+            )
+        return_carry = self.return_carry if return_carry is None else return_carry
+        options = {
+            "rngs": self.rngs if rngs is None else rngs,
+            "seq_lengths": seq_lengths,
+            "return_carry": True,
+            "time_major": self.time_major if time_major is None else time_major,
+        }
+        carries: Any = (None, None) if initial_carry is None else initial_carry
+        if not isinstance(carries, tuple | list) or len(carries) != 2:
+            raise StructureError(
+                f"{where(self)}: `initial_carry` is a pair, of the carries of both "
+                f"RNNs; got {type(carries).__name__}."
+            )
+        ahead, back = carries
+        ahead, first = self.forward_rnn(
+            inputs, initial_carry=ahead, reverse=False, **options
+        )
+        back, second = self.backward_rnn(
+            *(inputs,), initial_carry=back, reverse=True, keep_order=True, **options
+        )
+        outputs = jax.tree.map(self.merge_fn, first, second)
+        return ((ahead, back), outputs) if return_carry else outputs

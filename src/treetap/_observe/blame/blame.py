@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""blame: which operation made the first NaN or infinity, and where it is written.
+
+The function is run once, compiled, and only its results are looked at. If they are
+finite there is nothing to say; if not, it runs again with a code for every value on the
+way, the origin is found from these codes (see `search`), and a third run brings what
+else is to be known of it. `guard` is the small sister that is always on.
+"""
+
+import contextlib
+import inspect
+import linecache
+import os
+import pathlib
+import sysconfig
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._capture.listening import Asked
+from treetap._capture.module_paths import resolve
+from treetap._capture.session import Session
+from treetap._capture.statistics.reducers import AllFinite
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.run import Choice, is_inexact, scopes_in, survey
+from treetap._core.paths import Path
+from treetap._core.settings import Mode
+from treetap._core.trees.graphdef import has_hashable_statics
+from treetap._core.trees.traverse import iter_graph
+from treetap._core.variables.variable import Variable, raw_values
+from treetap._observe.blame.search import (
+    DETAILING,
+    NAN,
+    NOT,
+    SORTING,
+    WITH_AXIS,
+    Findings,
+    Frame,
+    Node,
+    is_backward,
+    looking,
+    program,
+)
+from treetap._observe.capture import (
+    callee_of,
+    keep_name,
+    named_arguments,
+    refuse_uncallable,
+    roots_of,
+)
+from treetap._observe.observe import observe
+from treetap._transforms.lift.lift import Inside, inputs_of
+from treetap._transforms.lift.program import MAX_PROGRAMS
+
+SCOPES_ONLY = Asked(frozenset(), None, False)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Where the first number that is not finite came from; falsy if there is none.
+
+    Attributes:
+        kind: `"nan"` or `"inf"`; empty if all is finite.
+        operation: JAX's name of the operation.
+        path: The Module it is in.
+        function: The Python function it is written in.
+        file: The file.
+        line: The line in it.
+        source: What stands there.
+        backward: Whether it is in a backward pass, or of use only there.
+        iterations: The loops it is in, outermost first, and the iteration of each.
+        shard: Under `shard_map`, the shard; else None.
+        index: Where in the operation's result the first bad number is.
+        count: How many numbers of the result are bad.
+        shape: The shape of the result.
+        inputs_finite: Whether all that went into the operation was finite.
+        largest_input: The largest finite magnitude that went into it.
+        argument: If an argument was bad already, its path.
+        reaches_result: Whether the function's results are bad, too.
+    """
+
+    kind: str = ""
+    operation: str = ""
+    path: Path = ()
+    function: str = ""
+    file: str = ""
+    line: int = 0
+    source: str = ""
+    backward: bool = False
+    iterations: tuple[tuple[str, int], ...] = ()
+    shard: int | None = None
+    index: tuple[int, ...] = ()
+    count: int = 0
+    shape: tuple[int, ...] = ()
+    inputs_finite: bool = True
+    largest_input: float = 0.0
+    argument: str = ""
+    reaches_result: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.kind)
+
+    @property
+    def site(self) -> str:
+        """The path of the Module, as text."""
+        return "/".join(map(str, self.path))
+
+    def __str__(self) -> str:
+        """A paragraph for people."""
+        if not self:
+            return "All is finite."
+        what = "NaN" if self.kind == "nan" else "infinity"
+        if self.argument:
+            text = f"A {what} came in with the argument {self.argument}"
+        elif not self.operation:
+            text = f"A {what} is among the constants that the function brought along"
+        else:
+            text = f"The first {what} was made by `{self.operation}`"
+            text += " in the backward pass" if self.backward else ""
+        text += f", at {self.file}:{self.line}" if self.file else ""
+        text += f" in {self.function}" if self.file else ""
+        text += f" (`{self.source}`)" if self.source else ""
+        text += f", in the Module {self.site}" if self.path else ""
+        for loop, turn in self.iterations:
+            text += f", in iteration {turn} of a {loop}"
+        text += f", on shard {self.shard}" if self.shard is not None else ""
+        text += ". "
+        if self.count:
+            size = int(np.prod(self.shape))
+            place = list(self.index)
+            text += f"{self.count} of {size} numbers are bad, the first at {place}. "
+        if self.operation and self.inputs_finite:
+            text += "What went into it was finite, and at most "
+            text += f"{self.largest_input:.4g} in magnitude. "
+        elif self.operation:
+            text += "Constants of the program that are not finite went into it. "
+        if not self.reaches_result:
+            text += (
+                "The results are finite, all the same: a `where`, or a branch that was "
+                "not taken, may have masked it. "
+            )
+        return text.rstrip()
+
+
+def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Blame]:
+    """A function that says which operation makes the first NaN or infinity, if any.
+
+    The arguments stay as they are, Modules included; what the function returns is lost.
+    While results are finite it costs what the function costs, compiled. What JAX can
+    trace can be blamed; booleans, integers and other plain values are taken as such.
+
+    Args:
+        fn: A Module, or any function of Modules and arrays: a loss, a gradient
+            function, a whole training step.
+        everywhere: Also find what does not reach the results.
+
+    Returns:
+        A function of the same arguments, to a `Blame`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def loss(x):
+        ...     return jnp.sqrt(jnp.sum(x ** 2))
+        >>> found = tt.blame(jax.grad(loss))(jnp.zeros(3))
+        >>> found.kind, found.operation, found.backward
+        ('inf', 'div', True)
+        >>> bool(tt.blame(loss)(jnp.zeros(3)))
+        False
+    """
+    refuse_uncallable(fn, "blame")
+    known: dict[Any, _Suspect] = {}
+
+    def blamed(*args: Any, **kwargs: Any) -> Blame:
+        owner, _ = callee_of(fn)
+        is_own = owner is fn or inspect.ismethod(fn)
+        given = (owner if is_own else None, args)
+        inputs = inputs_of(given, kwargs, Mode.GRAPH, "blame")
+        raw = inputs.values()
+        traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
+        values = [jnp.asarray(raw[n]) for n in traced]
+        rest = [value for value in raw if not isinstance(value, _TRACED)]
+        kinds = tuple(map(type, rest)), tuple(map(jax.typeof, values))
+        key = inputs.definition, tuple(rest), kinds
+        lasts = has_hashable_statics(inputs.definition.spec) and _is_hashable(key)
+        suspect = known.get(key) if lasts else None
+        if suspect is None:
+            suspect = _Suspect(fn, inputs, raw, traced)
+        if lasts:
+            known[key] = suspect
+            if len(known) > MAX_PROGRAMS:
+                known.pop(next(iter(known)))
+
+        def name_of(n: int) -> str:
+            return _argument(fn, args, kwargs, raw[traced[n]])
+
+        return suspect.blame(values, name_of, everywhere)
+
+    return keep_name(blamed, fn)
+
+
+# What the program is a function of; other values are parts of it, as flags are.
+_NUMBERS = (float, complex)
+_TRACED = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+class _Suspect:
+    """A function as a program, for arguments of some structure."""
+
+    def __init__(self, fn: Any, inputs: Any, raw: list[Any], traced: list[int]):
+        owner, _ = callee_of(fn)
+        is_own = owner is fn or inspect.ismethod(fn)
+        held: list[Any] = []
+
+        def pure(*given: Any) -> Any:
+            leaves = list(raw)
+            for n, leaf in zip(traced, given):
+                leaves[n] = leaf
+            inside = Inside(inputs, leaves, "blame")
+            (copy, rest), named = inside.tree["args"], inside.tree["kwargs"]
+            inner = fn
+            if is_own:
+                inner = copy if owner is fn else types.MethodType(fn.__func__, copy)
+            session = Session(SCOPES_ONLY, roots_of(inner, rest, named))
+            with contextlib.closing(session):
+                out = session.run(inner, *rest, **named)
+                held.append(session.known)
+            results = [*jax.tree.leaves(out), *raw_values(inside.leaves)]
+            return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
+
+        values = [jnp.asarray(raw[n]) for n in traced]
+        self.body = jax_compat.body_of(jax.make_jaxpr(pure)(*values))
+        self.known = held[0]
+        self.check = jax.jit(self._all_finite)
+        self.sorts: Any = None
+
+    def _all_finite(self, *values: Any) -> Any:
+        outs = jax_compat.evaluate(*self.body[:2], values)
+        flags = [jnp.all(jnp.isfinite(value)) for value in outs]
+        return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+    def blame(self, values: list[Any], name_of: Any, everywhere: bool) -> Blame:
+        """The verdict for some values; `name_of` gives the path of an argument."""
+        if not everywhere and self.check(*values):
+            return Blame()
+        with looking():
+            spots = survey(self.body.jaxpr).spots
+            if self.sorts is None:
+                plan = (Choice(False, None, 0, SORTING),) * len(spots)
+                self.sorts = program(self.body, plan)
+            findings = Findings(self.body, jax.device_get(self.sorts(*values)))
+            atoms = self.body.jaxpr.outvars
+            ends = [Node(findings.top, (), atom) for atom in atoms]
+            ends = [node for node in ends if findings.code(node)]
+            origins = findings.origins(ends)
+            reaches = bool(origins)
+            if not origins and everywhere:
+                origins = findings.origins(list(findings.all_bad()))
+            if not origins:
+                return Blame()
+            found = self._described(findings, origins[0], values, name_of)
+            return Blame(**found, reaches_result=reaches)
+
+    def _described(
+        self, findings: Findings, node: Node, values: list[Any], name_of: Any
+    ) -> dict[str, Any]:
+        """All there is to say of the value where it began."""
+        kind = "nan" if findings.code(node) == NAN else "inf"
+        details = self._details(node, values)
+        number = node.number
+        if number is None:
+            inputs = node.frame.body.jaxpr.invars
+            which = [n for n, var in enumerate(inputs) if var is node.atom]
+            if not which or node.frame.above is not None:
+                return {"kind": kind}
+            return {"kind": kind, "argument": name_of(which[0]), **details}
+        eqn = node.frame.body.jaxpr.eqns[number]
+        around = [frame.equation for frame in node.frame.chain[1:]]
+        stacks = [one.source_info.name_stack for one in (*around, eqn)]
+        scopes = [scope for stack in stacks for scope in scopes_in(stack)]
+        return {
+            "kind": kind,
+            "operation": eqn.primitive.name,
+            "path": resolve(scopes, self.known).path,
+            "backward": is_backward(eqn) or findings.is_derivative(node),
+            "inputs_finite": not findings.before(node),
+            **_turns(findings, node),
+            **_written(eqn, node.frame),
+            **details,
+        }
+
+    def _details(self, node: Node, values: list[Any]) -> dict[str, Any]:
+        """What one more run says of a value, and of what it was made from."""
+        frame, turn, atom = node
+        number = node.number
+        sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
+        places = frame.work.places
+        wanted = {one: places[one] for one in (*sources, atom) if _is_in(one, places)}
+        if not _is_in(atom, wanted):
+            return {}
+        asked = {frame.base + spot for spot, _ in wanted.values()}
+        spots = survey(self.body.jaxpr).spots
+        detailing = Choice(False, None, 0, DETAILING)
+        plan = tuple(detailing if n in asked else NOT for n in range(len(spots)))
+        found = jax.device_get(program(self.body, plan)(*values))
+
+        def detail(one: Any) -> Any:
+            spot, which = wanted[one]
+            state = found[frame.base + spot][which].states[0]
+            return jax.tree.map(lambda part: part[turn], state)
+
+        own, shape = detail(atom), tuple(atom.aval.shape)
+        largest = [float(detail(one).largest) for one in wanted if one is not atom]
+        place = np.unravel_index(int(own.index), shape) if own.bad else ()
+        return {
+            "shape": shape,
+            "count": int(own.bad),
+            "index": tuple(map(int, place)),
+            "largest_input": max(largest, default=0.0),
+        }
+
+
+def _is_in(atom: Any, places: dict[Any, Any]) -> bool:
+    return type(atom).__hash__ is not None and atom in places
+
+
+def _turns(findings: Findings, node: Node) -> dict[str, Any]:
+    """The iterations and the shard of a value."""
+    turns, loops, shard = list(node.turn), [], None
+    for frame in node.frame.chain[1:]:
+        if frame.kind == "while" and _is_single(frame):
+            loops.append(("while", int(findings.sort(node).since)))
+        if frame.kind in WITH_AXIS:
+            turn = turns.pop(0)
+            if frame.kind == "scan":
+                loops.append(("scan", turn))
+            else:
+                shard = turn
+    return {"iterations": tuple(loops), "shard": shard}
+
+
+def _is_single(frame: Frame) -> bool:
+    """Whether a loop is no mapped one, whose rows would end one by one."""
+    cond, _ = jax_compat.opened(frame.equation.params["cond_jaxpr"])
+    return not cond.outvars[0].aval.shape
+
+
+_NOT_USERS = tuple(
+    os.path.join(path, "")
+    for path in (
+        os.path.dirname(jax.__file__),
+        str(pathlib.Path(__file__).resolve().parents[2]),
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_PACKAGES = sysconfig.get_paths()["purelib"]
+
+
+def _written(eqn: Any, frame: Frame) -> dict[str, Any]:
+    """The line of the user's code that an operation comes from."""
+    around = [one.equation for one in reversed(frame.chain[1:])]
+    for one in (eqn, *around):
+        traceback = one.source_info.traceback
+        for found in traceback.frames if traceback is not None else ():
+            if not _is_users(found.file_name):
+                continue
+            line = linecache.getline(found.file_name, found.line_num).strip()
+            return {
+                "file": found.file_name,
+                "line": found.line_num,
+                "function": found.function_name.rpartition(".")[2],
+                "source": line,
+            }
+    return {}
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<frozen"):
+        return False
+    own = file.startswith(_PACKAGES) and not file.startswith(_NOT_USERS[:2])
+    return own or not file.startswith(_NOT_USERS)
+
+
+def _argument(fn: Any, args: Any, kwargs: Any, value: Any) -> str:
+    """The path of a value among the arguments."""
+    owner, _ = callee_of(fn)
+    given = [*named_arguments(fn, args, kwargs), ((), owner)]
+    for name, tree in given:
+        for path, leaf in iter_graph(tree, graph=True):
+            held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
+            if held is value:
+                return "/".join(map(str, (*name, *path)))
+    return "that is no array"
+
+
+def guard(
+    fn: Callable[..., Any], select: Any = None, *, grads: bool = False
+) -> Callable[..., Any]:
+    """A function that also returns, for selected sites, whether all was finite.
+
+    It is `observe` with the reducer `AllFinite`: one bit for each site, iteration and
+    shard, cheap enough to be always on. `Record.first_nonfinite` names the first.
+
+    Args:
+        fn: As for `observe`.
+        select: As for `observe`.
+        grads: Whether to look at gradients, too.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def loss(x):
+        ...     return tt.tap(jnp.log(x), "log").sum()
+        >>> _, record = jax.jit(tt.guard(loss, "log"))(jnp.array([1.0, 0.0]))
+        >>> record.first_nonfinite()
+        'log'
+    """
+    return observe(fn, select, grads=grads, reduce=[AllFinite()])

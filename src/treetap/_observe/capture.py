@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""capture: what `sow`, `perturb` and methods gave, as one State per kind.
+
+Nothing is written on a Module or a class: values come out of the run itself, under any
+transform, JAX's own included.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treetap._capture.emit import LEAF, kind_given
+from treetap._capture.listening import Asked, append
+from treetap._capture.module_paths import Root, find_roots
+from treetap._capture.selectors import site_text
+from treetap._capture.session import Call, Session
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.plans import Adding, Fed
+from treetap._core.errors import CaptureError
+from treetap._core.paths import Path, show_path
+from treetap._core.trace_level import current_trace
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.pytree import variables_below
+from treetap._core.trees.state import State, flat_items
+from treetap._core.variables.metadata import PLAIN
+from treetap._core.variables.values import is_gone
+from treetap._core.variables.variable import Variable, make, write_boxes
+
+
+def callee_of(fn: Any) -> tuple[Any, list[Any]]:
+    """The Module a callable belongs to, if any, and the arguments it brings along."""
+    given: list[Any] = []
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        if isinstance(fn, functools.partial):
+            given = [*fn.args, *fn.keywords.values(), *given]
+            fn = fn.func
+        elif isinstance(fn, Node) or inspect.ismethod(fn):
+            break
+        else:
+            fn = fn.__wrapped__  # as of `jax.vmap(model)`
+    if isinstance(fn, Node):
+        return fn, given
+    owner = getattr(fn, "__self__", None)
+    if inspect.ismethod(fn) and isinstance(owner, Node):
+        return owner, given
+    return None, given
+
+
+def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
+    """The Modules of a call, by the paths that people see.
+
+    One Module is the root itself; several are called by their arguments.
+    """
+    callee, given = callee_of(fn)
+    alone = [list(find_roots(value)) for value in (*given, *args, *kwargs.values())]
+    alone = [inner for inner in alone if inner]
+    if callee is None and len(alone) <= 1:
+        return tuple(root for inner in alone for root in inner)
+    if not alone:
+        return (Root((), callee),)
+    found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
+    found += named_arguments(fn, args, kwargs)
+    roots = [(name, list(find_roots(value))) for name, value in found]
+    own = () if callee is None else (Root((), callee),)
+    more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
+    return (*own, *(root for root in more if root.node is not callee))
+
+
+def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
+    """The arguments of a call by name, or by position where they have none."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    for place, value in enumerate(args):
+        name: Path = (place,)
+        if parameters:
+            last = parameters[min(place, len(parameters) - 1)]
+            starred = [p for p in parameters[: place + 1] if p.kind is p.VAR_POSITIONAL]
+            if starred:
+                name = (starred[0].name, place - parameters.index(starred[0]))
+            elif last.kind in (last.POSITIONAL_ONLY, last.POSITIONAL_OR_KEYWORD):
+                name = (last.name,)
+        yield name, value
+    for key, value in kwargs.items():
+        yield (key,), value
+
+
+FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
+
+
+class restored:
+    """A block after which, if a capture failed, the Variables are as they were.
+
+    It fails when it refuses something, or when a device does, for want of memory.
+
+    Where a program was given the buffers of the old values, the new ones stay.
+    """
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any):
+        callee, given = callee_of(fn)
+        found = variables_below((callee, given, args, kwargs))
+        self._before = [(v, v._box, v._metadata) for v in found]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        if kind is None or not issubclass(kind, FAILURES):
+            return
+        boxes = (box for _, box, _ in self._before)
+        if not any(map(is_gone, jax.tree.leaves(list(boxes)))):
+            for variable, box, metadata in self._before:
+                write_boxes((variable,), (box,))
+                if variable._metadata is not metadata:
+                    variable._replace_metadata(metadata)
+
+
+def refuse_uncallable(fn: Any, name: str) -> None:
+    """Refuses what cannot be called, when it is wrapped."""
+    if not callable(fn):
+        raise TypeError(
+            f"{name}: expected a Module, a method or a function, got {fn!r}, which "
+            "cannot be called."
+        )
+
+
+def keep_name(wrapper: Any, fn: Any) -> Any:
+    """A wrapper with the name and text of what it wraps."""
+    if isinstance(fn, Node):
+        wrapper.__name__ = type(fn).__name__
+        wrapper.__doc__ = type(fn).__doc__
+        wrapper.__wrapped__ = fn  # another capture around it finds the Module
+        return wrapper
+    return functools.update_wrapper(wrapper, fn)
+
+
+def capture(
+    fn: Any,
+    *var_types: Any,
+    init: Any = None,
+    method_outputs: Any = None,
+) -> Any:
+    """Runs a model and collects what it sows, perturbs and returns on the way.
+
+    Args:
+        fn: A Module, a method or any function of Modules; or a kind of Variable, for a
+            decorator.
+        *var_types: Kinds of Variable to collect, or their names.
+        init: A State of Variables to begin with: `perturb` adds them to its values,
+            `sow` continues from them.
+        method_outputs: Also collect the results of all public methods, as this kind of
+            Variable.
+
+    Returns:
+        A function with the result of `fn`, followed by one State for each kind. Values
+        under a loop or a mapping have its axis in front.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> class Double(tt.Module):
+        ...     def __call__(self, x):
+        ...         self.sow(tt.Intermediate, "x", x)
+        ...         return x * 2
+        >>> out, sown = tt.capture(Double(), tt.Intermediate)(jnp.array(3.0))
+        >>> float(out), float(sown["x"][0])
+        (6.0, 3.0)
+    """
+    if isinstance(fn, str) or (isinstance(fn, type) and issubclass(fn, Variable)):
+        kinds = (fn, *var_types)
+        return lambda real: capture(
+            real, *kinds, init=init, method_outputs=method_outputs
+        )
+    refuse_uncallable(fn, "capture")
+    kinds = [kind_given(kind, "capture") for kind in var_types]
+    outputs = None
+    if method_outputs is not None:
+        outputs = kind_given(method_outputs, "capture")
+        if outputs not in kinds:
+            kinds.append(outputs)
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        work = _Capture(kinds, init, outputs, roots_of(fn, args, kwargs))
+        with restored(fn, args, kwargs), contextlib.closing(work.session):
+            out = work.session.run(fn, *args, **kwargs)
+            states = work.states()
+        return (out, *states) if kinds else out
+
+    return keep_name(captured, fn)
+
+
+Key = tuple[Path, str, type]
+
+
+class _Capture:
+    """One call of a captured function."""
+
+    def __init__(self, kinds: list[Any], init: Any, outputs: Any, roots: Any):
+        self.kinds = kinds
+        self.init: dict[Key, Variable[Any]] = dict(_given(init))
+        self.used: set[Key] = set()
+        self.shapes: dict[Key, Any] = {}
+        self.perturbed: dict[Key, Any] = {}
+        heard = frozenset(kinds) | {kind for _, _, kind in self.init}
+        asked = Asked(heard, outputs, False)
+        self.session = Session(asked, roots, wants=self.wants, feeds=self.feeds)
+
+    def wants(self, call: Call) -> bool:
+        """Whether a value is recorded: not what `perturb` is called with."""
+        key = key_of(call)
+        if call.label.how == "perturb":
+            return False
+        self.used.add(key)
+        return call.label.kind in self.kinds
+
+    def feeds(self, call: Call) -> Fed | None:
+        """What `perturb` adds to a value."""
+        if call.label.how != "perturb":
+            return None
+        key = key_of(call)
+        types = [(aval.shape, aval.dtype) for aval in call.avals]
+        known = self.shapes.setdefault(key, types)
+        if known != types:
+            raise CaptureError(
+                f"perturb: {site_text(key[0], key[1])} is called with values of "
+                f"different types, {known} and {types}. One name has one perturbation; "
+                "use two names."
+            )
+        self.used.add(key)
+        given = self.init.get(key)
+        if given is None:
+            self.perturbed.setdefault(key, call)
+            return None
+        leaves, tree = jax.tree.flatten(given.get_raw_value())
+        given_types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+        if tree != call.label.tree or given_types != types:
+            raise CaptureError(
+                f"capture: `init` has at {site_text(key[0], key[1])} values of shape "
+                f"and type {given_types}, the value there has {types}. Make `init` by "
+                "a capture of the same call."
+            )
+        return Fed(Adding(len(leaves)), leaves)
+
+    def states(self) -> list[State]:
+        """One State for each kind that was asked for."""
+        unused = [key for key in self.init if key not in self.used]
+        if unused:
+            shown = ", ".join(site_text(path, name) for path, name, _ in unused)
+            raise CaptureError(
+                f"capture: nothing in the call uses what `init` gives for {shown}. "
+                "`perturb` and `sow` must name it, with the same kind of Variable."
+            )
+        found: dict[Key, Any] = {}
+        for key, variable in self.init.items():
+            if key[2] in self.kinds:
+                found[key] = variable.get_raw_value()
+        for key, call in self.perturbed.items():
+            if key[2] in self.kinds:
+                zeros = [jax_compat.zeros_of(aval) for aval in call.avals]
+                found[key] = jax.tree.unflatten(call.label.tree, zeros)
+        for call in self.session.calls:
+            key = key_of(call)
+            reduce_fn, init_fn = call.label.reduce or (append, tuple)
+            before = found[key] if key in found else init_fn()
+            leaves, tree = call.values or [], call.label.tree
+            value = leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
+            if reduce_fn is append and not isinstance(before, tuple):
+                raise CaptureError(
+                    f"capture: `init` has at {site_text(key[0], key[1])} a "
+                    f"{type(before).__name__}, and `sow` adds to a tuple there."
+                )
+            found[key] = reduce_fn(before, value)
+        return [_state(found, kind) for kind in self.kinds]
+
+
+def key_of(call: Call) -> Key:
+    """What tells the entries of a State apart."""
+    return call.where.path, call.label.name, call.label.kind or Variable
+
+
+def _given(init: Any) -> Iterator[tuple[Key, Variable[Any]]]:
+    """The Variables of `init` by path, name and kind."""
+    if init is None:
+        return
+    if not isinstance(init, Mapping):
+        raise CaptureError(
+            f"capture: `init` is a {type(init).__name__}; it must be a State of "
+            "Variables, as a capture gives."
+        )
+    for path, value in flat_items(init):
+        if not isinstance(value, Variable) or not path:
+            raise CaptureError(
+                f"capture: `init` has a {type(value).__name__} at {show_path(path)}; "
+                "it must be a State of Variables, as a capture gives."
+            )
+        yield (path[:-1], str(path[-1]), type(value)), value
+
+
+def _state(found: dict[Key, Any], kind: type) -> State:
+    """A State of the entries of one kind, nested by path and sorted."""
+    trace = current_trace()
+    root: dict[Any, Any] = {}
+    chosen = [(path, name, x) for (path, name, k), x in found.items() if k is kind]
+    for path, name, value in chosen:
+        branch = root
+        for place, key in enumerate(path):
+            branch = branch.setdefault(key, {})
+            if isinstance(branch, Variable):
+                raise _refuse_clash(path[: place + 1], kind)
+        if name in branch:
+            raise _refuse_clash((*path, name), kind)
+        branch[name] = make(kind, value, PLAIN, trace)
+    return State(_sorted(root))
+
+
+def _sorted(branch: Any) -> Any:
+    """Nested dicts in order of their keys, numbers by value."""
+    if not isinstance(branch, dict):
+        return branch
+    keys = sorted(branch, key=lambda key: (isinstance(key, str), key))
+    return {key: _sorted(branch[key]) for key in keys}
+
+
+def _refuse_clash(path: Path, kind: type) -> CaptureError:
+    return CaptureError(
+        f"capture: {show_path(path)} is both the name of a {kind.__name__} and a child "
+        "with values of its own. Use another name in `sow` or `perturb`."
+    )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""edit: a function with other values on the way, in its derivatives too.
+
+The edits are fed into the run by a session, see `session` and `plans`; the places
+where they can go are in the program only while somebody edits.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from treetap._capture.listening import Asked
+from treetap._capture.selectors import Select, as_select, refuse_nothing
+from treetap._capture.session import Call, Session
+from treetap._capture.walk.plans import Editing, Fed
+from treetap._core.errors import CaptureError
+from treetap._modules.methods import method_names
+from treetap._observe.capture import keep_name, refuse_uncallable, restored, roots_of
+from treetap._observe.observe import EVERYTHING, Heard, sites
+from treetap._observe.records import Site
+from treetap.edits import Edit, Target, apply, swap
+
+ALL_BUT_OUTPUTS, ALL = (Asked(frozenset(), None, False, edits) for edits in (1, 2))
+
+
+def _as_edits(given: Any) -> list[Edit]:
+    """Edits from one, a site, a function, or a list of these."""
+    if isinstance(given, list | tuple):
+        return [edit for one in given for edit in _as_edits(one)]
+    if isinstance(given, Edit):
+        return [given]
+    if isinstance(given, Site):
+        return [swap(given)]
+    if callable(given):
+        return [apply(given)]
+    raise CaptureError(
+        f"edit: expected an edit, got a {type(given).__name__}. Make one with "
+        "`treetap.edits`, such as `edits.replace(value)`."
+    )
+
+
+class _Edited:
+    """One run: the edits, and what they were for."""
+
+    def __init__(self, edits: Any, roots: Any):
+        self.edits: list[tuple[Select, list[Edit]]] = edits
+        self.used: set[int] = set()
+        self.sown: dict[int, str] = {}
+        self.passed: list[str] = []
+        names = [chosen.names for chosen, _ in edits]
+        has_outputs = any(n is None or n & method_names for n in names)
+        self.session = Session(
+            ALL if has_outputs else ALL_BUT_OUTPUTS,
+            roots,
+            wants=lambda call: False,
+            feeds=self.feeds,
+            edits=True,
+        )
+
+    def feeds(self, call: Call) -> Fed | None:
+        """The edits of a call."""
+        heard = Heard(call)
+        self.passed.append(heard.text)
+        found: list[Edit] = []
+        for n, (chosen, edits) in enumerate(self.edits):
+            if not chosen(heard):
+                continue
+            if call.label.how == "sow":
+                self.sown.setdefault(n, heard.text)
+                continue
+            self.used.add(n)
+            found += edits
+        if not found:
+            return None
+        target = _target(call, heard.text)
+        fitted = [edit.fitted(target) for edit in found]
+        arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
+        axes = tuple(one for _, axes in fitted for one in axes)
+        return Fed(Editing(heard.text, tree, axes), arrays)
+
+    def check(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """Refuses edits that were for nothing."""
+        for n, (chosen, _) in enumerate(self.edits):
+            if n in self.used:
+                continue
+            if n in self.sown:
+                raise CaptureError(
+                    f"edit: {self.sown[n]} is sown, and a sown value does not flow on, "
+                    "so an edit would change nothing. Use `tap` or `perturb`, and "
+                    "their result."
+                )
+            near = self.passed
+            if self.session.asked is ALL_BUT_OUTPUTS:
+                with contextlib.suppress(Exception):  # not all can be looked at
+                    near = [site.text for site in sites(fn, *args, **kwargs)]
+            raise refuse_nothing(chosen, near, "edit")
+
+
+def _target(call: Call, text: str) -> Target:
+    spot = call.spot
+    loops = [name for name in spot.wraps if name in ("scan", "shard_map")]
+    return Target(
+        text,
+        call.label.tree,
+        spot.own,
+        call.avals,
+        spot.rows,
+        spot.wraps,
+        tuple(zip(loops, spot.sizes)),
+    )
+
+
+class _Stop(BaseException):
+    """Raised where a run is to end: not for anybody else to catch."""
+
+
+def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
+    """A function that ends at a site, with its value."""
+    chosen = as_select(select)
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        passed: list[str] = []
+
+        def wants(call: Call) -> bool:
+            passed.append(Heard(call).text)
+            return chosen(Heard(call))
+
+        def stop(call: Call) -> None:
+            raise _Stop(jax.tree.unflatten(call.label.tree, call.values or []))
+
+        session = Session(
+            EVERYTHING, roots_of(fn, args, kwargs), wants=wants, on_call=stop
+        )
+        try:
+            with contextlib.closing(session):
+                session.run(fn, *args, **kwargs)
+        except _Stop as found:
+            return found.args[0]
+        raise refuse_nothing(chosen, passed, "edit: stop_at")
+
+    return keep_name(stopped, fn)
+
+
+def edit(
+    fn: Callable[..., Any], edits: Mapping[Any, Any], *, stop_at: Any = None
+) -> Callable[..., Any]:
+    """A function with other values on the way.
+
+    Derivatives inside `fn` are those of the edited program; gradients also flow to the
+    arrays of the edits. Other arrays are not another program.
+
+    Args:
+        fn: A Module, a function of Modules or of arrays, or a gradient function such as
+            `jax.grad(loss)`; or what `observe` gives, to see the edited values.
+        edits: From selectors (as for `observe`) to edits: see `treetap.edits`; a site
+            of a Record, a function, or a list of these, one after the other.
+        stop_at: A selector of a site: the run ends there, with its value.
+
+    Returns:
+        A function like `fn`.
+
+    Examples:
+        >>> import jax, treetap as tt
+        >>> f = jax.jit(lambda x: tt.tap(x * 2, "double") + 1)
+        >>> float(tt.edit(f, {"double": tt.edits.add(10.0)})(3.0))
+        17.0
+        >>> float(jax.grad(tt.edit(f, {"double": tt.edits.zero()}))(3.0))
+        0.0
+    """
+    refuse_uncallable(fn, "edit")
+    if not isinstance(edits, Mapping):
+        raise CaptureError(
+            f"edit: expected a mapping from selectors to edits, got a "
+            f"{type(edits).__name__}."
+        )
+    chosen = [(as_select(key), _as_edits(value)) for key, value in edits.items()]
+    inner = fn if stop_at is None else _stopping(fn, stop_at)
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        work = _Edited(chosen, roots_of(fn, args, kwargs))
+        with restored(fn, args, kwargs), contextlib.closing(work.session):
+            out = work.session.run(inner, *args, **kwargs)
+            work.check(fn, args, kwargs)
+            return out
+
+    return keep_name(edited, fn)

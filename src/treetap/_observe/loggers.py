@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: numbers and histograms on their way to TensorBoard and other loggers.
+
+`EventWriter` writes TensorBoard's files; its histograms are counts and edges, so the
+numbers themselves need not be at hand. `write` gives what a record says to whatever a
+user logs with; it knows a writer by its methods. `Record.log` and `watch` use it.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from treetap._capture.statistics.figures import Bars
+
+
+class EventWriter:
+    """Writes TensorBoard's event files. Needs `pip install "treetap[tensorboard]"`.
+
+    Args:
+        folder: Where the file goes; made if it is not there.
+
+    Examples:
+        >>> import tempfile, treetap as tt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tt.EventWriter(folder) as writer:
+        ...         writer.add_scalar("loss", 0.5, step=1)
+        ...         writer.add_histogram("weights", ([3, 1], [0.0, 1.0, 2.0]), step=1)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = os.fspath(folder)
+        self._writer: Any = _event_file_writer(self.folder)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Writes a number.
+
+        Args:
+            tag: What it is called.
+            value: The number.
+            step: Of the training.
+        """
+        self._add(step, tag=tag, simple_value=float(value))
+
+    def add_histogram(self, tag: str, bars: Any, step: int) -> None:
+        """Writes a histogram.
+
+        Args:
+            tag: What it is called.
+            bars: Counts, and edges, of which there is one more; as `Figures.bars`.
+            step: Of the training.
+        """
+        counts, edges = (np.asarray(part, np.float64) for part in bars)
+        if counts.ndim != 1 or edges.shape != (counts.size + 1,):
+            raise ValueError(
+                f"EventWriter.add_histogram: {tag!r} has counts of shape "
+                f"{counts.shape} and edges of shape {edges.shape}. Give one edge more "
+                "than counts."
+            )
+        names = ("min", "max", "num", "sum", "sum_squares", "bucket_limit", "bucket")
+        self._add(step, tag=tag, histo=dict(zip(names, _raw(counts, edges))))
+
+    def _add(self, step: int, **value: Any) -> None:
+        if self._writer is None:
+            raise ValueError(
+                f"EventWriter: the file in {self.folder!r} is closed. Open another."
+            )
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        summary = summary_pb2.Summary(value=[value])  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+        event = event_pb2.Event(  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+            wall_time=time.time(), step=int(step), summary=summary
+        )
+        self._writer.add_event(event)
+
+    def flush(self) -> None:
+        """Writes to disk what is still in memory."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.flush()
+        except OSError as error:
+            raise OSError(
+                f"EventWriter: the file in {self.folder!r} could not be written: "
+                f"{error}. Events since the last flush may be lost; if the disk is "
+                "full, make room."
+            ) from error
+
+    def close(self) -> None:
+        """Writes the rest and closes the file; nothing if it is closed."""
+        try:
+            self.flush()  # which tells of what closing alone would lose in silence
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                with contextlib.suppress(OSError):  # told by now
+                    writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _event_file_writer(folder: str) -> Any:
+    try:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise ImportError(
+            "EventWriter: event files are written by tensorboard, which is not "
+            'installed. Run `pip install "treetap[tensorboard]"`.'
+        ) from error
+    return EventFileWriter(folder)
+
+
+def _raw(counts: np.ndarray, edges: np.ndarray) -> tuple[Any, ...]:
+    """Ends, number, sum, sum of squares, upper edges, counts; the sums by middles."""
+    middles = edges[:-1] / 2 + edges[1:] / 2
+    with np.errstate(over="ignore"):
+        sums = float(counts @ middles), float(counts @ (middles * middles))
+    ends = float(edges[0]), float(edges[-1])
+    return (*ends, float(counts.sum()), *sums, edges[1:].tolist(), counts.tolist())
+
+
+def opened(writer: Any, name: str) -> Any:
+    """A writer, opened if a folder is given; an error if it is none.
+
+    Args:
+        writer: What a user gave.
+        name: The public function at work, for messages.
+    """
+    if isinstance(writer, str | os.PathLike):
+        return EventWriter(writer)
+    methods = ("add_scalar", "write_scalars", "scalar", "__call__")
+    if not isinstance(writer, type) and any(hasattr(writer, each) for each in methods):
+        return writer
+    what = repr(writer) if isinstance(writer, type) else f"a {type(writer).__name__}"
+    raise TypeError(
+        f"{name}: cannot write to {what}. Give a folder for TensorBoard's files, an "
+        "`EventWriter`, a SummaryWriter of PyTorch, tensorboardX, TensorBoard, Flax or "
+        "CLU, or a function of a dict of numbers and a step, such as `wandb.log`."
+    )
+
+
+def write(
+    writer: Any, step: int, scalars: Mapping[str, float], bars: Mapping[str, Bars]
+) -> None:
+    """Gives numbers and histograms to a writer, in the way it takes them.
+
+    Histograms go to writers that take counts and edges.
+
+    Args:
+        writer: What `opened` gave.
+        step: Of the training.
+        scalars: Numbers by tag.
+        bars: Histograms by tag.
+    """
+    if hasattr(writer, "add_scalar"):
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+        _write_bars(writer, step, bars)
+    elif hasattr(writer, "write_scalars"):
+        writer.write_scalars(step, dict(scalars))
+    elif hasattr(writer, "scalar"):
+        for tag, value in scalars.items():
+            writer.scalar(tag, value, step)
+    else:
+        writer(dict(scalars), step)
+
+
+def _write_bars(writer: Any, step: int, bars: Mapping[str, Bars]) -> None:
+    for tag, each in bars.items():
+        if isinstance(writer, EventWriter):
+            writer.add_histogram(tag, each, step)
+        elif hasattr(writer, "add_histogram_raw"):
+            counts, edges = (np.asarray(part, np.float64) for part in each)
+            writer.add_histogram_raw(tag, *_raw(counts, edges), step)

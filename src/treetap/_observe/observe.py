@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""observe: values and gradients of everything on the way, in one pass.
+
+No model needs to be edited for it: the results of methods are sites, beside what `tap`,
+`sow` and `perturb` name.
+"""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from treetap._capture.listening import Asked
+from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
+from treetap._capture.session import Call, Session
+from treetap._capture.statistics.reduced import Reduction, measured
+from treetap._capture.statistics.reducers import as_reducers
+from treetap._capture.walk import jax_compat
+from treetap._core.display import readable_bytes
+from treetap._core.errors import CaptureError
+from treetap._core.settings import Mode
+from treetap._core.trace_level import is_eager
+from treetap._core.variables.kinds import Intermediate
+from treetap._modules.methods import method_names
+from treetap._observe.capture import (
+    callee_of,
+    keep_name,
+    refuse_uncallable,
+    restored,
+    roots_of,
+)
+from treetap._observe.records import Record, Site
+from treetap._transforms.lift.lift import Inside, inputs_of
+
+EVERYTHING = Asked(None, Intermediate, True)
+NO_OUTPUTS = Asked(None, None, True)
+
+
+class Heard:
+    """A call in the form that selectors look at."""
+
+    __slots__ = ("_call", "how", "index", "kind", "module", "name", "path", "wraps")
+
+    def __init__(self, call: Call):
+        self._call = call
+        self.how = call.label.how
+        self.wraps = call.wraps
+        self.path = call.where.path
+        self.name = call.label.name
+        self.index = call.index
+        self.kind = call.label.kind
+        self.module = call.where.kind
+
+    @property
+    def text(self) -> str:
+        """As of a Site."""
+        return site_text(self.path, self.name, self.index)
+
+    @property
+    def shape(self) -> Any:
+        """As of a Site."""
+        shapes = [jnp.shape(aval) for aval in self._call.avals]
+        return jax.tree.unflatten(self._call.label.tree, shapes)
+
+    @property
+    def dtype(self) -> Any:
+        """As of a Site."""
+        types = [getattr(aval, "dtype", type(aval)) for aval in self._call.avals]
+        return jax.tree.unflatten(self._call.label.tree, types)
+
+
+class _Observation:
+    """One run: what is selected, and what else there was."""
+
+    def __init__(self, select: Any, grads: bool, roots: Any, **options: Any):
+        self.chosen: Select | None = None if select is None else as_select(select)
+        self.grads = grads
+        self.passed: list[Call] = []
+        self.near: list[str] = []
+        asked = EVERYTHING
+        if self.chosen is not None and self.chosen.names is not None:
+            asked = EVERYTHING if self.chosen.names & method_names else NO_OUTPUTS
+        self.session = Session(
+            asked, roots, wants=self.wants, gradients=grads, **options
+        )
+
+    def wants(self, call: Call) -> bool:
+        """Whether the selector takes a call."""
+        if self.chosen is None or self.chosen(Heard(call)):
+            return True
+        self.passed.append(call)
+        return False
+
+    def hear_all(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """Looks at all sites, for the error that names those near a selector."""
+        with contextlib.suppress(Exception):  # not every function can be looked at
+            self.near = [site.text for site in sites(fn, *args, **kwargs)]
+
+    def record(self, values: bool) -> Record:
+        """What was heard."""
+        if self.chosen is not None and not self.session.calls:
+            texts = self.near or [Heard(call).text for call in self.passed]
+            raise refuse_nothing(self.chosen, texts, "observe")
+        sites = [self.site(call, values) for call in self.session.calls]
+        if (
+            self.grads
+            and self.chosen is None
+            and not any(call.gradients for call in self.session.calls)
+        ):
+            raise CaptureError(
+                "observe: no value has a gradient. " + _WHY.format(which="them")
+            )
+        return Record(tuple(sites))
+
+    def site(self, call: Call, values: bool) -> Site:
+        """A call as a site."""
+        tree = call.label.tree
+        return Site(
+            value=jax.tree.unflatten(tree, call.values or []) if values else None,
+            grad=self.gradient(call) if self.grads and self.session.values else None,
+            reduced=_in_tree(tree, call.states),
+            grad_reduced=self.gradient_states(call),
+            taken=call.flags.get("taken"),
+            count=call.flags.get("count"),
+            path=call.where.path,
+            name=call.label.name,
+            index=call.index,
+            kind=call.label.kind,
+            how=call.label.how,
+            wraps=call.wraps,
+            module=call.where.kind,
+        )
+
+    def gradient(self, call: Call) -> Any:
+        """The gradient of a call's value: zeros where the loss uses nothing of it."""
+
+        def leaf(found: dict[int, Any], n: int) -> Any:
+            return found.get(n, jax_compat.zeros_of(call.avals[n]))
+
+        return self.by_order(call, call.gradients, leaf)
+
+    def gradient_states(self, call: Call) -> Any:
+        """What was measured of the gradient of a call's value."""
+        if not self.grads or call.states is None:
+            return None
+
+        def leaf(found: dict[int, Any], n: int) -> Any:
+            return found[n] if n in found else _of_zeros(call, n)
+
+        return self.by_order(call, call.gradient_states, leaf)
+
+    def by_order(self, call: Call, given: dict[int, Any], leaf: Any) -> Any:
+        """What there is for each order of differentiation, in the value's tree."""
+        inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.avals]
+        if not any(inexact):
+            return None
+        if call.order == 0 or call.label.how == "sow":
+            if self.chosen is None:
+                return None
+            raise _refuse_gradient(call)
+
+        def by_leaf(found: dict[int, Any]) -> Any:
+            leaves = [
+                leaf(found, n) if flag else None for n, flag in enumerate(inexact)
+            ]
+            return jax.tree.unflatten(call.label.tree, leaves)
+
+        if not call.gradients and (
+            self.session.is_forward or call.label.name in self.session.unmatched
+        ):
+            raise _refuse_gradient(call)
+        orders = range(1, call.order + 1)
+        found = tuple(by_leaf(given.get(order, {})) for order in orders)
+        return found[0] if len(found) == 1 else found
+
+
+def _in_tree(tree: Any, states: list[Any] | None) -> Any:
+    return None if states is None else jax.tree.unflatten(tree, states)
+
+
+def _of_zeros(call: Call, n: int) -> Any:
+    """What is measured of a gradient of zeros, apart as the value's."""
+    assert call.states is not None
+    like = call.states[n]
+    zeros = measured(like.reducers, jax_compat.zeros_of(call.own[n]), (), 0)
+    axes = jnp.shape(like.seen)
+    zeros = jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes, *x.shape)), zeros)
+    return replace(zeros, seen=like.seen)
+
+
+_WHY = (
+    "One pass gives gradients of values that depend on what is differentiated, when "
+    "the differentiation is inside: `observe(jax.grad(loss), grads=True)`. For "
+    "{which}, `perturb` the value and differentiate with respect to `init`: see "
+    "`capture`."
+)
+
+
+def _refuse_gradient(call: Call) -> CaptureError:
+    text = site_text(call.where.path, call.label.name, call.index)
+    if call.label.how == "sow":
+        return CaptureError(
+            f"observe: {text} is sown, and a sown value does not flow on, so nothing "
+            "has a gradient through it. Use `tap` or `perturb`, and their result."
+        )
+    if call.order == 0 and call.label.how in ("scope", "checkpoint_name"):
+        return CaptureError(
+            f"observe: {text} has no gradient: it depends on nothing that is "
+            "differentiated, or `tap_scopes` is outside the differentiation. Put it "
+            "inside: `jax.grad(lambda p: loss(tap_scopes(model)(p, x)))`."
+        )
+    return CaptureError(
+        f"observe: {text} has no gradient: it depends on nothing that is "
+        "differentiated, or lies inside a custom rule, or the differentiation is "
+        "outside, or forward. " + _WHY.format(which="this one")
+    )
+
+
+def observe(
+    fn: Callable[..., Any],
+    select: Any = None,
+    *,
+    values: bool | None = None,
+    grads: bool = False,
+    reduce: Any = None,
+    max_iterations: int = 0,
+) -> Callable[..., Any]:
+    """A function that also returns a Record of the values on the way.
+
+    Args:
+        fn: A Module, a function of Modules or of arrays, or a gradient function such as
+            `jax.value_and_grad(loss)`.
+        select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function, or a list of them; all by default.
+        values: Whether to keep the values; by default, unless they are reduced.
+        grads: Whether to keep their gradients; `fn` must differentiate. With `reduce`
+            they are measured, too, and kept if values are.
+        reduce: Statistics to take of values and gradients where they are, inside loops
+            too: reducers such as `Moments()`, a list of them, or a mapping from names
+            to them. They are in `site.stats` and `site.grad_stats`.
+        max_iterations: Keep this many iterations of a `while` loop, along a new axis,
+            instead of the last one; `site.count` says how many there were.
+
+    Returns:
+        A function with the result `(result, Record)`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def loss(w, x):
+        ...     return jnp.sum(tt.tap(w * x, "h") ** 2)
+        >>> grads, record = tt.observe(jax.grad(loss), grads=True)(2.0, 3.0)
+        >>> float(record["h"].value), float(record["h"].grad)
+        (6.0, 12.0)
+    """
+    refuse_uncallable(fn, "observe")
+    reduction = None if reduce is None else Reduction(as_reducers(reduce))
+    keeps = reduction is None if values is None else values
+    options = {
+        "iterations": max_iterations,
+        "values": keeps or reduction is None,
+        "reduction": reduction,
+    }
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        roots = roots_of(fn, args, kwargs)
+        work = _Observation(select, grads, roots, **options)
+        with restored(fn, args, kwargs), contextlib.closing(work.session):
+            try:
+                out = work.session.run(fn, *args, **kwargs)
+                _await([call.values for call in work.session.calls])
+            except jax.errors.JaxRuntimeError as error:
+                _add_bill(error, keeps, functools.partial(fn, *args, **kwargs), select)
+                raise
+            if not work.session.calls and work.session.asked is NO_OUTPUTS:
+                work.hear_all(fn, args, kwargs)
+            return out, work.record(keeps)
+
+    return keep_name(observed, fn)
+
+
+def _await(values: Any) -> None:
+    """Waits for values: a program may fail for want of memory only while it runs."""
+    arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
+    if is_eager() and not any(isinstance(x, Tracer) for x in arrays):
+        jax.block_until_ready(arrays)
+
+
+def _add_bill(error: Exception, keeps: bool, call: Any, select: Any) -> None:
+    """Adds to an error for want of memory what the values that are kept take."""
+    if "out of memory" not in str(error).lower():
+        return
+    if not keeps:
+        error.add_note("observe: only statistics are kept; the function needs more.")
+        return
+    with contextlib.suppress(Exception):  # the first error is the one to see
+        found = sites(call, select=select)
+        largest = sorted(found, key=lambda site: -site.nbytes)[:5]
+        rows = [f"  {readable_bytes(site.nbytes):>9}  {site.text}" for site in largest]
+        error.add_note(
+            f"observe: the {len(found)} values that are kept take "
+            f"{readable_bytes(found.nbytes)}, the largest:\n" + "\n".join(rows) + "\n"
+            "Choose fewer with `select`, or keep statistics of them with `reduce`."
+        )
+
+
+def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any) -> Any:
+    """All sites of a call with their shapes and sizes; nothing is computed or changed.
+
+    Args:
+        fn: As for `observe`.
+        *args: Its arguments, concrete or abstract.
+        select: As for `observe`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A Record of shapes and types.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> tt.sites(lambda x: tt.tap(x @ x, "square"), jnp.ones((2, 2)))
+        Record: 1 sites, 16 B
+        site    how  type          size  under
+        square  tap  float32[2,2]  16 B
+    """
+    while isinstance(fn, functools.partial):
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = fn.func
+    owner, _ = callee_of(fn)
+    is_own = owner is fn or inspect.ismethod(fn)
+    inputs = inputs_of((owner if is_own else None, args), kwargs, Mode.GRAPH, "sites")
+    found: list[Record] = []
+
+    flat, structure = jax.tree.flatten(inputs.values())
+    arrays = [x if hasattr(x, "dtype") else None for x in flat]  # not Python's flags
+
+    def pure(arrays: list[Any]) -> None:
+        filled = [old if new is None else new for old, new in zip(flat, arrays)]
+        values = jax.tree.unflatten(structure, filled)
+        tree = Inside(inputs.definition, values, "sites").tree
+        (copy, rest), named = tree["args"], tree["kwargs"]
+        inner = fn
+        if is_own:
+            inner = copy if owner is fn else types.MethodType(fn.__func__, copy)  # pyright: ignore[reportFunctionMemberAccess] - a method
+        work = _Observation(select, False, roots_of(inner, rest, named))
+        with contextlib.closing(work.session):
+            work.session.run(inner, *rest, **named)
+            for call in work.session.calls:
+                call.values = [_abstract(value) for value in call.values or []]
+                call.flags = {}
+            found.append(work.record(True))
+
+    jax.eval_shape(pure, arrays)
+    return found[0]
+
+
+def _abstract(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return value

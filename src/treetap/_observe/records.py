@@ -1,0 +1,475 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records: what was heard in a run, site by site, in order of execution."""
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import register_dataclass
+
+from treetap._capture.selectors import as_select, refuse_nothing, site_text
+from treetap._capture.statistics.figures import Bars, Figures, bars_of, scalars_of
+from treetap._capture.statistics.measures import Wanted, figures_of_all
+from treetap._capture.statistics.reduced import Reduced
+from treetap._core import display
+from treetap._core.errors import CaptureError
+from treetap._core.paths import Path
+from treetap._core.trees.state import State
+from treetap._observe.loggers import opened, write
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One value on the way through a model.
+
+    Attributes:
+        value: The value; a shape and type in a listing.
+        grad: Its gradient, or None; a tuple by order under repeated differentiation.
+        taken: In a branch, whether the branch was taken.
+        count: In a `while` loop, how often it ran; the value is the last one.
+        reduced: What reducers know of the value, or None: see `stats`.
+        grad_reduced: What they know of its gradient, or None.
+        path: The Module it is in.
+        name: Its name: of the method, or the one given.
+        index: How many calls of the same site came before.
+        kind: The kind of Variable it is sown as, or None.
+        how: `"tap"`, `"sow"`, `"perturb"`, `"output"` of a method; `"scope"` or
+            `"checkpoint_name"` by `tap_scopes`.
+        wraps: The operations around it that gave it axes (`scan`, `shard_map`) or flags
+            (`cond`, `while`), outermost first.
+        module: The class of the Module.
+    """
+
+    value: Any
+    grad: Any = None
+    taken: Any = None
+    count: Any = None
+    reduced: Any = None
+    grad_reduced: Any = None
+    path: Path = field(default=(), metadata={"static": True})
+    name: str = field(default="", metadata={"static": True})
+    index: int = field(default=0, metadata={"static": True})
+    kind: type | None = field(default=None, metadata={"static": True})
+    how: str = field(default="tap", metadata={"static": True})
+    wraps: tuple[str, ...] = field(default=(), metadata={"static": True})
+    module: str = field(default="", metadata={"static": True})
+
+    @property
+    def text(self) -> str:
+        """How the site is written: `blocks/3/attn:__call__#1`."""
+        return site_text(self.path, self.name, self.index)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Statistics by the names of their reducers; those of a tree are in trees.
+
+        Iterations of a scan and shards are apart, along first axes; see `total`.
+        """
+        return _stats(self.reduced)
+
+    @property
+    def grad_stats(self) -> Any:
+        """Statistics of the gradient; a tuple by order, as `grad`."""
+        held = self.grad_reduced
+        if isinstance(held, tuple) and _shape_of(held) != _shape_of(self.reduced):
+            return tuple(_stats(order) for order in held)
+        return _stats(held)
+
+    @property
+    def figures(self) -> Figures:
+        """What the value is like, in numbers on the host: see `Figures`."""
+        return figures_of_all([_wanted(self)])[0]
+
+    @property
+    def grad_figures(self) -> Figures | None:
+        """What its gradient is like, the first if there are several; None if none."""
+        wanted = _wanted_gradient(self)
+        return None if wanted is None else figures_of_all([wanted])[0]
+
+    def merge(self, other: "Site") -> "Site":
+        """The statistics of both: of another microbatch, or step."""
+        mine, others = _identity(self), _identity(other)
+        if mine != others:
+            raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
+        if self.value is not None or self.grad is not None:
+            raise CaptureError(
+                f"Site.merge: {self.text} has values, and only statistics can be "
+                "merged. Observe with `reduce=` and without `values=True`."
+            )
+        return replace(
+            self,
+            taken=_either(self.taken, other.taken, jnp.logical_or),
+            count=_either(self.count, other.count, jnp.add),
+            reduced=_merged(self.text, self.reduced, other.reduced),
+            grad_reduced=_merged(self.text, self.grad_reduced, other.grad_reduced),
+        )
+
+    def total(self) -> "Site":
+        """The same with its statistics over all iterations and shards together."""
+        whole = {
+            name: jax.tree.map(_total, getattr(self, name), is_leaf=_is_reduced)
+            for name in ("reduced", "grad_reduced")
+        }
+        return replace(self, **whole)
+
+    @property
+    def shape(self) -> Any:
+        """The shape of the value; a tree of shapes if it is one of arrays."""
+        return jax.tree.map(np.shape, self.value)
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the value's numbers; a tree if it is one of arrays."""
+        return jax.tree.map(lambda x: getattr(x, "dtype", type(x)), self.value)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the value and its statistics take."""
+        kept = self.value, self.reduced, self.grad_reduced
+        return sum(display.size_of(part)[1] for part in kept)
+
+    def _cells(self) -> tuple[str, str, str, str, str]:
+        leaves = jax.tree.leaves(self.value)
+        held = jax.tree.leaves(self.reduced, is_leaf=_is_reduced)
+        texts = [_type_text(leaf) for leaf in leaves]
+        texts += [name for reduced in held for name, _ in reduced.reducers]
+        types = ", ".join(dict.fromkeys(texts))
+        under = ", ".join(self.wraps)
+        size = display.readable_bytes(self.nbytes)
+        return self.text, self.how, types, size, under
+
+    def __repr__(self) -> str:
+        text, how, types, size, under = self._cells()
+        tail = f", under {under}" if under else ""
+        return f"Site({text!r}, {how}, {types}, {size}{tail})"
+
+
+def _is_reduced(value: Any) -> bool:
+    return isinstance(value, Reduced)
+
+
+def _total(reduced: Any) -> Any:
+    return reduced.total()
+
+
+def _stats(tree: Any) -> dict[str, Any]:
+    """Results by name, each in the tree of the value."""
+    held, structure = jax.tree.flatten(tree, is_leaf=_is_reduced)
+    found = [reduced.stats for reduced in held]
+    names = [name for name, _ in held[0].reducers] if held else []
+    return {
+        name: jax.tree.unflatten(structure, [stats[name] for stats in found])
+        for name in names
+    }
+
+
+def _identity(site: Site) -> tuple[Any, ...]:
+    return site.text, site.how, site.wraps, site.module
+
+
+def _either(first: Any, second: Any, join: Any) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    return join(first, second)
+
+
+def _merged(text: str, first: Any, second: Any) -> Any:
+    trees = [jax.tree.flatten(x, is_leaf=_is_reduced) for x in (first, second)]
+    if trees[0][1] != trees[1][1]:
+        raise CaptureError(
+            f"Site.merge: {text} has statistics of different structure in the two."
+        )
+    pairs = zip(trees[0][0], trees[1][0])
+    return jax.tree.unflatten(trees[0][1], [a.merge(b) for a, b in pairs])
+
+
+_STACKING = ("scan", "shard_map")  # they put an axis in front of a value's
+
+
+def _wanted(site: Site, what: str = "figures") -> Wanted:
+    """What is to be measured of a site's value, or is known of it."""
+    axes = [name for name in site.wraps if name in _STACKING]
+    shards = tuple(n for n, name in enumerate(axes) if name == "shard_map")
+    flags = [site.taken, None if site.count is None else site.count > 0]
+    held = [flag for flag in flags if flag is not None]
+    masks = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in held)
+    where = f"Site.{what}: {site.text}"
+    tree = site.reduced if site.value is None else site.value
+    return Wanted(tree, len(axes), shards, masks, where=where)
+
+
+def _wanted_gradient(site: Site) -> Wanted | None:
+    """The same for its gradient, if it has one."""
+    has_grad = site.grad is not None
+    grad = site.grad if has_grad else site.grad_reduced
+    if grad is None:
+        return None
+    like = site.value if has_grad else site.reduced
+    if isinstance(grad, tuple) and grad and _shape_of(grad) != _shape_of(like):
+        grad = grad[0]  # of the first order
+    return _wanted(site, "grad_figures")._replace(tree=grad, has_units=False)
+
+
+def _shape_of(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=lambda x: x is None or _is_reduced(x))
+
+
+_Pair = tuple[Figures, Figures | None]
+
+
+def _tagged(
+    found: dict[str, _Pair], prefix: str, parts: bool
+) -> tuple[dict[str, float], dict[str, Bars]]:
+    """Numbers and histograms by tag."""
+    scalars: dict[str, float] = {}
+    bars: dict[str, Bars] = {}
+    for text, pair in found.items():
+        several = {text: pair} | (_by_part(text, *pair) if parts else {})
+        for name, (figures, grad) in several.items():
+            root = "/".join(part for part in (prefix.rstrip("/"), name) if part)
+            for tag, value in scalars_of(figures, grad).items():
+                scalars[f"{root}/{tag}"] = value
+            for tag, each in bars_of(figures, grad).items():
+                bars[f"{root}/{tag}"] = each
+    return scalars, bars
+
+
+def _by_part(text: str, figures: Figures, grad: Figures | None) -> dict[str, _Pair]:
+    others = grad.parts if grad else ()
+    same = len(others) == len(figures.parts)
+    return {
+        f"{text}[{n}]": (part, others[n] if same else None)
+        for n, part in enumerate(figures.parts)
+    }
+
+
+_COLUMNS = ("site", "how", "type", "size", "under")
+
+
+def _type_text(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return type(leaf).__name__
+    return f"{dtype}{list(np.shape(leaf))}".replace(" ", "")
+
+
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The sites of a run in order of execution; a tree of their values and gradients.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> def f(x):
+        ...     return tt.tap(x + 1, "a") * tt.tap(x * 2, "b")
+        >>> _, record = tt.observe(f)(jnp.array(3.0))
+        >>> [site.text for site in record], float(record["b"].value)
+        (['a', 'b'], 6.0)
+    """
+
+    sites: tuple[Site, ...]
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __contains__(self, text: object) -> bool:
+        return any(site.text == text for site in self.sites)
+
+    @overload
+    def __getitem__(self, key: int) -> Site: ...
+    @overload
+    def __getitem__(self, key: str) -> Site: ...
+    @overload
+    def __getitem__(self, key: slice) -> "Record": ...
+    def __getitem__(self, key: Any) -> Any:
+        """A site by position, or by what it is called; `#1` is its second call."""
+        if isinstance(key, slice):
+            return Record(self.sites[key])
+        if not isinstance(key, str):
+            return self.sites[key]
+        for site in self.sites:
+            if site.text == key:
+                return site
+        found = self.select(key).sites
+        if len(found) == 1:
+            return found[0]
+        shown = ", ".join(site.text for site in found[:8])
+        raise CaptureError(
+            f"{key!r} stands for {len(found)} sites: {shown}. Name one of them, or use "
+            "`record.select`."
+        )
+
+    def select(self, selector: Any) -> "Record":
+        """The sites that a selector takes; an error if there are none."""
+        chosen = as_select(selector)
+        found = tuple(site for site in self.sites if chosen(site))
+        if not found:
+            texts = [site.text for site in self.sites]
+            raise refuse_nothing(chosen, texts, "Record.select")
+        return Record(found)
+
+    def merge(self, *others: "Record") -> "Record":
+        """The statistics of several runs together: of microbatches, or of steps.
+
+        Args:
+            *others: Records of the same sites.
+
+        Examples:
+            >>> import jax.numpy as jnp, treetap as tt
+            >>> watch = tt.observe(lambda x: tt.tap(x, "x"), reduce=[tt.AbsMax()])
+            >>> records = [watch(jnp.array(x))[1] for x in (1.0, -3.0, 2.0)]
+            >>> float(records[0].merge(*records[1:])["x"].stats["abs_max"])
+            3.0
+        """
+        sites = self.sites
+        for other in others:
+            if len(other) != len(sites):
+                raise CaptureError(
+                    f"Record.merge: one record has {len(sites)} sites, another "
+                    f"{len(other)}. Merge records of the same function."
+                )
+            sites = tuple(a.merge(b) for a, b in zip(sites, other.sites))
+        return Record(sites)
+
+    def total(self) -> "Record":
+        """The statistics over all iterations and shards together, site by site."""
+        return Record(tuple(site.total() for site in self.sites))
+
+    def figures(self) -> dict[str, tuple[Figures, Figures | None]]:
+        """What each value is like, and its gradient: numbers on the host, by site.
+
+        All are fetched at once; `Site.figures` has those of a single site.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp, treetap as tt
+            >>> def loss(x):
+            ...     return jnp.sum(tt.tap(2 * x, "h"))
+            >>> watch = tt.observe(jax.grad(loss), grads=True)
+            >>> value, grad = watch(jnp.array([3.0, 4.0]))[1].figures()["h"]
+            >>> value.norm, grad.abs_max
+            (10.0, 1.0)
+        """
+        wanted = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
+        flat = [one for pair in wanted for one in pair if one is not None]
+        found = iter(figures_of_all(flat))
+        return {
+            site.text: (next(found), None if grad is None else next(found))
+            for site, (_, grad) in zip(self.sites, wanted)
+        }
+
+    def to_scalars(self, prefix: str = "", *, parts: bool = False) -> dict[str, float]:
+        """All figures in a flat dict, such as W&B and other loggers take.
+
+        Args:
+            prefix: What all names begin with, before a `/`.
+            parts: Whether iterations of a scan, and shards, are there one by one, too:
+                as `Block:__call__[3]/norm`.
+
+        Examples:
+            >>> import jax.numpy as jnp, treetap as tt
+            >>> watch = tt.observe(lambda x: tt.tap(2 * x, "h"), reduce=[tt.Norm()])
+            >>> watch(jnp.array([3.0, 4.0]))[1].to_scalars("train")
+            {'train/h/norm': 10.0}
+        """
+        return _tagged(self.figures(), prefix, parts)[0]
+
+    def log(
+        self, writer: Any, step: int, prefix: str = "", *, parts: bool = False
+    ) -> None:
+        """Writes all figures, and histograms if the writer takes their counts.
+
+        Args:
+            writer: A folder for TensorBoard's event files (a new file each time); an
+                `EventWriter`; a SummaryWriter of PyTorch, tensorboardX, TensorBoard,
+                Flax or CLU; or a function of a dict and a step, such as `wandb.log`.
+            step: Of the training.
+            prefix: As for `to_scalars`.
+            parts: As for `to_scalars`.
+        """
+        held = opened(writer, "Record.log")
+        try:
+            write(held, step, *_tagged(self.figures(), prefix, parts))
+        finally:
+            if held is not writer:
+                held.close()
+
+    def first_nonfinite(self) -> str | None:
+        """The first site that is not all finite, after `guard`; values first.
+
+        Gradients come in the order in which they are made: the last site's first.
+        """
+        pairs = [("", site.text, site.reduced) for site in self.sites]
+        pairs += [
+            ("gradient of ", site.text, site.grad_reduced)
+            for site in reversed(self.sites)
+        ]
+        for what, text, tree in pairs:
+            for reduced in jax.tree.leaves(tree, is_leaf=_is_reduced):
+                if "all_finite" not in dict(reduced.reducers):
+                    raise CaptureError(
+                        f"Record.first_nonfinite: {text} was not measured by "
+                        "`AllFinite`. Observe with `guard`."
+                    )
+                is_bad = reduced.seen & ~jnp.asarray(reduced.stats["all_finite"])
+                places = np.argwhere(np.asarray(is_bad))
+                if len(places):
+                    place = places[0].tolist()
+                    return f"{what}{text}" + (f" at {place}" if place else "")
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory all values and statistics take."""
+        return sum(site.nbytes for site in self.sites)
+
+    def to_state(self) -> State:
+        """Nested mappings by path and name, to tuples of values in call order."""
+        root: dict[Any, Any] = {}
+        for site in self.sites:
+            branch = root
+            for key in site.path:
+                branch = branch.setdefault(key, {})
+                if not isinstance(branch, dict):
+                    raise CaptureError(
+                        f"Record.to_state: {site.text} is below another site's name."
+                    )
+            held = branch.get(site.name, ())
+            if isinstance(held, dict):
+                raise CaptureError(
+                    f"Record.to_state: {site.text} is also the name of a child."
+                )
+            branch[site.name] = (*held, site.value)
+        return State(root)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [site._cells() for site in self.sites]
+
+    def __repr__(self) -> str:
+        rows = [_COLUMNS, *self._rows()]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(_COLUMNS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in rows
+        ]
+        total = display.readable_bytes(self.nbytes)
+        return "\n".join([f"Record: {len(self.sites)} sites, {total}", *lines])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<th>{x}</th>" for x in ("site", "how", "type", "size", "under")
+        )
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>"
+            for row in self._rows()
+        )
+        total = display.readable_bytes(self.nbytes)
+        caption = f"<caption>Record: {len(self.sites)} sites, {total}</caption>"
+        return f"<table>{caption}<tr>{cells}</tr>{rows}</table>"

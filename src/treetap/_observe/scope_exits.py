@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves a named scope: values of a jaxpr by the scopes they were computed in.
+
+Every operation of a jaxpr has a name stack: the scopes it was traced in, outermost
+first, and marks of the transforms it went through. Each time a scope is entered JAX
+makes a new entry, so operations in a row that share the very entry are one visit. Its
+values are the results of these operations that others use, or that the jaxpr returns.
+
+`exits` lists the visits of a jaxpr by the operation they end with; `tap_scopes` runs a
+jaxpr with taps there. Marks are treated so: `vmap` stays in the path as JAX writes it,
+because such a value has one more axis, wherever JAX keeps it; `jvp` is left out; what
+is `transpose`d, or computed again for that, is the way back, and is no visit.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from jax.core import ShapedArray
+from jax.extend.core import Literal
+
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.run import MARK
+from treetap._core.paths import Path
+
+NAMED = "name"  # the operation that `jax.ad_checkpoint.checkpoint_name` leaves
+AGAIN = "rematted_computation"
+
+
+class Exit(NamedTuple):
+    """Values to be named after an operation.
+
+    Attributes:
+        depth: How much of the operation's name stack is around them.
+        variables: The values, in the order in which they were computed.
+        name: What `checkpoint_name` calls the value; None where a scope ends.
+    """
+
+    depth: int
+    variables: tuple[Any, ...]
+    name: str | None = None
+
+
+def is_transform(part: Any) -> bool:
+    """Whether a part of a name stack is the mark of a transform, and no scope."""
+    return type(part).__name__ == "Transform"
+
+
+def _is_back(part: Any) -> bool:
+    return part.name == ("transpose" if is_transform(part) else AGAIN)
+
+
+def _is_marked(part: Any) -> bool:
+    return part.name.startswith(MARK)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation belongs to the way back of a differentiation."""
+    return any(map(_is_back, eqn.source_info.name_stack.stack))
+
+
+def _is_differentiated(eqn: Any) -> bool:
+    stack = eqn.source_info.name_stack.stack
+    return any(is_transform(part) and part.name == "jvp" for part in stack)
+
+
+def path_in(stack: Sequence[Any]) -> Path:
+    """The scopes of other libraries in a name stack, below the innermost Module."""
+    path: list[str] = []
+    marks: list[str] = []
+    for part in stack:
+        if is_transform(part):
+            marks += [part.name] if part.name != "jvp" else []
+        elif _is_marked(part):
+            path, marks = [], []
+        else:
+            first, *rest = [text for text in part.name.split("/") if text] or [""]
+            path += [_within(marks, first), *rest]
+            marks = []
+    return (*path, *([_within(marks, "")] if marks else []))
+
+
+def _within(marks: Iterable[str], text: str) -> str:
+    """A scope as JAX writes it after transforms, the outermost first."""
+    for mark in reversed(list(marks)):
+        text = f"{mark}({text})"
+    return text
+
+
+def _chain(eqn: Any) -> Iterator[tuple[int, Any]]:
+    """The scopes an operation is in, with how much of its name stack they close."""
+    for n, part in enumerate(eqn.source_info.name_stack.stack, 1):
+        if _is_back(part):
+            return
+        if not is_transform(part):
+            yield n, part
+
+
+class _Uses:
+    """Where the values of a jaxpr are used last.
+
+    Args:
+        jaxpr: It.
+        live: Which of its results are used on the way forward.
+    """
+
+    def __init__(self, jaxpr: Any, live: Sequence[bool]):
+        self._all: dict[Any, int] = {}
+        self._forward: dict[Any, int] = {}
+        end = len(jaxpr.eqns)
+        for n, eqn in enumerate(jaxpr.eqns):
+            back = is_backward(eqn)
+            self._note(eqn.invars, n, back)
+        for atom, flag in zip(jaxpr.outvars, live):
+            if flag:
+                self._note([atom], end, False)
+
+    def _note(self, atoms: Sequence[Any], n: int, back: bool) -> None:
+        for atom in atoms:
+            if isinstance(atom, Literal):
+                continue
+            self._all[atom] = n
+            if not back:
+                self._forward[atom] = n
+
+    def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
+        """Whether a result is used after an operation; residuals do not count."""
+        known = self._forward if _is_differentiated(eqn) else self._all
+        return known.get(variable, -1) > n
+
+
+def live_results(jaxpr: Any, live: Sequence[bool]) -> list[tuple[bool, ...]]:
+    """For each operation, which of its results are used on the way forward."""
+    uses = _Uses(jaxpr, live)
+    found: list[tuple[bool, ...]] = []
+    for n, eqn in enumerate(jaxpr.eqns):
+        used = [uses.is_after(eqn, var, n) for var in eqn.outvars]
+        carried = 0
+        if eqn.primitive.name == "scan":
+            carried = jax_compat.scan_counts(eqn.params)[1]
+        elif eqn.primitive.name == "while":
+            carried = len(used)
+        found.append((*[True] * carried, *used[carried:]))
+    return found
+
+
+def exits(jaxpr: Any, live: Sequence[bool]) -> dict[int, list[Exit]]:
+    """The values to be named, by the operation they come after, inner scopes first."""
+    uses = _Uses(jaxpr, live)
+    found: dict[int, list[Exit]] = {}
+    visits: list[tuple[int, Any, int]] = []
+
+    def close(count: int, last: int) -> None:
+        while len(visits) > count:
+            depth, part, first = visits.pop()
+            if _is_marked(part):
+                continue
+            variables = tuple(
+                var
+                for eqn in jaxpr.eqns[first : last + 1]
+                for var in eqn.outvars
+                if isinstance(var.aval, ShapedArray) and uses.is_after(eqn, var, last)
+            )
+            if variables:
+                found.setdefault(last, []).append(Exit(depth, variables))
+
+    for n, eqn in enumerate(jaxpr.eqns):
+        chain = list(_chain(eqn))
+        pairs = zip(visits, chain)
+        differ = [k for k, (old, new) in enumerate(pairs) if old[1] is not new[1]]
+        same = differ[0] if differ else min(len(visits), len(chain))
+        close(same, n - 1)
+        visits += [(depth, part, n) for depth, part in chain[same:]]
+        if eqn.primitive.name == NAMED and not is_backward(eqn):
+            depth = len(eqn.source_info.name_stack.stack)
+            one = Exit(depth, tuple(eqn.outvars), eqn.params["name"])
+            found.setdefault(n, []).append(one)
+    close(0, len(jaxpr.eqns) - 1)
+    return found
+
+
+_telling: "WeakKeyDictionary[Any, bool]" = WeakKeyDictionary()
+
+
+def is_telling(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr, or in those inside it, has a name."""
+    known = _telling.get(jaxpr)
+    if known is None:
+        known = _telling[jaxpr] = any(map(_tells, jaxpr.eqns))
+    return known
+
+
+def _tells(eqn: Any) -> bool:
+    if is_backward(eqn):
+        return False
+    if eqn.primitive.name == NAMED or any(not _is_marked(p) for _, p in _chain(eqn)):
+        return True
+    bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
+    return any(is_telling(body.jaxpr) for body in bodies)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Foreign models: the named scopes of any function as sites, without editing it.
+
+Linen, Haiku and Equinox run each module in a `jax.named_scope`. `tap_scopes` traces a
+function while somebody listens, and runs the jaxpr again with a tap wherever a scope
+ends and at every `checkpoint_name`: see `scope_exits`. The jaxprs inside operations are
+made anew with taps in them. From there on all is as if the function had called `tap`:
+transforms, gradients, statistics and edits need nothing more.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import jax
+from jax.extend import source_info_util
+
+from treetap._capture.edit_points import editable
+from treetap._capture.emit import LEAF
+from treetap._capture.listening import listening
+from treetap._capture.marks import Label, bind_tap
+from treetap._capture.module_paths import below_text
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.run import MARK
+from treetap._observe.capture import keep_name, refuse_uncallable
+from treetap._observe.scope_exits import (
+    Exit,
+    exits,
+    is_backward,
+    is_telling,
+    is_transform,
+    live_results,
+    path_in,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@contextmanager
+def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
+    """The scopes an operation was traced in, as a path that taps inside will have.
+
+    Marks of transforms are left out: they are in the path, and what the walk reads from
+    marks is about taps that went through a transform, which those inside did not.
+    """
+    info = eqn.source_info
+    parts = info.name_stack.stack[:depth]
+    path = path_in(parts)
+    kept = tuple(part for part in parts if not is_transform(part))
+    stack = source_info_util.current_name_stack() + type(info.name_stack)(kept)
+    if path:
+        stack = stack.extend(MARK + below_text(path))
+    here = source_info_util.user_context(info.traceback, name_stack=stack)
+    with here, eqn.ctx.manager:
+        yield
+
+
+def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
+    """Values that are named from here on."""
+    tree = LEAF if len(values) == 1 else jax.tree.structure(tuple(values))
+    name, how = ("out", "scope") if one.name is None else (one.name, "checkpoint_name")
+    label = Label(name, None, how, tree)
+    asked = listening.value
+    with _in_scope(eqn, one.depth):
+        if asked.edits:
+            values = editable(label, values)
+        return bind_tap(label, values) if asked.taps else values
+
+
+def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]:
+    """Runs a body with taps where scopes end."""
+    jaxpr = body.jaxpr
+    ends, used = exits(jaxpr, live), live_results(jaxpr, live)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts))
+    env.update(zip(jaxpr.invars, values))
+    for n, eqn in enumerate(jaxpr.eqns):
+        ins = [jax_compat.read(env, atom) for atom in eqn.invars]
+        bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
+        if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
+            with jax_compat.in_context_of(eqn):
+                outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
+        else:
+            with _in_scope(eqn):
+                outs = _entered(eqn, bodies, ins, used[n])
+        env.update(zip(eqn.outvars, outs))
+        for one in ends.get(n, ()):
+            held = [env[var] for var in one.variables]
+            env.update(zip(one.variables, _marked(eqn, one, held)))
+    return [jax_compat.read(env, atom) for atom in jaxpr.outvars]
+
+
+def _entered(
+    eqn: Any, bodies: list[Body], values: list[Any], live: tuple[bool, ...]
+) -> list[Any]:
+    """Runs an operation with taps in its jaxprs."""
+    if eqn.primitive.name == "shard_map":
+        return _on_shards(eqn.params, bodies[0], values, live)
+    made = [(body.jaxpr, _rewritten(body, live)) for body in bodies]
+    params = jax_compat.with_jaxprs(eqn.params, made)
+    return jax_compat.bind(eqn.primitive, values, params)
+
+
+def _on_shards(
+    params: dict[str, Any], body: Body, values: list[Any], live: tuple[bool, ...]
+) -> list[Any]:
+    """The same for a `shard_map`, whose jaxpr can be traced only inside it."""
+    mapped = jax.shard_map(
+        lambda *values: tuple(_run(body, values, live)),
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        **jax_compat.shard_map_options(params),
+    )
+    return list(mapped(*values))
+
+
+_made: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
+
+
+def _rewritten(body: Body, live: tuple[bool, ...]) -> Any:
+    """A body as a closed jaxpr with taps in it."""
+    made = _made.setdefault(body.jaxpr, {})
+    key = live, listening.value, jax.sharding.get_abstract_mesh()
+    if key not in made:
+        avals = [var.aval for var in body.jaxpr.invars]
+        made[key] = jax_compat.traced(lambda *values: _run(body, values, live), avals)
+    return made[key]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def _traced_call(fn: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function with taps where scopes end.
+
+    The arguments are not replaced by abstract ones: what need not be computed is there.
+    """
+    kept: list[Any] = []
+
+    def flat() -> list[Any]:
+        leaves, tree = jax.tree.flatten(fn(*args, **kwargs))
+        kept.extend((tree, [None if _is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if _is_array(leaf)]
+
+    body = jax_compat.body_of(jax_compat.traced(flat, ()))
+    outs = iter(_run(body, [], (True,) * len(body.jaxpr.outvars)))
+    tree, leaves = kept
+    filled = [next(outs) if leaf is None else leaf for leaf in leaves]
+    return jax.tree.unflatten(tree, filled)
+
+
+def tap_scopes(fn: F) -> F:
+    """A function whose named scopes are sites: for models of other libraries.
+
+    While nobody listens it is `fn` itself that runs. While somebody does, `fn` is
+    traced, as by `jax.jit`, and there is a site
+
+    - `path:out` for each visit of a `jax.named_scope`, where path is that of the scopes
+      around: the values that leave the scope, one array or a tuple in the order in
+      which they were computed (`how` is `"scope"`);
+    - `path:name` for each `jax.ad_checkpoint.checkpoint_name` (`how` is
+      `"checkpoint_name"`).
+
+    A value that a scope only hands on was not computed there, and is no site. For
+    gradients, and for batch axes in front, `tap_scopes` goes inside the transform:
+    `jax.grad(lambda p: loss(tap_scopes(model)(p, x)))`, `jax.vmap(tap_scopes(model))`.
+
+    Args:
+        fn: A function; such as `net.apply` of Linen, `apply` of `haiku.transform`, or
+            an Equinox module. It may not depend on values in Python, nor write to
+            objects outside.
+
+    Returns:
+        A function like `fn`, for `observe`, `sites` and `edit`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, treetap as tt
+        >>> def model(x):
+        ...     with jax.named_scope("encoder"):
+        ...         return jnp.sin(x) * 2
+        >>> tt.sites(tt.tap_scopes(model), jnp.ones(3))
+        Record: 1 sites, 12 B
+        site         how    type        size  under
+        encoder:out  scope  float32[3]  12 B
+    """
+    refuse_uncallable(fn, "tap_scopes")
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        asked = listening.value
+        if asked is None or not (asked.taps or asked.edits):
+            return fn(*args, **kwargs)
+        return _traced_call(fn, args, kwargs)
+
+    return keep_name(tapped, fn)

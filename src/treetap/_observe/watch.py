@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""watch: a training step that tells, now and then, what goes on inside.
+
+Most calls go to the step as it is. Every so often a second program runs in its place:
+the same step with statistics of what is on the way, compiled once. So watching costs
+what the statistics cost, divided by how rarely they are taken.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, Self, Unpack
+
+from treetap._capture.statistics.reducers import (
+    AbsMax,
+    Histogram,
+    Moments,
+    NonFinite,
+    Norm,
+    as_reducers,
+)
+from treetap._core.trees.attributes import Node
+from treetap._observe.capture import keep_name, refuse_uncallable
+from treetap._observe.loggers import opened
+from treetap._observe.observe import observe
+from treetap._observe.records import Record
+from treetap._transforms.jit import Jit, JitOptions, jit
+from treetap._transforms.jit_partial import JitPartial
+
+STATISTICS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram())
+_WRITING = ("add_scalar", "write_scalars", "scalar")
+
+
+class Watched:
+    """A function that is watched; made by `watch`.
+
+    Attributes:
+        step: How many calls there were; the number of the next one. May be set, when
+            a training continues.
+        every: How many calls there are from one look to the next.
+        last: The Record of the last look, or None.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], observed: Callable[..., Any], every: int, to: Any
+    ):
+        keep_name(self, fn)
+        self.step = 0
+        self.every = every
+        self.last: Record | None = None
+        self._fn, self._observed = fn, observed
+        self._given = to
+        self._to: Any = opened(to, "watch")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function."""
+        if self.step % self.every or self._to is None:
+            out = self._fn(*args, **kwargs)
+        else:
+            out, record = self._observed(*args, **kwargs)
+            self.last = record
+            self._tell(record)
+        self.step += 1
+        return out
+
+    def _tell(self, record: Record) -> None:
+        """Hands a Record over."""
+        if any(hasattr(self._to, name) for name in _WRITING):
+            record.log(self._to, self.step)
+        else:
+            self._to(record, self.step)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def close(self) -> None:
+        """Ends the watch; calls go on as of the function itself.
+
+        The files of a folder are written and closed. A writer that was given is not.
+        """
+        to, self._to = self._to, None
+        if to is not None and to is not self._given:
+            to.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def watch(
+    fn: Callable[..., Any],
+    every: int = 100,
+    select: Any = None,
+    *,
+    to: Any,
+    grads: bool = False,
+    reduce: Any = STATISTICS,
+    **options: Unpack[JitOptions],
+) -> Watched:
+    """A function that also logs, every so often, what its values are like.
+
+    The first call is looked at, and then every hundredth, say: a program runs that
+    also takes statistics, compiled once. The result is that of the function, and
+    Modules change in place as it changes them.
+
+    Args:
+        fn: A training step or another function that can be compiled, or already is;
+            also a Module, or a method of one.
+        every: How many calls there are from one look to the next.
+        select: Which sites, as for `observe`; all by default.
+        to: Where it goes: a folder for TensorBoard's event files, a writer as for
+            `Record.log`, or a function of a Record and a step.
+        grads: Whether to look at gradients, too; `fn` must differentiate.
+        reduce: The statistics, as for `observe`; those that are logged by default.
+        **options: As for `jit`, for the program that takes statistics. Static and
+            donated arguments of a `treetap.jit` are known; those of a `jax.jit` are
+            not: name them here again.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> def step(x):
+        ...     return tt.tap(2 * x, "h") + 1
+        >>> seen = []
+        >>> def note(record, step):
+        ...     seen.append((step, record["h"].figures.abs_max))
+        >>> watched = tt.watch(step, every=2, to=note)
+        >>> [float(watched(jnp.array(x))) for x in (1.0, 2.0, 3.0)]
+        [3.0, 5.0, 7.0]
+        >>> seen
+        [(0, 2.0), (2, 6.0)]
+    """
+    refuse_uncallable(fn, "watch")
+    if type(every) is not int or every < 1:
+        raise ValueError(
+            f"watch: `every` is {every!r}. Give a number of calls, 1 or more."
+        )
+    if reduce is None:
+        raise ValueError(
+            "watch: `reduce` is None, and watching keeps statistics, not values. Give "
+            "reducers, or use `observe`."
+        )
+    as_reducers(reduce)
+    target, fixed, named, known = _taken_apart(fn)
+    observed = functools.partial(observe, select=select, grads=grads, reduce=reduce)
+    looking = observed(target)
+    owner = _owner_of(target)
+    if owner is not None:
+        fixed, looking = (owner, *fixed), _of_owner(target, observed)
+    given: Any = {**known, **options}
+    compiled = jit(looking, **given)
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*fixed, *args, **{**named, **kwargs})
+
+    return Watched(fn, look, every, to)
+
+
+def _owner_of(fn: Any) -> Node | None:
+    """The Module that a function is, or is a method of: an argument like others."""
+    if isinstance(fn, Node):
+        return fn
+    owner = getattr(fn, "__self__", None)
+    return owner if inspect.ismethod(fn) and isinstance(owner, Node) else None
+
+
+def _of_owner(fn: Any, observed: Callable[..., Any]) -> Callable[..., Any]:
+    """An observed Module, or method, as a function of the Module."""
+
+    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        is_method = inspect.ismethod(fn)
+        inner = types.MethodType(fn.__func__, owner) if is_method else owner
+        return observed(inner)(*args, **kwargs)
+
+    return call
+
+
+def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
+    """A function itself, the arguments that it brings along, and options of its jit."""
+    fixed: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    while isinstance(fn, functools.partial):
+        fixed, named = (*fn.args, *fixed), {**fn.keywords, **named}
+        fn = fn.func
+    if not isinstance(fn, Jit):
+        return fn, fixed, named, {}
+    if isinstance(fn, JitPartial):
+        fixed = (*fn._fixed, *fixed)
+    known: dict[str, Any] = {
+        "graph": fn.mode,
+        "in_shardings": fn.in_shardings,
+        "static_argnums": sorted(fn._statics.numbers),
+        "static_argnames": sorted(fn._statics.names),
+        "donate_argnums": sorted(fn._donated.numbers),
+        "donate_argnames": sorted(fn._donated.names),
+    }
+    if fn.out_shardings is not None:
+        known["out_shardings"] = (fn.out_shardings, None)
+    return fn.fun, fixed, named, known

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EMA: exponential moving averages of a model's Variables.
+
+An EMA has Variables of its own, of the kinds and metadata of the model's, found by
+path. What cannot be averaged (random streams, integers) is not tracked: `apply_to`
+takes it from the model. Averages keep the model's dtype and are computed in at least
+float32.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from treetap._core.paths import Path, show_path
+from treetap._core.settings import resolve_graph
+from treetap._core.trees.attributes import data
+from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.pytree import Pytree
+from treetap._core.trees.state import State, flat_items, nested
+from treetap._core.trees.update import update
+from treetap._core.variables.kinds import RngState
+from treetap._core.variables.variable import Variable
+from treetap._train.comparable_functions import EqualFunctions
+from treetap._train.optimizer import complaint, leaves_of, raw_value
+
+M = TypeVar("M")
+
+
+class EMA(Pytree):
+    """Moving averages of Variables: `decay * average + (1 - decay) * value`.
+
+    Args:
+        model: A Module, or a State of its Variables, to start from.
+        decay: How much of the average stays, from 0 to 1.
+        only: Which Variables to average. Random streams, and whatever is not floating
+            or complex, are left out in any case.
+        graph: Keep shared references in the model instead of refusing them.
+
+    Attributes:
+        params: The averages, a State of Variables.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = tt.Dict(w=tt.Param(1.0), rngs=tt.Rngs(0))
+        >>> ema = tt.EMA(model, decay=0.75)
+        >>> model.w[...] = 5.0
+        >>> ema.update(model)
+        >>> float(ema.apply_to(model).w), model.w[...]
+        (2.0, 5.0)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        decay: float,
+        *,
+        only: Filter = ...,
+        graph: bool | None = None,
+    ) -> None:
+        if isinstance(decay, Tracer) or not 0.0 <= float(decay) <= 1.0:
+            raise ValueError(f"EMA: `decay` is {decay}; give a number from 0 to 1.")
+        self.decay = float(decay)
+        self.graph = graph
+        self._only = EqualFunctions(only)
+        found = self._tracked(model, "EMA")
+        for path, leaf in found.items():
+            _check_variable("EMA", path, leaf)
+        copies = {
+            path: leaf.copy(jax.tree.map(_copied, raw_value(leaf)))
+            for path, leaf in found.items()
+        }
+        self.params = data(State(nested(copies.items())))
+
+    @property
+    def only(self) -> Filter:
+        """The filter that chooses what is averaged."""
+        return self._only.value
+
+    def update(self, model: Any, /) -> None:
+        """Moves the averages towards the model's values, in place.
+
+        Args:
+            model: The model, or a State of its Variables or values.
+        """
+        found = self._matched(model, "EMA.update")
+        averages = dict(flat_items(self.params))
+        moved = [
+            (path, jax.tree.map(self._moved, raw_value(averages[path]), raw_value(new)))
+            for path, new in found.items()
+        ]
+        update(self.params, nested(moved))
+
+    def apply_to(self, model: M, /) -> M:
+        """A model like this one that holds the averages.
+
+        Args:
+            model: The model; it is not changed.
+
+        Returns:
+            An object of the model's type. Its averaged Variables are those of the EMA,
+            all others those of the model.
+        """
+        found = self._matched(model, "EMA.apply_to")
+        for path, leaf in found.items():
+            _check_variable("EMA.apply_to", path, leaf)
+        averages = flat_items(self.params)
+        twins = {id(found[path]): average for path, average in averages}
+        return Rebuild(
+            model,
+            resolve_graph(self.graph),
+            "EMA.apply_to",
+            variable=lambda variable: twins.get(id(variable), variable),
+        ).run()
+
+    def _moved(self, average: Any, value: Any) -> Any:
+        dtype = jnp.result_type(average)
+        is_narrow = jnp.finfo(dtype).bits < 32
+        wide = jnp.float32 if is_narrow else dtype
+        average, value = jnp.asarray(average, wide), jnp.asarray(value, wide)
+        return (self.decay * average + (1 - self.decay) * value).astype(dtype)
+
+    def _tracked(self, model: Any, name: str) -> dict[Path, Any]:
+        """What of a model is averaged, by path."""
+        wanted = predicate_of(self.only)
+        leaves = leaves_of(model, resolve_graph(self.graph), name)
+        return {
+            path: leaf
+            for path, leaf in leaves.items()
+            if wanted(path, leaf) and _has_average(leaf)
+        }
+
+    def _matched(self, model: Any, name: str) -> dict[Path, Any]:
+        """The model's Variables for the averages; they must be the same ones."""
+        averages = dict(flat_items(self.params))
+        leaves = leaves_of(model, resolve_graph(self.graph), name)
+        problems = []
+        for path, average in averages.items():
+            if path not in leaves:
+                problems.append(f"missing {show_path(path)}")
+            elif problem := _unfit(average, leaves[path]):
+                problems.append(f"{show_path(path)}: {problem}")
+        problems += [
+            f"unexpected {show_path(path)}"
+            for path in self._tracked(model, name)
+            if path not in averages
+        ]
+        if problems:
+            raise complaint(
+                f"{name}: the model is not the one that is averaged; nothing was "
+                "changed.",
+                problems,
+                "Pass a model of the same structure, or make a new EMA; `only` says "
+                "which Variables are averaged.",
+            )
+        return {path: leaves[path] for path in averages}
+
+
+def _has_average(leaf: Any) -> bool:
+    """Whether a leaf can be averaged: floating or complex, and no random stream."""
+    if isinstance(leaf, RngState):
+        return False
+    values = jax.tree.leaves(raw_value(leaf))
+    return bool(values) and all(map(_is_inexact, values))
+
+
+def _is_inexact(value: Any) -> bool:
+    is_number = isinstance(value, float | complex) or hasattr(value, "dtype")
+    return is_number and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+
+def _check_variable(name: str, path: Path, leaf: Any) -> None:
+    if not isinstance(leaf, Variable):
+        raise TypeError(
+            f"{name}: {show_path(path)} is a {type(leaf).__name__}; only Variables can "
+            "be averaged. Make it a Variable, or leave it out with `only`."
+        )
+
+
+def _copied(value: Any) -> Any:
+    """An array of its own, of a type that stays the same; abstract ones as they are."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return jnp.array(value, jnp.result_type(value), copy=True)
+
+
+def _unfit(average: Variable[Any], leaf: Any) -> str:
+    """Why a leaf does not go with an average; empty when it does."""
+    if isinstance(leaf, Variable) and type(leaf) is not type(average):
+        return f"a {type(leaf).__name__}, expected a {type(average).__name__}"
+    old, structure = jax.tree.flatten(raw_value(average))
+    new, other = jax.tree.flatten(raw_value(leaf))
+    if structure != other:
+        return "another structure than the average"
+    for one, two in zip(old, new):
+        if np.shape(one) != np.shape(two):
+            return f"shape {np.shape(two)}, expected {np.shape(one)}"
+        dtype = jnp.result_type(two)
+        if not _is_inexact(two) or jnp.iscomplexobj(two) > jnp.iscomplexobj(one):
+            return f"dtype {dtype}, expected {jnp.result_type(one)}"
+    return ""

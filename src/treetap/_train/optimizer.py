@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer: an optax transformation and its state, beside the model it trains.
+
+optax works on States of plain arrays. The optimizer keeps what optax keeps in Variables
+of its own: an `OptVariable` for what belongs to one parameter (with the parameter's
+metadata, so that it is sharded alike), an `OptArray` for the rest. An update reads the
+model's parameters and the gradients by path, computes everything, and then writes model
+and state in one go: when anything does not fit, nothing is changed.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from treetap._core.errors import FilterError, StructureError
+from treetap._core.paths import Path, is_container, open_container, show_path
+from treetap._core.settings import resolve_graph
+from treetap._core.trace_level import is_foreign, refuse_foreign_variable
+from treetap._core.trees.attributes import data
+from treetap._core.trees.copies import as_pure
+from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.flatten import take_apart
+from treetap._core.trees.pytree import Pytree
+from treetap._core.trees.split import is_variable
+from treetap._core.trees.state import FlatState, State, flat_items, is_branch, nested
+from treetap._core.trees.update import misfit, update
+from treetap._core.variables.placement import has_mesh, kept
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import A, Variable
+from treetap._train.comparable_functions import EqualFunctions
+
+M = TypeVar("M")
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+class OptState(Variable[A]):
+    """State of an optimizer."""
+
+
+class OptArray(OptState[A]):
+    """What an optimizer keeps for all parameters together, such as a count."""
+
+
+class OptVariable(OptState[A]):
+    """What an optimizer keeps for one parameter, with that parameter's metadata."""
+
+
+# Leaves by path.
+
+
+def raw_value(leaf: Any) -> Any:
+    """What a Variable holds, read from its Ref if it has one; other leaves as is."""
+    raw = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
+    return raw[...] if is_ref(raw) else raw
+
+
+def leaves_of(tree: Any, graph: bool, name: str) -> dict[Path, Any]:
+    """The Variables and other leaves of a tree by path; a bare leaf is at the root."""
+    found = take_apart(tree, graph, name)[1]
+    return dict(flat_items(found)) if isinstance(found, dict) else {(): found}
+
+
+def gathered(leaves: Mapping[Path, Any]) -> Any:
+    """Leaves by path as one State, or the bare leaf at the root."""
+    return leaves[()] if () in leaves else State(nested(leaves.items()))
+
+
+def complaint(first: str, problems: list[str], last: str) -> StructureError:
+    """An error that lists what does not fit."""
+    shown = "".join(f"\n  - {problem}" for problem in problems[:12])
+    more = f"\n  - and {len(problems) - 12} more" if len(problems) > 12 else ""
+    return StructureError(f"{first}{shown}{more}\n{last}")
+
+
+def differences(wanted: Iterable[Path], found: Iterable[Path]) -> list[str]:
+    """Paths that are missing, and paths that should not be there."""
+    wanted, found = dict.fromkeys(wanted), dict.fromkeys(found)
+    missing = [f"missing {show_path(path)}" for path in wanted if path not in found]
+    return missing + [f"unexpected {show_path(p)}" for p in found if p not in wanted]
+
+
+# Gradients.
+
+
+class _Gradients:
+    """Gradients in any of their forms, matched with parameters by path.
+
+    Args:
+        grads: A Module, State, dict or other tree of Variables or arrays.
+        graph: Whether shared references are kept.
+        name: The public method at work.
+    """
+
+    def __init__(self, grads: Any, graph: bool, name: str):
+        grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
+        self.name = name
+        self.leaves = leaves_of(grads, graph, name)
+        self.nested: Any = self.leaves.get(()) if () in self.leaves else {}
+        if () not in self.leaves:
+            self.nested = nested(self.leaves.items())
+        self.problems: list[str] = []
+
+    def matched(self, params: Mapping[Path, Any], others: Iterable[Path]) -> Any:
+        """The gradients of the parameters, as optax wants them.
+
+        Args:
+            params: The parameters' values by path.
+            others: Paths of the model that are not trained; gradients there are left
+                out.
+        """
+        found = {path: self.of(path, value) for path, value in params.items()}
+        known = {*params, *others}
+        for path in self.leaves:
+            if not any(path[:end] in known for end in range(len(path) + 1)):
+                self.problems.append(f"unexpected {show_path(path)}")
+        if self.problems:
+            raise complaint(
+                f"{self.name}: the gradients do not fit the parameters; nothing was "
+                "changed.",
+                self.problems,
+                "Pass the gradient of a loss with respect to the model: a Module, a "
+                "State or nested dicts with the model's own paths.",
+            )
+        return gathered(found)
+
+    def of(self, path: Path, param: Any) -> Any:
+        """The gradient of one parameter; what is wrong with it is noted."""
+        grad: Any = self.nested
+        for key in path:
+            if not is_branch(grad) or key not in grad:
+                self.problems.append(f"missing {show_path(path)}")
+                return None
+            grad = grad[key]
+        grad = raw_value(grad)
+        values, structure = jax.tree.flatten(param)
+        grads, other = jax.tree.flatten(grad)
+        if structure != other:
+            self.problems.append(
+                f"{show_path(path)}: {_kind(grad)}, expected {_kind(param)}"
+            )
+            return None
+        for one, value in zip(grads, values):
+            if problem := _unfit(one, value):
+                self.problems.append(f"{show_path(path)}: {problem}")
+        return grad
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if is_container(value) else "an array"
+
+
+def _unfit(grad: Any, param: Any) -> str:
+    """Why an array cannot be the gradient of another; empty when it can."""
+    if not isinstance(grad, _ARRAYS):
+        return f"a {type(grad).__name__} where an array belongs"
+    dtype = jnp.result_type(param)
+    if getattr(grad, "dtype", None) == jax.dtypes.float0:
+        return f"no gradient: {dtype} has none. Choose fewer Variables with `wrt`"
+    if np.shape(grad) != np.shape(param):
+        return f"shape {np.shape(grad)}, expected {np.shape(param)}"
+    if jnp.iscomplexobj(grad) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return f"dtype {jnp.result_type(grad)} for a parameter of {dtype}"
+    return ""
+
+
+# The state of optax in Variables.
+
+
+class _Wrapping:
+    """Puts what optax keeps into Variables.
+
+    optax keeps trees like the parameters as States, because it is given a State: those
+    whose paths are paths of parameters hold OptVariables.
+    """
+
+    def __init__(self, params: Mapping[Path, Any]):
+        self.params: Any = {} if () in params else nested(params.items())
+        # Arrays that stand somewhere already: a buffer given twice cannot be donated.
+        raw = map(raw_value, params.values())
+        self.taken = {id(leaf): leaf for leaf in jax.tree.leaves(list(raw))}
+
+    def any(self, value: Any) -> Any:
+        """The wrapped form of anything optax keeps."""
+        if isinstance(value, State) and _is_like(value, self.params):
+            return State(self.like(value.raw_mapping, self.params))
+        if is_container(value):
+            opened = open_container(value)
+            return opened.close([self.any(child) for child in opened.children])
+        if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct)):
+            return OptArray(self.own(value))
+        return value
+
+    def like(self, values: Mapping[Any, Any], params: Mapping[Any, Any]) -> Any:
+        """The wrapped form of a tree like the parameters."""
+        made = {}
+        for key, value in values.items():
+            param = params[key]
+            if is_branch(param) and is_branch(value):
+                made[key] = self.like(value, param)
+            elif isinstance(param, Variable) and jax.tree.leaves(value):
+                made[key] = self.of_parameter(param, jax.tree.map(self.own, value))
+            else:
+                made[key] = self.any(value)
+        return made
+
+    def own(self, value: Any) -> Any:
+        """An array that nobody else has, of a type that stays the same."""
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return value
+        value = strong(value)
+        if id(value) in self.taken and not isinstance(value, Tracer):
+            value = value.copy()
+        self.taken[id(value)] = value
+        return value
+
+    def of_parameter(self, param: Variable[Any], value: Any) -> OptVariable[Any]:
+        """What optax keeps for one parameter, placed as it or its metadata say."""
+        raw = raw_value(param)
+        metadata = param.get_metadata()
+        is_told = "optimizer_sharding" in metadata
+        if is_told:
+            metadata["out_sharding"] = metadata.pop("optimizer_sharding")
+        is_alike = _shape(value) == _shape(raw)
+        if metadata.get("out_sharding") and not is_alike:
+            metadata["out_sharding"] = _annotation(metadata["out_sharding"], value, raw)
+            if metadata["out_sharding"] is None:
+                del metadata["out_sharding"]
+        if is_told:
+            return OptVariable(value, **metadata)
+        sharding = _sharding_of(raw)
+        if is_alike and sharding is not None:
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = jax.ShapeDtypeStruct(
+                    value.shape, value.dtype, sharding=sharding
+                )
+            elif value.sharding != sharding:
+                value = jax.device_put(value, sharding)
+            return _unplaced(value, metadata)
+        if not has_mesh(metadata):
+            return _unplaced(value, metadata)
+        return OptVariable(value, **metadata)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return getattr(value, "shape", ())  # a container has none
+
+
+def _unplaced(value: Any, metadata: dict[str, Any]) -> OptVariable[Any]:
+    if metadata["ref"]:
+        value = jax.new_ref(value)
+    return OptVariable.from_metadata(value, metadata)
+
+
+def strong(value: Any) -> Any:
+    """An array with a type of its own: a weak one would be traced anew as strong."""
+    is_settled = isinstance(value, jax.Array) and not getattr(value, "weak_type", False)
+    return value if is_settled else jnp.asarray(value, jnp.result_type(value))
+
+
+def _is_like(values: Any, params: Any) -> bool:
+    """Whether a mapping has the paths of parameters, or some of them."""
+    if is_branch(values) and is_branch(params):
+        return all(
+            key in params and _is_like(inner, params[key])
+            for key, inner in values.items()
+        )
+    return not is_branch(params) or not jax.tree.leaves(values)
+
+
+def _annotation(annotation: Any, value: Any, param: Any) -> Any:
+    """A parameter's sharding for an array of another shape; None when it has none."""
+    extra = len(_shape(value)) - len(_shape(param))
+    is_names = isinstance(annotation, tuple | list | PartitionSpec)
+    if extra < 0 or not is_names or _shape(value)[extra:] != _shape(param):
+        return None
+    return PartitionSpec(*(None,) * extra, *annotation)
+
+
+def _sharding_of(value: Any) -> NamedSharding | None:
+    """How a concrete or abstract array lies on a mesh."""
+    is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    if not is_known and not isinstance(value, jax.ShapeDtypeStruct):
+        return None
+    return value.sharding if isinstance(value.sharding, NamedSharding) else None
+
+
+def _left_in_place(leaf: Any, value: Any) -> Any:
+    """A new value, to lie as the Variable that it is for."""
+    if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
+        return value
+    return jax.tree.map(functools.partial(kept, metadata=leaf._metadata), value)
+
+
+# The optimizer.
+
+
+class Optimization(Pytree):
+    """Base of `Optimizer`: a transformation, its state, and the step they take."""
+
+    def __init__(self, model: Any, tx: Any, wrt: Filter, graph: bool | None):
+        if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
+            raise TypeError(
+                f"{type(self).__name__}: `tx` is a {type(tx).__name__}, which has no "
+                "`init` and `update`. Pass an optax transformation, such as "
+                "`optax.adam(1e-3)`."
+            )
+        self.graph = graph
+        self._tx = EqualFunctions(tx)
+        self._wrt = EqualFunctions(wrt)
+        params, _ = self._parameters(model, type(self).__name__)
+        _check_parameters(type(self).__name__, params, wrt)
+        self._paths = tuple(params)
+        pure = gathered({path: raw_value(leaf) for path, leaf in params.items()})
+        is_abstract = any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(pure)
+        )
+        step: Any = jax.ShapeDtypeStruct((), jnp.uint32)
+        self.step = OptState(step if is_abstract else jnp.zeros((), jnp.uint32))
+        made = jax.eval_shape(tx.init, pure) if is_abstract else tx.init(pure)
+        self.opt_state = data(_Wrapping(params).any(made))
+
+    @property
+    def tx(self) -> Any:
+        """The optax transformation."""
+        return self._tx.value
+
+    @property
+    def wrt(self) -> Filter:
+        """The filter that chooses what is trained."""
+        return self._wrt.value
+
+    def _parameters(self, model: Any, name: str) -> tuple[dict[Path, Any], list[Path]]:
+        """What of the model is trained, by path, and the paths of the rest."""
+        leaves = leaves_of(model, resolve_graph(self.graph), name)
+        wanted = predicate_of(self.wrt)
+        chosen = {path: leaf for path, leaf in leaves.items() if wanted(path, leaf)}
+        return chosen, [path for path in leaves if path not in chosen]
+
+    def _take_step(self, model: Any, grads: Any, options: dict[str, Any]) -> Any:
+        """Computes one step, then writes it into the model and the state."""
+        import optax
+
+        name = f"{type(self).__name__}.update"
+        params, others = self._parameters(model, name)
+        if self._paths != tuple(params):
+            raise complaint(
+                f"{name}: the model does not have the parameters that the optimizer "
+                "was made for; nothing was changed.",
+                differences(self._paths, params),
+                "Make a new optimizer for this model.",
+            )
+        raw = {path: raw_value(leaf) for path, leaf in params.items()}
+
+        def matched(given: Any) -> Any:
+            graph = resolve_graph(self.graph)
+            return _Gradients(given, graph, name).matched(raw, others)
+
+        pure = gathered(raw)
+        options = {
+            # A line search wants the gradient in the form of the parameters.
+            key: matched(value) if key == "grad" else as_pure(value)
+            for key, value in options.items()
+        }
+        held, structure = self._held(name)
+        state = structure.unflatten(map(raw_value, held))
+        updates, state = self.tx.update(matched(grads), state, pure, **options)
+        changed = optax.apply_updates(pure, updates)
+        changed = jax.tree.map(
+            _left_in_place, gathered(params), changed, is_leaf=is_variable
+        )
+        try:
+            values = structure.flatten_up_to(state)
+        except ValueError as error:
+            raise StructureError(
+                f"{name}: the transformation returned a state of another structure "
+                f"than it was given; nothing was changed. {error}"
+            ) from None
+        self._write(model, changed, held, values)
+        return updates
+
+    def _held(self, name: str) -> tuple[list[Any], Any]:
+        """The Variables of the state, and the structure they stand in."""
+        held, structure = jax.tree.flatten(self.opt_state, is_leaf=_is_variable)
+        if any(isinstance(leaf, _ARRAYS) for leaf in held):
+            raise StructureError(
+                f"{name}: `opt_state` holds bare arrays, which cannot be changed in "
+                "place. Write into the Variables that are there, for instance with "
+                "`treetap.update(optimizer, state)`."
+            )
+        return held, structure
+
+    def _write(self, model: Any, changed: Any, held: Any, values: Any) -> None:
+        """Writes the results; all that can fail comes first."""
+        known, others = {}, []
+        for number, (variable, value) in enumerate(zip(held, values)):
+            if not isinstance(variable, Variable):
+                continue
+            value = jax.tree.map(strong, value)  # noqa: PLW2901 - the form that is kept
+            value = _left_in_place(variable, value)  # noqa: PLW2901 - the same
+            if not misfit(raw_value(variable), value):
+                known[number] = value
+            elif is_foreign(variable._trace):
+                raise refuse_foreign_variable(type(variable).__name__)
+            else:  # optax may change a dtype: it is optax's state
+                others.append((variable, value))
+        update(
+            {"model": model, "step": self.step, "opt_state": held},
+            {"model": changed, "step": self.step + jnp.uint32(1), "opt_state": known},
+        )
+        for variable, value in others:
+            variable.set_value(value)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, Variable)
+
+
+def _check_parameters(name: str, params: Mapping[Path, Any], wrt: Filter) -> None:
+    """Refuses a choice of nothing, and of what cannot be trained."""
+    if not params:
+        raise FilterError(
+            f"{name}: wrt={wrt!r} takes nothing of the model, so there is nothing to "
+            "train. Give a filter that does, such as `Param`."
+        )
+    for path, leaf in params.items():
+        for value in jax.tree.leaves(raw_value(leaf)):
+            dtype = getattr(value, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended):
+                raise StructureError(
+                    f"{name}: wrt={wrt!r} takes {show_path(path)}, a "
+                    f"{type(leaf).__name__} of {dtype}, which cannot be trained. "
+                    "Choose fewer Variables, for instance `wrt=Param`."
+                )
+
+
+class Optimizer(Optimization, Generic[M]):
+    """An optax transformation and its state, for the parameters of one model.
+
+    Optimizers with equal settings have equal GraphDefs: a jitted step is traced once
+    for all of them.
+
+    Args:
+        model: A Module, or any tree of Modules and Variables; it is not kept.
+        tx: An optax transformation.
+        wrt: A filter: what is trained, usually `Param`.
+        graph: Keep shared references in the model instead of refusing them.
+
+    Attributes:
+        step: How many updates were made.
+        opt_state: What optax keeps, in `OptVariable`s and `OptArray`s.
+
+    Examples:
+        >>> import optax, treetap as tt
+        >>> model = tt.Dict(w=tt.Param(2.0))
+        >>> optimizer = tt.Optimizer(model, optax.sgd(0.5), wrt=tt.Param)
+        >>> @tt.jit
+        ... def step(model, optimizer):
+        ...     grads = tt.grad(lambda model: model.w * model.w)(model)
+        ...     optimizer.update(model, grads)
+        >>> step(model, optimizer)
+        >>> float(model.w), int(optimizer.step)
+        (0.0, 1)
+    """
+
+    def __init__(
+        self, model: M, tx: Any, *, wrt: Filter, graph: bool | None = None
+    ) -> None:
+        super().__init__(model, tx, wrt, graph)
+
+    def update(self, model: M, grads: Any, **kwargs: Any) -> Any:
+        """Takes one step: changes the model and the state, in place.
+
+        Args:
+            model: The model, of the structure the optimizer was made for.
+            grads: Its gradients: what `grad` gives in any mode, a State or nested dicts
+                of Variables or arrays. Gradients of what is not trained are left out.
+            **kwargs: Passed on to optax, Variables unwrapped: `value`, `grad` and
+                `value_fn` for line searches. `value_fn` is called with a State of
+                arrays.
+
+        Returns:
+            The updates that were added to the parameters, a State of arrays.
+        """
+        return self._take_step(model, grads, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":
+            raise AttributeError(
+                "Optimizer has no attribute 'model': it does not keep the model. Pass "
+                "it to `update(model, grads)`."
+            )
+        return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from type checkers

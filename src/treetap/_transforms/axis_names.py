@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transform_metadata: axis names that follow an axis in and out of a mapping.
+
+A Variable's `out_sharding` has one name per axis. Inside a mapped function an axis is
+gone, so its name must go too, and come back outside; this decorator, put right under
+the mapping transform with the same axes, does that.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from treetap._core.errors import MetadataError
+from treetap._core.settings import Mode, resolve_graph
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.lift import Inputs, inputs_of
+from treetap._transforms.lift.prefixes import check_prefix, spread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTITION_NAME = "partition_name"
+
+
+Names = Mapping[str, Any]  # of an axis, by the metadata they are in
+
+
+def _without(variable: Variable[Any], axis: int, names: Names) -> dict[str, Any]:
+    """The metadata a Variable has without a mapped axis."""
+    found: dict[str, Any] = {}
+    for key, partition in names.items():
+        held = variable.get_metadata(key, None)
+        if held is None:
+            continue
+        place = axis if axis >= 0 else len(held) + axis
+        here = held[place] if 0 <= place < len(held) else None
+        if here != partition:
+            raise MetadataError(
+                f"transform_metadata: expected {partition!r} at axis {axis} of "
+                f"{key} {tuple(held)!r} of a {type(variable).__name__}, found "
+                f"{here!r}."
+            )
+        found[key] = (*held[:place], *held[place + 1 :])
+    return found
+
+
+def _put(variable: Variable[Any], axis: int, names: Names) -> None:
+    """Puts the name of a mapped axis in, after None for axes that have no name."""
+    for key, partition in names.items():
+        held = variable.get_metadata(key, None)
+        if held is not None:
+            items = list(held)
+            place = axis if axis >= 0 else len(items) + 1 + axis
+            items += [None] * (place - len(items))
+            items.insert(place, partition)
+            variable.set_metadata(**{key: tuple(items)})
+    variable.add_axis(axis, names.get("out_sharding"))
+
+
+def follow_axis(
+    f: Any, in_axes: Any, out_axes: Any, given: Names, mode: Mode
+) -> Callable[..., Any]:
+    """A function whose Variables lose the name of an axis inside, and get it back.
+
+    Args:
+        f: The function.
+        in_axes: The axes of its arguments.
+        out_axes: The axes of its result.
+        given: Names, by `PARTITION_NAME` or another metadata's name.
+        mode: The mode.
+    """
+    name = "transform_metadata"
+    check_prefix(in_axes, name, "in_axes", mode)
+    check_prefix(out_axes, name, "out_axes", mode)
+    names = {
+        "out_sharding" if key == PARTITION_NAME else key: value
+        for key, value in given.items()
+    }
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = inputs_of(args, kwargs, mode, name)
+        pairs = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes")
+        planned = [_without(variable, axis, names) for variable, axis in pairs]
+        for (variable, axis), held in zip(pairs, planned):
+            if held:
+                variable.set_metadata(**held)
+            variable.remove_axis(axis, names.get("out_sharding"))
+        own = {id(variable) for variable, _ in pairs}
+        try:
+            out = f(*args, **kwargs)
+        finally:
+            for variable, axis in pairs:
+                _put(variable, axis, names)
+        new = _mapped(Inputs({"out": out}, Mode.GRAPH, name), {"out": out_axes}, "out")
+        if mode is Mode.UPDATES:  # objects may have got Variables
+            inputs = inputs_of(args, kwargs, mode, name)
+            new = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes") + new
+        for variable, axis in new:
+            if id(variable) not in own:
+                own.add(id(variable))
+                _put(variable, axis, names)
+        return out
+
+    return call
+
+
+def _mapped(inputs: Inputs, prefix: Any, argument: str) -> list[tuple[Any, int]]:
+    """Variables that are mapped, and their axes."""
+    axes = spread(prefix, inputs.tree, inputs.name, argument)
+    return [
+        (leaf, axis)
+        for leaf, axis in zip(inputs.leaves, axes)
+        if isinstance(leaf, Variable) and isinstance(axis, int)
+    ]
+
+
+def transform_metadata(
+    f: Callable[P, R] = MISSING,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    partition: str | None,
+    graph: bool | None = None,
+) -> Callable[P, R]:
+    """Lets `out_sharding` follow the axis of a mapping transform around `f`.
+
+    Args:
+        f: The function; without it, a decorator.
+        in_axes: The axes given to the mapping transform.
+        out_axes: The same for the result.
+        partition: The name of the axis.
+        graph: Allow shared references.
+    """
+    mode = Mode(resolve_graph(graph))
+    if f is MISSING:
+        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
+            transform_metadata,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            partition=partition,
+            graph=bool(mode),
+        )
+    return follow_axis(f, in_axes, out_axes, {PARTITION_NAME: partition}, mode)

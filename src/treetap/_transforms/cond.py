@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cond, switch and checkify: one of several functions, and one that may fail.
+
+Branches may change different Variables. Which ones any of them changes is found by
+tracing each branch once; all branches then return those, and the rest is left alone.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from treetap._capture.listening import listening
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Options,
+    Written,
+    inputs_of,
+    mode_of,
+    run,
+    transform,
+)
+from treetap._transforms.lift.structure_watch import with_policy
+
+
+def _written_by(
+    branch: Any, inputs: Inputs, name: str, force: Collection[int] = ()
+) -> Written:
+    """What a branch changes."""
+    found: list[Written] = []
+
+    def probe(values: Any) -> None:
+        found.append(run(branch, inputs, values, name, force=force)[1].written)
+
+    jax.eval_shape(probe, inputs.values())
+    return found[0]
+
+
+def _outline(written: Written) -> Any:
+    return [graft.spec for graft in written.grafts]
+
+
+def _branched(
+    name: str, choose: Any, branches: Sequence[Any], operands: Any, options: Options
+) -> Any:
+    policy = options.get("on_structure_change")
+    branches = [with_policy(branch, policy) for branch in branches]
+    inputs = inputs_of(operands, {}, mode_of(options), name)
+    found = [_written_by(branch, inputs, name) for branch in branches]
+    grafts = [graft for written in found for graft in written.grafts]
+    force = {graft.spec.number for graft in grafts if graft.spec.number is not None}
+    if force:  # a branch that left an object alone gives it out as it is
+        found = [_written_by(branch, inputs, name, force) for branch in branches]
+    if any(_outline(written) != _outline(found[0]) for written in found):
+        raise TypeError(
+            f"{name}: the branches change the structure of the operands in different "
+            "ways. Make the same attributes, of the same kinds, in all of them."
+        )
+    kept = {n for written in found for lane in written.lanes for n, _ in lane}
+
+    def purified(branch: Any) -> Callable[[Any], Any]:
+        def pure(values: Any) -> Any:
+            return run(branch, inputs, values, name, keep=kept, force=force)
+
+        return pure
+
+    return inputs.finish(*choose(list(map(purified, branches)), inputs.values()))
+
+
+def cond(
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    **options: Unpack[Options],
+) -> Any:
+    """Calls one of two functions, as `pred` says.
+
+    Args:
+        pred: What decides.
+        true_fun: Called when it holds.
+        false_fun: Called when it does not.
+        *operands: The arguments of both.
+        **options: As for `treetap.jit`.
+    """
+
+    def choose(branches: Any, values: Any) -> Any:
+        return jax.lax.cond(pred, *branches, values)
+
+    branches: Any = (true_fun, false_fun)
+    if listening.value is not None:
+        from treetap._capture.marks import guarded  # only those who listen pay for it
+
+        taken = jnp.asarray(pred, bool)
+        branches = guarded(true_fun, taken), guarded(false_fun, ~taken)
+    return _branched("cond", choose, branches, operands, options)
+
+
+def switch(
+    index: Any,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    **options: Unpack[Options],
+) -> Any:
+    """Calls one of several functions, by number.
+
+    Args:
+        index: Which one; clamped into the range.
+        branches: The functions.
+        *operands: The arguments of all.
+        **options: As for `treetap.jit`.
+    """
+
+    def choose(pure: Any, values: Any) -> Any:
+        return jax.lax.switch(index, pure, values)
+
+    if listening.value is not None:
+        from treetap._capture.marks import guarded  # only those who listen pay for it
+
+        chosen = jnp.clip(jnp.asarray(index), 0, len(branches) - 1)
+        branches = [guarded(branch, chosen == n) for n, branch in enumerate(branches)]
+    return _branched("switch", choose, branches, operands, options)
+
+
+@transform
+def checkify(
+    f: Callable[..., Any],
+    errors: Any = None,
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """A function that returns `(error, result)`; Variables change either way.
+
+    Args:
+        f: The function.
+        errors: What to check; as for `jax.experimental.checkify.checkify`, whose
+            `user_checks` are the default.
+        **options: As for `treetap.jit`.
+    """
+    mode = mode_of(options)
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = inputs_of(args, kwargs, mode, "checkify")
+
+        def pure(values: Any) -> Any:
+            return run(f, inputs, values, "checkify")
+
+        from jax.experimental import checkify as jax_checkify  # takes a while to import
+
+        chosen = jax_checkify.user_checks if errors is None else errors
+        error, given = jax_checkify.checkify(pure, chosen)(inputs.values())
+        return error, inputs.finish(*given)
+
+    return call

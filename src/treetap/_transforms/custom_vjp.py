@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""custom_vjp: a function with a reverse rule of its own.
+
+JAX sees a function of flat values; the user's three functions see arguments, results
+and residuals as they are. Arguments that are not differentiated get no cotangent, but
+may hold Variables, and their updates are written as everywhere.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Path, show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.build import regrow
+from treetap._core.trees.flatten import Apart
+from treetap._core.trees.pytree import opened, variables_below
+from treetap._core.trees.state import State
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_inexact
+from treetap._core.variables.variable import Variable
+from treetap._transforms.grad import DiffState, check_numbers, holds_objects, states_of
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Inside,
+    Options,
+    Updates,
+    Written,
+    filled,
+    inputs_of,
+    mode_of,
+    run,
+    transform,
+)
+from treetap._transforms.lift.prefixes import PrefixFilter, Spread, spread
+from treetap._transforms.lift.results import WHOLE, unpack
+from treetap._transforms.lift.structure_watch import policy_of
+
+
+def _zero(value: Any) -> Any:
+    """The cotangent of a value that has none."""
+
+    def of_leaf(x: Any) -> Any:
+        if is_inexact(x):
+            return jnp.zeros_like(x)
+        return np.zeros(np.shape(x), jax.dtypes.float0)
+
+    return jax.tree.map(of_leaf, value)
+
+
+def _wants_updates(bwd: Callable[..., Any]) -> bool:
+    """Whether a rule takes the cotangents of changed Variables."""
+    parameters = inspect.signature(bwd).parameters.values()
+    return any(p.name == "updates_g" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class CustomVjp:
+    """A function with a reverse rule; made by `custom_vjp`."""
+
+    def __init__(self, fun: Callable[..., Any], nondiff: Sequence[Any], mode: Mode):
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.nondiff_argnums = tuple(nondiff)
+        self.mode = mode
+        self._fwd: Callable[..., Any] | None = None
+        self._bwd: Callable[..., Any] | None = None
+        self._wants_updates = False
+
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        symbolic_zeros: bool = False,
+    ) -> None:
+        """Gives the rule.
+
+        Args:
+            fwd: Takes the arguments; returns the result and a residual.
+            bwd: Takes the arguments that are not differentiated, the residual and the
+                cotangent of the result; returns one tangent for each other argument. A
+                keyword `updates_g` receives the cotangents of changed Variables: a
+                tuple like the arguments, with None where nothing changed. With graph
+                updates the cotangent is a pair, that of the changed Variables (a State
+                for each object, None for other arguments) and that of the result; and
+                the tangent of an object is a State.
+            symbolic_zeros: Only False is supported.
+        """
+        if symbolic_zeros:
+            raise NotImplementedError(
+                "custom_vjp: `symbolic_zeros` is not supported. Leave it out: the rule "
+                "then gets zeros where nothing depends on a result."
+            )
+        self._fwd, self._bwd = fwd, bwd
+        self._wants_updates = _wants_updates(bwd)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; under differentiation, by its rule."""
+        if self._fwd is None or self._bwd is None:
+            name = getattr(self.fun, "__name__", "the function")
+            raise StructureError(
+                f"custom_vjp: no rule was given for {name}. Call "
+                f"`{name}.defvjp(fwd, bwd)` before using it."
+            )
+        if kwargs:
+            args = inspect.signature(self.fun).bind(*args, **kwargs).args
+        if self in _running.get():  # called by its own rule: the function itself
+            return self.fun(*args)
+        inputs = inputs_of(args, {}, self.mode, "custom_vjp")
+        return inputs.finish(*_Rule(self, inputs).call(inputs.values()))
+
+
+# The functions whose rules are being run: a rule may call its own function.
+_running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
+
+
+class _Rule:
+    """A function with its own rule, for arguments of one structure.
+
+    JAX keeps it with the program it is part of, so nothing in it is traced.
+    """
+
+    def __init__(self, owner: CustomVjp, inputs: Inputs):
+        self.owner = owner
+        self.outline = inputs.outline()
+        self.definition = inputs.definition
+        self.has_states = inputs.definition.graph is Mode.UPDATES
+        args = inputs.tree["args"]
+        prefix: list[Any] = [True] * len(args)
+        self.nondiff: set[int] = set()
+        for given in owner.nondiff_argnums:
+            if isinstance(given, DiffState):
+                rules = [(given.filter, True), (..., False)]
+                prefix[given.argnum] = PrefixFilter(rules)
+                continue
+            number = given % len(args)
+            if number in self.nondiff:
+                raise StructureError(
+                    f"custom_vjp: `nondiff_argnums` {list(owner.nondiff_argnums)} "
+                    f"names argument {number} twice: it is repeated."
+                )
+            self.nondiff.add(number)
+            prefix[number] = False
+            if self.has_states and holds_objects(args[number]):
+                raise TypeError(
+                    f"custom_vjp: argument {number} is in `nondiff_argnums` and holds "
+                    "an object. With graph updates, say what of it to differentiate: "
+                    f"`DiffState({number}, filter)`."
+                )
+        tree = {"args": tuple(prefix), "kwargs": False}
+        self.active = spread(tree, inputs.tree, "custom_vjp", "nondiff_argnums")
+        leaves = inputs.values()
+        self.fixed = {
+            number: value
+            for number, value in enumerate(leaves)
+            if not self.active[number] and not _is_numeric(value)
+        }
+        self.written: Collection[int] = ()  # while that is found out
+        self.written = self._written(self._numeric(leaves))
+        self._check_written(inputs.leaves)
+
+    def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
+        """The user's `fwd`: result, residual and updates."""
+        inside = Inside(self.outline, self._all(values), "custom_vjp")
+        token = _running.set((*_running.get(), self.owner))
+        try:
+            with inside.watched(policy_of(self.owner.fun)):
+                pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
+        finally:
+            _running.reset(token)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise StructureError(
+                "custom_vjp: `fwd` must return a pair, the result and a residual; it "
+                f"returned a {type(pair).__name__}."
+            )
+        out, residual = pair
+        packed, updates = inside.finish(out, keep=self.written)
+        walk = Apart(residual, True, "custom_vjp")
+        kept = WHOLE.pack(residual, walk, Spread("custom_vjp", "the residual"))
+        return packed, kept, updates
+
+    def _all(self, values: Any) -> list[Any]:
+        """All values in order: those JAX handles, and those it cannot."""
+        return filled(self.fixed, values, len(self.active))
+
+    def _numeric(self, leaves: list[Any]) -> list[Any]:
+        return [x for n, x in enumerate(leaves) if n not in self.fixed]
+
+    def _written(self, values: list[Any]) -> set[int]:
+        """The Variables that the function or its rule changes."""
+        found: list[Written] = []
+
+        def probe(values: Any) -> None:
+            found.append(self._run(values)[1].written)
+            found.append(self._forward(values)[2].written)
+
+        jax.eval_shape(probe, values)
+        return {n for written in found for lane in written.lanes for n, _ in lane}
+
+    def _check_written(self, leaves: list[Any]) -> None:
+        """Refuses changes whose gradient would be lost for want of `updates_g`."""
+        if self.owner._wants_updates or self.has_states:
+            return
+        for number in self.written:
+            leaf = leaves[number]
+            if self.active[number] and is_inexact(leaf._box[0]):
+                raise StructureError(
+                    f"custom_vjp: a differentiable {type(leaf).__name__} is changed "
+                    "inside, and `bwd` does not take its cotangent. Give `bwd` a "
+                    "keyword `updates_g`, or put the argument into `nondiff_argnums`."
+                )
+
+    def _run(self, values: Any) -> Any:
+        source, fun = self.outline, self.owner.fun
+        return run(fun, source, self._all(values), "custom_vjp", keep=self.written)
+
+    def call(self, leaves: list[Any]) -> Any:
+        """Runs through `jax.custom_vjp`: the result and what changed."""
+        pure = jax.custom_vjp(self._run)
+        pure.defvjp(self._fwd, self._bwd)
+        return pure(self._numeric(leaves))
+
+    def _fwd(self, values: Any) -> Any:
+        out, residual, updates = self._forward(values)
+        return (out, updates), (residual, values)
+
+    def _bwd(self, kept: Any, cotangents: Any) -> Any:
+        residual, values = kept
+        out_g, updates = cotangents
+        made: dict[int, Any] = {}
+        tree, leaves = regrow(self.definition, self._all(values), made)
+        passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
+        given = unpack(out_g, made)
+        options = {}
+        if self.has_states:
+            given = self._updates_states(updates, tree["args"], leaves), given
+        elif self.owner._wants_updates:
+            options["updates_g"] = self._updates_tree(updates)
+        bwd: Any = self.owner._bwd
+        found = bwd(*passive, unpack(residual, {}), given, **options)
+        return (self._cotangents(found, tree["args"], self._all(values)),)
+
+    def _updates_tree(self, updates: Updates) -> Any:
+        """Cotangents of changed Variables, in a tuple like the arguments."""
+        given = dict(zip(sorted(self.written), updates.values[0]))
+        values = [given.get(n) for n in range(len(self.active))]
+        shaped, _ = regrow(self.definition, values)
+        return _without_empty(shaped["args"])
+
+    def _updates_states(self, updates: Updates, args: Any, leaves: list[Any]) -> Any:
+        """Cotangents of Variables: a State for each object, zeros where none came."""
+        given = dict(zip(sorted(self.written), updates.values[0]))
+        wanted: dict[int, Any] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Variable) and self.active[number]:
+                cotangent = given.get(number, _zero(leaf._box[0]))
+                wanted[id(leaf)] = leaf.copy(cotangent)
+        return tuple(
+            states_of(arg, wanted) if list(variables_below(arg)) else None
+            for number, arg in enumerate(args)
+            if number not in self.nondiff
+        )
+
+    def _cotangents(self, found: Any, args: Any, values: list[Any]) -> list[Any]:
+        """The rule's tangents as flat values; zeros for what is not differentiated."""
+        count = len(args) - len(self.nondiff)
+        found = found if isinstance(found, tuple | list) else (found,)
+        if len(found) != count:
+            raise StructureError(
+                f"custom_vjp: `bwd` returned {len(found)} tangents for {count} "
+                "differentiable arguments."
+            )
+        supply = iter(found)
+        tangents = [
+            None if n in self.nondiff else next(supply) for n in range(len(args))
+        ]
+        given = list(_paired(args, tuple(tangents), (), set()))
+        result = []
+        for number, (value, tangent) in enumerate(zip(values, given)):
+            if number not in self.fixed:
+                is_active = self.active[number] and is_inexact(value)
+                missing = not is_active or tangent is None
+                result.append(_zero(value) if missing else tangent)
+        return result
+
+
+def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[Any]:
+    """What a tangent holds for each leaf of a value, in order; None for none."""
+    if isinstance(value, Node | Variable):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+    inside = opened(value)
+    if inside is None:
+        yield tangent._box[0] if isinstance(tangent, Variable) else tangent
+        return
+    keys, children = tuple(inside[0]), tuple(inside[1])
+    below: Any = {}
+    if isinstance(tangent, Mapping):
+        below = tangent
+    elif tangent is not None and (held := opened(tangent)) is not None:
+        below = dict(zip(*held))
+    elif tangent is not None:
+        below = {None: tangent}
+    extra = [key for key in below if key not in keys]
+    is_state = isinstance(tangent, State) or tangent is None
+    if extra or not (is_state or len(below) == len(keys)):
+        raise StructureError(
+            f"custom_vjp: the tangent that `bwd` returned for {show_path(path)} does "
+            f"not fit: it is a {type(tangent).__name__} with {list(below)}, the "
+            f"argument is a {type(value).__name__} with {list(keys)}. Return a tree "
+            "like the argument."
+        )
+    for key, child in zip(keys, children):
+        yield from _paired(child, below.get(key), (*path, key), seen)
+
+
+def _is_numeric(value: Any) -> bool:
+    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+    return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
+
+
+def _without_empty(tree: Any) -> Any:
+    """The tree with Variables that hold nothing replaced by None."""
+
+    def emptied(leaf: Any) -> Any:
+        is_empty = isinstance(leaf, Variable) and leaf._box[0] is None
+        return None if is_empty else leaf
+
+    return jax.tree.map(emptied, tree, is_leaf=lambda x: isinstance(x, Variable))
+
+
+@transform
+def custom_vjp(
+    fun: Callable[..., Any] = MISSING,
+    *,
+    nondiff_argnums: int | Sequence[int] = (),
+    **options: Unpack[Options],
+) -> Any:
+    """Gives a function a reverse rule of its own; see `CustomVjp.defvjp`.
+
+    Args:
+        fun: The function; without it, a decorator.
+        nondiff_argnums: Arguments that are not differentiated; they may hold Variables.
+        **options: As for `treetap.jit`.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> @tt.custom_vjp
+        ... def twice(p):
+        ...     return p * 2
+        >>> twice.defvjp(lambda p: (p * 2, None), lambda _, g: (tt.Param(g * 10),))
+        >>> float(tt.grad(twice)(tt.Param(1.0))[...])
+        10.0
+    """
+    mode = mode_of(options)
+    numbers = check_numbers(nondiff_argnums, mode, "custom_vjp", "nondiff_argnums")
+    return CustomVjp(fun, numbers, mode)

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""grad, value_and_grad, vjp, jvp and remat.
+
+A gradient has the structure of what it is the gradient of: a Module gives a Module
+whose Variables hold gradients. Integer and key Variables inside Modules have no
+derivative and are left out (`float0` in their place); a bare integer argument is an
+error, as in JAX.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, Unpack
+
+import jax
+import numpy as np
+
+from treetap._core.errors import StructureError
+from treetap._core.settings import Mode
+from treetap._core.trees.attributes import Node, is_object
+from treetap._core.trees.build import regrow
+from treetap._core.trees.filters import Filter
+from treetap._core.trees.flatten import take_apart
+from treetap._core.trees.state import State, flat_items, nested
+from treetap._core.variables.kinds import Param
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_inexact, is_ref
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Options,
+    inputs_of,
+    mode_of,
+    run,
+    transform,
+)
+from treetap._transforms.lift.prefixes import PrefixFilter, spread
+from treetap._transforms.lift.results import repack, unpack
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _has_derivative(leaf: Any) -> bool:
+    """Whether a leaf takes part in differentiation: not an integer or key Variable."""
+    if not isinstance(leaf, Variable):
+        return True
+    value = leaf._box[0]
+    return not is_ref(value) and is_inexact(value)
+
+
+class _Split:
+    """The leaves of a call, parted into those to differentiate and the rest."""
+
+    def __init__(self, inputs: Inputs, chosen: Sequence[bool]):
+        self.inputs = inputs
+        self.flags = [
+            flag and _has_derivative(leaf) for flag, leaf in zip(chosen, inputs.leaves)
+        ]
+        values = inputs.values()
+        self.active = [value for value, flag in zip(values, self.flags) if flag]
+        self.passive = [value for value, flag in zip(values, self.flags) if not flag]
+
+    def joined(self, active: Sequence[Any], passive: Sequence[Any]) -> list[Any]:
+        """All values in order."""
+        sources = {True: iter(active), False: iter(passive)}
+        return [next(sources[flag]) for flag in self.flags]
+
+    def pure(self, f: Any, has_aux: bool) -> Callable[[Any], Any]:
+        """The function of what is differentiated: its value, then all the rest."""
+        inputs = self.inputs
+
+        def call(active: Any) -> Any:
+            values = self.joined(active, self.passive)
+            out, updates = run(f, inputs, values, inputs.name)
+            value, aux = pair_of(out, has_aux, inputs.name)
+            return value, (aux, updates)
+
+        return call
+
+    def tree_of(self, active: Sequence[Any]) -> Any:
+        """Trees like the arguments that hold derivatives; `float0` where none is."""
+        inputs = self.inputs
+        values = self.joined(active, [_no_derivative(x) for x in self.passive])
+        tree, leaves = regrow(inputs.definition, values)
+        if inputs.definition.graph is not Mode.UPDATES:
+            return tree["args"]
+        pairs = zip(inputs.leaves, leaves, self.flags)
+        found = {id(old): new for old, new, flag in pairs if flag}
+        return states_of(inputs.tree["args"], found)
+
+
+def _no_derivative(value: Any) -> Any:
+    value = value[...] if is_ref(value) else value
+    return jax.tree.map(lambda x: np.zeros(np.shape(x), jax.dtypes.float0), value)
+
+
+@dataclass(frozen=True)
+class DiffState:
+    """Differentiates, with graph updates, the Variables of an argument a filter takes.
+
+    Attributes:
+        argnum: The argument.
+        filter: Which Variables.
+    """
+
+    argnum: int
+    filter: Filter
+
+
+class Chosen:
+    """Which leaves of a call are differentiated: `argnums`, checked and spread.
+
+    Args:
+        inputs: The arguments.
+        argnums: Numbers, or `DiffState`s with graph updates.
+        name: The transform.
+        argument: The name of `argnums`, for messages.
+    """
+
+    def __init__(self, inputs: Inputs, argnums: Sequence[Any], argument: str):
+        name, count = inputs.name, len(inputs.tree["args"])
+        given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
+        self.numbers = [n % count if -count <= n < count else n for n in given]
+        if any(number >= count or number < 0 for number in self.numbers):
+            raise StructureError(
+                f"{name}: `{argument}` is {given}, but {count} positional arguments "
+                "were given."
+            )
+        if len(set(self.numbers)) != len(given):
+            raise StructureError(
+                f"{name}: `{argument}` {given} repeats an argument: it is repeated."
+            )
+        prefix: list[Any] = [False] * count
+        has_updates = inputs.definition.graph is Mode.UPDATES
+        for number, wanted in zip(self.numbers, argnums):
+            prefix[number] = True
+            if has_updates and holds_objects(inputs.tree["args"][number]):
+                filter = wanted.filter if isinstance(wanted, DiffState) else Param
+                prefix[number] = PrefixFilter([(filter, True), (..., False)])
+        tree = {"args": tuple(prefix), "kwargs": False}
+        self.flags = spread(tree, inputs.tree, name, argument)
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether there is an object with attributes in a value."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Node))
+    return any(isinstance(x, Node) for x in leaves)
+
+
+def check_numbers(argnums: Any, mode: Mode, name: str, argument: str) -> Any:
+    """`argnums` as a tuple."""
+    is_one = isinstance(argnums, int | DiffState)
+    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)
+    if mode is not Mode.UPDATES and any(isinstance(x, DiffState) for x in numbers):
+        raise StructureError(
+            f"{name}: `{argument}` cannot contain `DiffState` objects without graph "
+            "updates. Split the argument by filter and differentiate one part, or use "
+            "`graph=True, graph_updates=True`."
+        )
+    return numbers
+
+
+def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
+    """A tree in which each object is replaced by the State of some of its Variables.
+
+    Args:
+        tree: The caller's tree.
+        wanted: What to put for a leaf, by identity; others are left out.
+    """
+
+    def state_of(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return wanted.get(id(value), value)
+        _, state = take_apart(value, True, "grad")
+        pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
+        return State(nested(pair for pair in pairs if pair[1] is not None))
+
+    return jax.tree.map(state_of, tree, is_leaf=is_object)
+
+
+def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
+    """Refuses what JAX no longer has."""
+    if given:
+        raise NotImplementedError(
+            f"{name}: `reduce_axes` is not supported; JAX no longer has it. Reduce "
+            "inside the function, for instance with `jax.lax.psum`."
+        )
+
+
+def _derived(
+    name: str, f: Any, argnums: Any, has_aux: bool, *, mode: Mode, options: Any
+) -> Callable[..., Any]:
+    """`value_and_grad`, under the name of who asks for it."""
+    numbers = check_numbers(argnums, mode, name, "argnums")
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inputs = inputs_of(args, kwargs, mode, name)
+        chosen = Chosen(inputs, numbers, "argnums")
+        parts = _Split(inputs, chosen.flags)
+        pure = parts.pure(f, has_aux)
+        derive = jax.value_and_grad(pure, has_aux=True, **options)
+        (value, (aux, updates)), flat = derive(parts.active)
+        trees = parts.tree_of(flat)
+        aux = inputs.finish(aux, updates)
+        grads = tuple(trees[number] for number in chosen.numbers)
+        found = grads if isinstance(argnums, tuple | list) else grads[0]
+        return (value, aux) if has_aux else value, found
+
+    return call
+
+
+@transform
+def value_and_grad(
+    f: Callable[..., Any] = MISSING,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """A function that gives the value of `f` and its gradient.
+
+    Args:
+        f: A function with a scalar result; without it, a decorator.
+        argnums: Which arguments to differentiate; several give a tuple of gradients.
+        has_aux: Whether `f` returns a pair whose second part is passed through.
+        holomorphic: As for `jax.grad`.
+        allow_int: As for `jax.grad`.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`. In graph mode a shared Variable gets its whole
+            derivative. With graph updates only Params of objects are differentiated (or
+            what a `DiffState` in `argnums` says), and their gradient is a State.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = tt.Dict(w=tt.Param(3.0), calls=tt.Variable(0))
+        >>> def loss(model):
+        ...     model.calls[...] += 1
+        ...     return model.w * model.w
+        >>> value, grads = tt.value_and_grad(loss)(model)
+        >>> float(grads.w), int(model.calls)
+        (6.0, 1)
+    """
+    refuse_reduce_axes(reduce_axes, "value_and_grad")
+    given = {"holomorphic": holomorphic, "allow_int": allow_int}
+    mode = mode_of(options)
+    return _derived("value_and_grad", f, argnums, has_aux, mode=mode, options=given)
+
+
+@transform
+def grad(
+    f: Callable[..., Any] = MISSING,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """A function that gives the gradient of `f`; see `value_and_grad`.
+
+    Args:
+        f: A function with a scalar result; without it, a decorator.
+        argnums: Which arguments to differentiate.
+        has_aux: Whether `f` returns a pair; the result is then (gradient, aux).
+        holomorphic: As for `jax.grad`.
+        allow_int: As for `jax.grad`.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`.
+    """
+    refuse_reduce_axes(reduce_axes, "grad")
+    given = {"holomorphic": holomorphic, "allow_int": allow_int}
+    mode = mode_of(options)
+    derived = _derived("grad", f, argnums, has_aux, mode=mode, options=given)
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, grads = derived(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return call
+
+
+def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """A result as (value, aux)."""
+    if not has_aux:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        found = f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
+        raise StructureError(
+            f"{name}: with `has_aux=True` the function must return a pair, the value "
+            f"and what is passed through; it returned {found}."
+        )
+    return out
+
+
+@transform
+def vjp(
+    f: Callable[..., Any] = MISSING,
+    *primals: Any,
+    has_aux: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    **options: Unpack[Options],
+) -> Any:
+    """The result of `f`, and a function from its cotangent to those of the arguments.
+
+    Args:
+        f: The function; without it, a decorator.
+        *primals: Its arguments; without them, a function that takes them.
+        has_aux: Whether `f` returns a pair whose second part is passed through.
+        reduce_axes: Only the empty default.
+        **options: As for `treetap.jit`.
+
+    Returns:
+        `(out, vjp_fn)`, or `(out, vjp_fn, aux)`.
+    """
+    refuse_reduce_axes(reduce_axes, "vjp")
+    if not primals:
+        return functools.wraps(f)(functools.partial(vjp, f, has_aux=has_aux, **options))
+    inputs = inputs_of(primals, {}, mode_of(options), "vjp")
+    parts = _Split(inputs, Chosen(inputs, range(len(primals)), "primals").flags)
+    pure = parts.pure(f, has_aux)
+    out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
+
+    packed = out
+
+    def vjp_fn(cotangent: Any) -> Any:
+        (found,) = pull(repack(packed, cotangent, "vjp"))
+        return parts.tree_of(found)
+
+    out, aux = inputs.finish((out, aux), updates)
+    return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
+
+
+@transform
+def jvp(
+    f: Callable[..., Any] = MISSING,
+    primals: Sequence[Any] = MISSING,
+    tangents: Sequence[Any] = MISSING,
+    *,
+    has_aux: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """The result of `f` and its derivative in a direction.
+
+    Args:
+        f: The function; without it, a decorator.
+        primals: Its arguments; without them, a function of (primals, tangents).
+        tangents: The direction; trees like the arguments.
+        has_aux: Whether `f` returns a pair whose second part is passed through.
+        **options: As for `treetap.jit`.
+
+    Returns:
+        `(out, tangent_out)`, or `(out, tangent_out, aux)`.
+    """
+    if primals is MISSING:
+        return functools.wraps(f)(functools.partial(jvp, f, has_aux=has_aux, **options))
+    mode = mode_of(options)
+    inputs = inputs_of(tuple(primals), {}, mode, "jvp")
+    moved = inputs_of(tuple(tangents), {}, mode, "jvp: tangents")
+    if moved.definition != inputs.definition:
+        raise StructureError(
+            "jvp: the tangents are not like the primals.\nprimals: "
+            f"{inputs.definition}\ntangents: {moved.definition}"
+        )
+    parts = _Split(inputs, [True] * len(inputs.leaves))
+    direction = [x for x, flag in zip(moved.values(), parts.flags) if flag]
+    out, tangent, (aux, updates) = jax.jvp(
+        parts.pure(f, has_aux), (parts.active,), (direction,), has_aux=True
+    )
+    out, aux = inputs.finish((out, aux), updates)
+    tangent = unpack(tangent, dict(inputs.owners))
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+@transform
+def remat(
+    f: Callable[P, R] = MISSING,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    **options: Unpack[Options],
+) -> Callable[P, R]:
+    """Recomputes `f` when differentiated instead of keeping its intermediates.
+
+    Variables change once, however often `f` is recomputed.
+
+    Args:
+        f: The function; without it, a decorator.
+        prevent_cse: As for `jax.checkpoint`.
+        static_argnums: Arguments that are part of the program.
+        policy: As for `jax.checkpoint`.
+        **options: As for `treetap.jit`.
+    """
+    mode = mode_of(options)
+    statics = Positions(f, static_argnums, None, "remat: static arguments")
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, taken = take_statics(statics, args, kwargs)
+        inputs = inputs_of(args, kwargs, mode, "remat")
+
+        def pure(values: list[Any]) -> Any:
+            called = put_statics(f, taken)
+            return run(called, inputs, values, "remat")
+
+        checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+        return inputs.finish(*checkpointed(inputs.values()))
+
+    return call

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eval_shape and make_jaxpr: transforms that only look at a function.
+
+Nothing is computed and nothing is changed; what is shared in the arguments is refused,
+as it is where they run.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Unpack
+
+import jax
+
+from treetap._core.errors import StructureError
+from treetap._core.settings import Mode
+from treetap._core.trees.build import regrow
+from treetap._core.trees.flatten import Apart
+from treetap._core.trees.pytree import variables_below
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.placement import has_mesh, resolve_sharding
+from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
+from treetap._transforms.lift.lift import Options, inputs_of, mode_of, run, transform
+from treetap._transforms.lift.prefixes import Spread
+from treetap._transforms.lift.results import WHOLE, unpack
+from treetap._transforms.lift.structure_updates import refuse_captured
+from treetap._transforms.lift.structure_watch import Policy
+
+R = TypeVar("R")
+
+
+def _inspected(f: Any, mode: Mode, name: str, args: Any, kwargs: Any) -> Any:
+    """The pure form of a function that is only looked at, and its inputs."""
+    inputs_of(args, kwargs, Mode.TREE, name)  # what is shared is refused here
+    inputs = inputs_of(args, kwargs, mode, name)
+
+    def pure(values: list[Any]) -> Any:
+        return run(f, inputs, values, name)[0]
+
+    return pure, inputs.values()
+
+
+@transform
+def eval_shape(
+    f: Callable[..., R],
+    *args: Any,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    on_structure_change: Policy | None = None,
+    **kwargs: Any,
+) -> R:
+    """The result of `f` with abstract leaves; nothing is computed or changed.
+
+    Args:
+        f: The function.
+        *args: Its arguments, concrete or abstract.
+        graph: As for `treetap.jit`.
+        graph_updates: As for `treetap.jit`.
+        on_structure_change: As for `treetap.jit`.
+        **kwargs: Its keyword arguments.
+    """
+    mode: Any = graph
+    if mode is Mode.UPDATES:
+        return _with_shardings(_shape_with_updates(f, args, kwargs))
+    pure, values = _inspected(f, mode, "eval_shape", args, kwargs)
+    return _with_shardings(unpack(jax.eval_shape(pure, values), {}))
+
+
+def _shape_with_updates(f: Any, args: Any, kwargs: Any) -> Any:
+    """The abstract result when it may hold the arguments themselves: copies of them."""
+    inputs = inputs_of(args, kwargs, Mode.UPDATES, "eval_shape")
+
+    def pure(values: list[Any]) -> Any:
+        tree, _ = regrow(inputs.definition, values)
+        out = f(*tree["args"], **tree["kwargs"])
+        walk = Apart(out, Mode.UPDATES, "eval_shape")
+        packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
+        refuse_captured(walk, "eval_shape")
+        return packed
+
+    return unpack(jax.eval_shape(pure, inputs.values()), {})
+
+
+def _with_shardings(out: Any) -> Any:
+    """Gives abstract Variables the sharding their metadata ask for, where they can."""
+    for variable in variables_below(out):
+        raw = variable._box[0]
+        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
+            continue
+        if not has_mesh(variable._metadata):
+            continue
+        sharding = resolve_sharding(variable._metadata)
+        if sharding is not None:
+            placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
+            variable.set_raw_value(placed)
+    return out
+
+
+@transform
+def make_jaxpr(
+    f: Callable[..., Any] = MISSING,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """A function that returns the jaxpr of `f` in its pure form.
+
+    Args:
+        f: The function; without it, a decorator.
+        static_argnums: Arguments that are part of the program.
+        **options: As for `treetap.jit`, without graph updates.
+    """
+    mode = mode_of(options)
+    if mode is Mode.UPDATES:
+        raise StructureError(
+            "nnx.make_jaxpr does not support graph_updates=True. A jaxpr has no place "
+            "for changes of structure; pass `graph_updates=False`."
+        )
+    statics = Positions(f, static_argnums, None, "make_jaxpr: static arguments")
+
+    @functools.wraps(f)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, taken = take_statics(statics, args, kwargs)
+        called = put_statics(f, taken)
+        pure, values = _inspected(called, mode, "make_jaxpr", args, kwargs)
+        return jax.make_jaxpr(pure)(values)
+
+    return made

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""jit_partial and cached_partial: functions whose first arguments are fixed once.
+
+The objects are taken apart when the function is made, so that a call need not look at
+their structure again; their Variables stay the caller's.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.build import regrow
+from treetap._core.trees.pytree import variables_below
+from treetap._core.trees.sharing import places
+from treetap._core.variables.variable import Variable, write_boxes
+from treetap._transforms.jit import Jit, JitOptions
+from treetap._transforms.lift.lift import Inputs, Options, mode_of, refuse_bound_method
+from treetap._transforms.lift.structure_watch import with_policy
+
+
+class JitPartial(Jit[..., Any]):
+    """A compiled function whose first arguments are fixed; made by `jit_partial`."""
+
+    _name = "jit_partial"
+
+    def __init__(self, fn: Any, mode: Mode, options: JitOptions, fixed: Any):
+        super().__init__(fn, mode, options)
+        # The structure is frozen here: new objects around the caller's Variables.
+        inputs = Inputs({"args": fixed, "kwargs": {}}, mode, self._name)
+        tree, _ = regrow(inputs.definition, inputs.leaves)
+        self._fixed = tree["args"]
+        self._has_more = True
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """All arguments, the fixed ones first."""
+        return super()._given((*self._fixed, *args), kwargs)
+
+    def _prepared(self, tree: Any, statics: Any) -> Any:
+        """As for a `Jit`; arguments given now may hold no Variables."""
+        args, kwargs = tree
+        given = {"args": args[len(self._fixed) :], "kwargs": kwargs}
+        for path, value, _ in places(given):
+            if isinstance(value, Variable):
+                raise StructureError(
+                    f"jit_partial: Found Variable in non-partial arguments: the "
+                    f"{type(value).__name__} at {show_path(path)}. Fix it when the "
+                    "function is made, or use `jit`."
+                )
+        return super()._prepared(tree, statics)
+
+
+def jit_partial(
+    fun: Callable[..., Any], *partial_args: Any, **options: Unpack[JitOptions]
+) -> JitPartial:
+    """Compiles a function with its first arguments fixed.
+
+    The structure of those arguments, and which Variables they hold, are frozen; values
+    may change. Arguments are numbered by the signature of `fun`. The other arguments
+    are given at each call and may hold no Variables.
+
+    Args:
+        fun: The function.
+        *partial_args: Its first arguments.
+        **options: As for `treetap.jit`, without graph updates; `in_shardings` has one
+            entry for each argument.
+    """
+    refuse_bound_method(fun, "jit_partial")
+    mode = mode_of(options)
+    if mode is Mode.UPDATES:
+        raise StructureError(
+            "jit_partial: the structure of the fixed arguments is frozen, so there is "
+            "no graph_updates=True. Pass `graph_updates=False`."
+        )
+    called = with_policy(fun, options.get("on_structure_change"))
+    return JitPartial(called, mode, options, partial_args)
+
+
+def cached_partial(
+    f: Callable[..., Any], *cached_args: Any, **options: Unpack[Options]
+) -> Callable[..., Any]:
+    """A transform with graph updates whose first arguments are fixed.
+
+    It sees copies of the objects, around the caller's Variables; the same copies at
+    each call. Their structure must be the same again when the function ends.
+
+    Args:
+        f: A function wrapped by a transform with graph updates.
+        *cached_args: Its first arguments.
+        **options: Only `graph=True` and `graph_updates=True`.
+    """
+    if mode_of(options) is not Mode.UPDATES:
+        raise StructureError(
+            "cached_partial: it is for graph updates only. Use `jit_partial`, or say "
+            "`graph=True, graph_updates=True`."
+        )
+    if getattr(f, "__treetap_mode__", None) is not Mode.UPDATES:
+        name = getattr(f, "__name__", type(f).__name__)
+        raise StructureError(
+            f"cached_partial: {name} is not a function wrapped by a transform with "
+            "graph updates. Wrap it first: `cached_partial(nnx.jit(f), ...)`."
+        )
+    inputs = Inputs({"args": cached_args, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+    owners: dict[int, Any] = {}
+    tree, _ = regrow(inputs.definition, inputs.leaves, owners)
+    nodes = {n: x for n, x in owners.items() if not isinstance(x, Variable)}
+    fixed = tree["args"]
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = [(v, v._box, v._metadata) for v in variables_below(fixed)]
+        out = f(*fixed, *args, **kwargs)
+        after = Inputs({"args": fixed, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+        if after.definition != inputs.definition:
+            regrow(inputs.definition, inputs.leaves, owners=nodes)
+            for variable, box, metadata in before:
+                write_boxes((variable,), (box,))
+                variable._replace_metadata(metadata)
+            raise StructureError(
+                "cached_partial: the structure of the fixed arguments changed from\n"
+                f"{inputs.definition}\nto\n{after.definition}\nPass what changes its "
+                "structure at each call."
+            )
+        return out
+
+    return call

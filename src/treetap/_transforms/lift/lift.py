@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lift: how every transform handles Variables, in one place.
+
+A lifted call has two sides. Outside, `Inputs` takes the Variables out of the
+arguments, refuses the same one twice, and hands JAX a flat list of values. Inside,
+`run` builds the arguments anew for the current trace, calls the function, and returns
+the result together with the values of the Variables that changed; which ones did, and
+their metadata, are static, so they cost nothing when the compiled program runs. Outside
+again, `Inputs.finish` puts them into the caller's Variables, all in one step.
+
+Changed Variables come back in *lanes*, one for each different prefix (an axis of vmap,
+a sharding of jit) among the inputs, because a transform must know where its outputs lie
+before it runs. With graph updates, objects whose structure changed ride along.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+import jax
+from jax.tree_util import register_static
+
+from treetap._capture.listening import listening
+from treetap._capture.module_paths import name_shared, put_in_place
+from treetap._core.errors import AliasError, StructureError
+from treetap._core.paths import show_path
+from treetap._core.settings import Mode, resolve_mode
+from treetap._core.trace_level import current_trace, refuse_foreign_variable
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.build import regrow
+from treetap._core.trees.flatten import Apart, take_leaves
+from treetap._core.trees.graphdef import GraphDef
+from treetap._core.trees.pytree import variables_below
+from treetap._core.trees.sharing import first_two_places, places
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import Variable, raw_values, write_boxes
+from treetap._transforms.lift.prefixes import Spread, filter_values
+from treetap._transforms.lift.results import WHOLE, Results, has_packed, unpack
+from treetap._transforms.lift.structure_updates import (
+    Graft,
+    Grafts,
+    Lanes,
+    plant,
+    refuse_captured,
+)
+from treetap._transforms.lift.structure_watch import (
+    Policy,
+    Structure,
+    policy_of,
+    with_policy,
+)
+
+
+class Options(TypedDict, total=False):
+    """What every transform takes beside its own arguments.
+
+    Attributes:
+        graph: Keep shared references in the arguments instead of refusing them.
+        graph_updates: With `graph`, carry changes of structure out to the caller.
+        on_structure_change: What to do when attributes change inside and the change
+            would be lost: `"error"`, `"warn"` or `"ignore"`; see
+            `treetap.set_structure_policy`.
+    """
+
+    graph: bool | None
+    graph_updates: bool | None
+    on_structure_change: Policy | None
+
+
+def mode_of(options: Options) -> Mode:
+    """The mode that a transform's options ask for."""
+    return resolve_mode(options.get("graph"), options.get("graph_updates"))
+
+
+def refuse_bound_method(fn: Any, name: str) -> None:
+    """Refuses a method bound to an object, whose changes would be lost."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if inspect.ismethod(fn) and isinstance(fn.__self__, Node):
+        owner = type(fn.__self__).__name__
+        raise StructureError(
+            f"{name}: bound methods are not supported: {owner}.{fn.__name__} is bound "
+            f"to an object, whose Variables would be constants. Decorate the method in "
+            f"the class, or pass `{owner}.{fn.__name__}` and the object as an argument."
+        )
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def transform(fn: F) -> F:
+    """Gives a transform what all of them share.
+
+    Without a function it is a decorator; the mode is resolved once, when the arguments
+    are given; bound methods are refused; and `on_structure_change` says, for this
+    function, what `treetap.set_structure_policy` says for all.
+    """
+    name = fn.__name__
+
+    @functools.wraps(fn)
+    def call(
+        f: Any = MISSING,
+        *args: Any,
+        graph: bool | None = None,
+        graph_updates: bool | None = None,
+        on_structure_change: Policy | None = None,
+        **options: Any,
+    ) -> Any:
+        mode = resolve_mode(graph, graph_updates)
+        if f is MISSING:
+            policy = on_structure_change
+            given = {"graph": mode, "on_structure_change": policy, **options}
+            return functools.partial(call, **given)
+        refuse_bound_method(f, name)
+        f = with_policy(f, on_structure_change)
+        made = fn(f, *args, graph=mode, **options)
+        if getattr(made, "__wrapped__", None) is f:  # not a result: a function
+            made.__treetap_mode__ = mode
+        return made
+
+    call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
+    return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
+
+
+def _open_signature(fn: Any) -> inspect.Signature:
+    """The signature of a transform with its options by name."""
+    signature = inspect.signature(fn)
+    *parameters, last = signature.parameters.values()
+    if last.name == "options":
+        (given,) = last.annotation.__args__
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+            )
+            for name, kind in given.__annotations__.items()
+        ]
+        return signature.replace(parameters=parameters)
+    return signature
+
+
+@register_static
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What changed: Variables by lane (number and metadata), and objects.
+
+    `is_packed` says whether a part of the result came packed.
+    """
+
+    lanes: tuple[tuple[tuple[int, Any], ...], ...]
+    grafts: tuple[Graft, ...] = ()
+    is_packed: bool = True
+
+    def __hash__(self) -> int:
+        return hash(tuple(tuple(number for number, _ in lane) for lane in self.lanes))
+
+
+class Updates(NamedTuple):
+    """What comes back beside the result: values by lane, and whose they are."""
+
+    values: tuple[list[Any], ...]
+    written: Written
+
+
+class Inputs:
+    """The arguments of a lifted call, taken apart.
+
+    Attributes:
+        definition: What to rebuild the arguments from; static.
+        leaves: The caller's Variables, and plain values, in order.
+        owners: With graph updates, the caller's objects by number.
+    """
+
+    __slots__ = ("definition", "leaves", "name", "numbers", "owners", "tree")
+
+    def __init__(self, tree: Any, mode: Mode, name: str):
+        self.name = name
+        self.tree = tree
+        walk = Apart(tree, mode, name, states=False)
+        try:
+            self.definition = walk.definition(tree)
+        except AliasError as error:
+            raise as_transform_error(error, name) from None
+        self.leaves = walk.leaves
+        self.numbers = walk.numbers
+        members = walk.members if mode is Mode.UPDATES else ()
+        self.owners: dict[int, Any] = dict(enumerate(members))
+
+    def values(self) -> list[Any]:
+        """The raw values for JAX."""
+        return raw_values(self.leaves)
+
+    def spread(self, prefix: Any, argument: str) -> Lanes:
+        """The lanes that a prefix makes of the leaves."""
+        work = Spread(self.name, argument)
+        work.follow(prefix, self.tree, ())
+        if self.definition.graph is not Mode.UPDATES:
+            work.owners, work.known = {}, {}
+        return Lanes(work, self.numbers, filter_values(prefix))
+
+    def outline(self) -> "Inputs | GraphDef":
+        """What `run` needs of them, without a value: for functions that JAX keeps."""
+        if listening.value is None:
+            return self.definition
+        bare = copy.copy(self)
+        bare.tree, bare.leaves = regrow(self.definition, [None] * len(self.leaves))
+        bare.owners = {}
+        put_in_place(self.tree, bare.tree)
+        return bare
+
+    def finish(self, out: Any, updates: Updates) -> Any:
+        """Writes what changed into the caller's objects, and unpacks the result."""
+        made = dict(self.owners)
+        self.write_back(updates, made)
+        return unpack(out, made) if updates.written.is_packed else out
+
+    def with_leaves(self, leaves: list[Any]) -> Any:
+        """The arguments with other leaves: around the caller's Variables, new objects.
+
+        With graph updates, the caller's own objects.
+        """
+        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
+        return regrow(self.definition, leaves, owners=owned)[0]
+
+    def write_back(self, updates: Updates, made: dict[int, Any]) -> None:
+        """Writes changed values, metadata and objects; all that can fail comes first.
+
+        Args:
+            updates: What changed.
+            made: The caller's objects by number; new ones are added.
+        """
+        trace = current_trace()
+        variables: list[Variable[Any]] = []
+        boxes: list[tuple[Any]] = []
+        changes: list[tuple[Variable[Any], Any]] = []
+        supplies = [iter(values) for values in updates.values]
+        for lane, supply in zip(updates.written.lanes, supplies):
+            for (number, metadata), value in zip(lane, supply):
+                variable = self.leaves[number]
+                if variable._trace is not trace:
+                    raise refuse_foreign_variable(type(variable).__name__)
+                variables.append(variable)
+                boxes.append((value,))
+                if metadata is not variable._metadata:
+                    changes.append((variable, metadata))
+        steps = plant(updates.written.grafts, supplies, self.leaves, made)
+        write_boxes(variables, boxes)
+        for variable, metadata in changes:
+            variable._replace_metadata(metadata)
+        for step in steps:
+            step()
+
+
+def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any]:
+    """All values in order: those that JAX handles, and between them the fixed ones."""
+    supply = iter(values)
+    return [fixed[n] if n in fixed else next(supply) for n in range(count)]
+
+
+def as_transform_error(error: AliasError, name: str) -> AliasError:
+    """An error about sharing in the words of a transform."""
+    text = str(error).replace(
+        "tree mode does not support shared references",
+        f"{name} does not support Variable aliasing in tree mode (a tree does not "
+        "support shared references)",
+    )
+    return type(error)(text)
+
+
+def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool:
+    """Whether a Variable holds something else than at the start, by identity."""
+    if variable._metadata is not metadata and variable._metadata != metadata:
+        return True
+    before, after = box[0], variable._box[0]
+    if before is after or is_ref(after):
+        return False
+    if type(after) not in (dict, list, tuple):
+        return True
+    leaves, structure = jax.tree.flatten(before)
+    others, other_structure = jax.tree.flatten(after)
+    return structure != other_structure or any(
+        one is not two for one, two in zip(leaves, others)
+    )
+
+
+class Inside:
+    """The traced side of a lifted call: the arguments rebuilt, and what became of them.
+
+    Args:
+        source: The arguments, or their description where the traced function is kept
+            for other arguments of the same structure.
+        values: Their values at this level, in order.
+        name: The transform, for messages.
+    """
+
+    __slots__ = (
+        *("before", "definition", "grafts", "leaves", "mode", "name", "nodes", "tree"),
+    )
+
+    def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], name: str):
+        self.name = name
+        definition = source if isinstance(source, GraphDef) else source.definition
+        self.mode = Mode(definition.graph)
+        members: dict[int, Any] = {}
+        self.definition = definition
+        self.nodes: list[Any] = []
+        self.tree, self.leaves = regrow(definition, values, members, nodes=self.nodes)
+        self.before = [
+            (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
+            for leaf in self.leaves
+        ]
+        self.grafts = Grafts(members, name) if self.mode is Mode.UPDATES else None
+        if listening.value is not None:
+            if self.mode is not Mode.TREE:
+                name_shared(self.tree)
+            if isinstance(source, Inputs):
+                put_in_place(source.tree, self.tree)
+
+    def watched(self, policy: Policy | None) -> Structure:
+        """A block in which changes of structure that would be lost are noticed."""
+        policy = policy if self.grafts is None else "ignore"
+        return Structure(self.nodes, self.definition, self.name, policy)
+
+    def check_output(self, out: Any) -> None:
+        """Refuses input Variables, captured ones and, in a tree, duplicates."""
+        own = {id(leaf) for leaf in self.leaves if isinstance(leaf, Variable)}
+        trace = current_trace()
+        found = variables_below(out)
+        is_clear = all(v._trace is trace and id(v) not in own for v in found)
+        pairs = () if is_clear else places({"out": out})
+        for path, value, _ in (x for x in pairs if isinstance(x[1], Variable)):
+            if id(value) in own:
+                raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
+            if value._trace is not trace and not value._metadata["ref"]:
+                raise StructureError(
+                    f"{self.name}: Cannot return captured Variable: the "
+                    f"{type(value).__name__} at {show_path(path)} was made outside the "
+                    "function. Pass it as an argument, or return its value."
+                )
+        if self.mode is Mode.TREE:
+            try:
+                take_leaves({"out": out}, False, self.name)
+            except AliasError as error:
+                raise as_transform_error(error, self.name) from None
+
+    def changed(self, number: int) -> bool:
+        """Whether the Variable with this number was written."""
+        before = self.before[number]
+        return before is not None and has_changed(self.leaves[number], *before)
+
+    def finish(
+        self,
+        out: Any,
+        lanes: Lanes | None = None,
+        *,
+        keep: Collection[int] = (),
+        only: Callable[[int], bool] = lambda number: True,
+        results: Results = WHOLE,
+        force: Collection[int] = (),
+    ) -> tuple[Any, Updates]:
+        """The result as JAX can carry it, and the values to carry out beside it.
+
+        Args:
+            out: What the function returned.
+            lanes: The lanes of the leaves; one for all by default.
+            keep: Leaves, by number, that come out even if nobody changed them.
+            only: Tells which Variables come out at all.
+            results: Where the results lie.
+            force: Objects, by number, that come out as if they had changed.
+        """
+        count = len(lanes.prefixes) if lanes else 1
+        of_leaf = lanes.of_leaf if lanes else [0] * len(self.leaves)
+        values: list[list[Any]] = [[] for _ in range(count)]
+        written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
+        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
+            if before is None:
+                continue
+            box, metadata = before
+            is_same = leaf._box is box and leaf._metadata is metadata
+            if (is_same and number not in keep) or is_ref(leaf._box[0]):
+                continue
+            if only(number) and (number in keep or has_changed(leaf, *before)):
+                values[of_leaf[number]].append(leaf._box[0])
+                written[of_leaf[number]].append((number, leaf._metadata))
+        lists = tuple(map(tuple, written))
+        if self.grafts is None:
+            self.check_output(out)
+            walk = Apart(out, self.mode, self.name, states=False)
+            packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
+            return packed, Updates(
+                tuple(values), Written(lists, (), has_packed(packed))
+            )
+        walk = self.grafts.walk()
+        known = len(walk.members)
+        stay = not force  # where all branches must give alike, all gives all
+        own = {id(x): n for n, x in enumerate(self.leaves) if stay and n not in keep}
+        grafts: list[Graft] = []
+        for graft, leaves in self.grafts.collect(walk, lanes, own, force):
+            grafts.append(graft)
+            sent = [lane for lane in graft.lanes if lane >= 0]
+            for lane, value in zip(sent, raw_values(leaves)):
+                values[lane].append(value)
+        walk.root = out
+        work = self.grafts.spread(lanes, "the out prefix") if lanes else None
+        packed = results.pack(out, walk, work or Spread(self.name, "the out prefix"))
+        refuse_captured(walk, self.name, known)
+        note = Written(lists, tuple(grafts), has_packed(packed))
+        return packed, Updates(tuple(values), note)
+
+
+def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
+    """The error for a Variable of the arguments that is also in the result."""
+    found = [show_path(path) for path, _ in first_two_places(root, value)]
+    kind = type(value).__name__
+    return AliasError(
+        f"{name}: Duplicate {kind} found at paths {' and '.join(found)}: {name} does "
+        "not support Variable aliasing between arguments and result. The caller has "
+        "the Variable already, with its new value; return its value, or a copy "
+        "(`treetap.clone`)."
+    )
+
+
+def run(
+    fn: Callable[..., Any],
+    source: Inputs | GraphDef,
+    values: Sequence[Any],
+    name: str,
+    lanes: Lanes | None = None,
+    **choices: Any,
+) -> tuple[Any, Updates]:
+    """The traced side of most transforms: rebuild, call, check, collect.
+
+    Args:
+        fn: The function.
+        source: Its arguments, or their description: see `Inside`.
+        values: Their values at this level.
+        name: The transform.
+        lanes: As for `Inside.finish`, which takes the further arguments.
+        **choices: `keep`, `only`, `results` and `force`.
+
+    Returns:
+        The result, packed for JAX, and the updates.
+    """
+    inside = Inside(source, values, name)
+    with inside.watched(policy_of(fn)):
+        out = fn(*inside.tree["args"], **inside.tree["kwargs"])
+    return inside.finish(out, lanes, **choices)
+
+
+def inputs_of(args: Any, kwargs: Any, mode: Mode, name: str) -> Inputs:
+    """The arguments of a call, labelled for messages and taken apart."""
+    return Inputs({"args": args, "kwargs": kwargs}, mode, name)

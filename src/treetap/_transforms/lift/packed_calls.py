@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing: calls of a compiled function in which small Variables travel in packs.
+
+The program takes the buffers of packs, cuts the values out, runs the function, and puts
+what it changed into new buffers. What is large, or is no plain array, travels by itself
+as ever. A call that does not fit is made the usual way.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from treetap._core.trace_level import EAGER, current_trace
+from treetap._core.trees.pytree import variables_below
+from treetap._core.variables.packed_values import Group, Pack, State, layout_of
+from treetap._core.variables.variable import Variable, pack_of, write_boxes
+from treetap._transforms.lift.call_cache import MISFIT, Known, Recipe, picker
+from treetap._transforms.lift.lift import Updates
+from treetap._transforms.lift.program import refuse_donated_twice
+
+SMALL = 4096  # bytes
+MAX_PROGRAMS = 16  # kept by a recipe, one for each layout of packs
+
+Layout = tuple[Group, ...]
+Home = tuple[int, int, int]  # number of the pack, of the group, place in it
+
+
+class Unpackable(Exception):
+    """More than values was changed: the usual way can do that."""
+
+
+class Note(NamedTuple):
+    """What a program returned.
+
+    Attributes:
+        groups: New buffers: the pack, and the group in it.
+        alone: Leaves, by number, whose new values come by themselves.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    alone: tuple[int, ...]
+
+
+class PackedProgram:
+    """A program of a recipe, for packs of some layouts.
+
+    Args:
+        recipe: The recipe.
+        layouts: The layouts of the packs.
+        homes: For each leaf of the arguments, where it is packed, or None.
+    """
+
+    __slots__ = (
+        *("_donates", "_homes", "_layouts", "_numbers", "_recipe", "_takes"),
+        *("donated", "notes", "rest", "run"),
+    )
+
+    def __init__(self, recipe: Recipe, layouts: Sequence[Layout], homes: Sequence[Any]):
+        program = recipe.program
+        flags = program.key.donated
+        self._recipe, self._layouts, self._homes = recipe, layouts, homes
+        self.notes: list[Note] = []
+        # What is not packed: Variables first.
+        own = recipe.numbers
+        alone = [n for n, home in enumerate(homes) if home is None]
+        self.rest = sorted(alone, key=lambda n: n not in own)
+        given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
+        self.donated = [number in given for number in range(len(layouts))]
+        self._donates = any(flags)
+        groups = [[n for n in self.rest if flags[n] is flag] for flag in (True, False)]
+        place = {n: i for i, n in enumerate(self.rest)}
+        self._takes = [picker([place[n] for n in group]) for group in groups]
+        self._numbers = groups[0] + groups[1]
+        back = {n: i for i, n in enumerate(self._numbers)}
+
+        def run(donated: Any, kept: Any) -> Any:
+            buffers = {**donated[0], **kept[0]}
+            rest = [*donated[1], *kept[1]]
+            held = [
+                [group.split(buffer) for group, buffer in zip(layout, buffers[number])]
+                for number, layout in enumerate(layouts)
+            ]
+            values = [
+                rest[back[n]] if home is None else held[home[0]][home[1]][home[2]]
+                for n, home in enumerate(homes)
+            ]
+            out, updates = program.traced(program.key, values)
+            return self._results(out, updates, buffers, held)
+
+        run.__name__ = run.__qualname__ = program.traced.__name__
+        self.run = jax.jit(run, donate_argnums=0, **program.options)
+
+    def _results(self, out: Any, updates: Updates, buffers: Any, held: Any) -> Any:
+        written = updates.written
+        if written.grafts or written.is_packed or len(written.lanes) != 1:
+            raise Unpackable
+        news: dict[tuple[int, int], dict[int, Any]] = {
+            (number, place): {}
+            for number, layout in enumerate(self._layouts)
+            for place in range(len(layout) if self.donated[number] else 0)
+        }
+        alone: dict[int, Any] = {}
+        for (number, facts), value in zip(written.lanes[0], updates.values[0]):
+            if not self._recipe.has_metadata(number, facts):
+                raise Unpackable
+            home = self._homes[number]
+            if home is not None and _is_alike(value, held[home[0]][home[1]][home[2]]):
+                news.setdefault(home[:2], {})[home[2]] = value
+            else:
+                alone[number] = value
+        made = [
+            _renewed(self._layouts[n][g], buffers[n][g], changed)
+            for (n, g), changed in news.items()
+        ]
+        note = Note(tuple(news), tuple(alone))
+        if note not in self.notes:
+            self.notes.append(note)
+        return made, list(alone.values()), out, ((),) * self.notes.index(note)
+
+    def parted(self, buffers: list[Any], values: list[Any]) -> tuple[Any, Any]:
+        """The arguments of the program: what is donated, and the rest."""
+        pairs = list(enumerate(buffers))
+        if not self._donates:
+            return ({}, []), (dict(pairs), values)
+        first, second = (list(take(values)) for take in self._takes)
+        definition = self._recipe.program.key.definition
+        refuse_donated_twice(definition, self._numbers, first, second)
+        given = {n: x for n, x in pairs if self.donated[n]}
+        kept = {n: x for n, x in pairs if not self.donated[n]}
+        return (given, first), (kept, second)
+
+
+def _is_alike(value: Any, before: Any) -> bool:
+    """Whether a new value can be where the old one was."""
+    return (
+        isinstance(value, jax.Array)
+        and value.shape == before.shape
+        and value.dtype == before.dtype
+        and jax.typeof(value).weak_type == jax.typeof(before).weak_type
+    )
+
+
+def _renewed(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
+    """A buffer with some of its values changed."""
+    parts, done = [], 0
+    for place in sorted(new):  # what is between is taken over in one piece
+        start, stop = group.offsets[place : place + 2]
+        parts += [buffer[done:start], new[place].ravel()]
+        done = stop
+    buffer = jnp.concatenate([*parts, buffer[done:]])
+    if isinstance(group.sharding, NamedSharding):
+        buffer = jax.lax.with_sharding_constraint(buffer, group.buffer_sharding())
+    return buffer
+
+
+class PackedCall:
+    """Calls with objects that a recipe knows, their small Variables packed.
+
+    Args:
+        program: The program.
+        packs: The packs, and the members of each.
+        owners: All Variables, by the number of the leaf.
+    """
+
+    __slots__ = ("_locks", "_owners", "_packs", "_program", "_rest")
+
+    def __init__(
+        self,
+        program: PackedProgram,
+        packs: list[tuple[Pack, tuple[Variable[Any], ...]]],
+        owners: dict[int, Variable[Any]],
+    ):
+        self._program = program
+        self._packs = packs
+        self._owners = owners
+        # In the same order everywhere, so that nobody waits for one another.
+        self._locks = sorted((pack.lock for pack, _ in packs), key=id)
+        self._rest = [owners[n] for n in program.rest if n in owners]
+
+    def __call__(self, plain: Sequence[Any]) -> Any:
+        """The result; `MISFIT` if something is there that packs cannot hold."""
+        if current_trace() is not EAGER:
+            return MISFIT
+        program = self._program
+        buffers: list[tuple[Any, ...]] = []
+        for pack, members in self._packs:
+            held = pack.buffers(members)
+            if held is None:
+                return MISFIT
+            buffers.append(held)
+        values = [variable._box[0] for variable in self._rest]
+        values += plain
+        before = [pack.state for pack, _ in self._packs]
+        try:
+            made, alone, out, note = program.run(*program.parted(buffers, values))
+        except Unpackable:
+            return MISFIT
+        groups, numbers = program.notes[len(note)]
+        changed: dict[int, list[Any]] = {}
+        for (number, place), buffer in zip(groups, made):
+            changed.setdefault(number, list(buffers[number]))[place] = buffer
+        targets = [self._owners[n] for n in numbers]
+        targets += [self._packs[number][0].cell for number in changed]
+        news = [*alone, *[State(tuple(each)) for each in changed.values()]]
+        with contextlib.ExitStack() as stack:
+            for lock in self._locks:
+                stack.enter_context(lock)
+            write_boxes(targets, zip(news))
+            for (pack, members), state in zip(self._packs, before):
+                pack.settle(members, state)
+        return out
+
+
+def packed_call(
+    recipe: Recipe, known: Known, roots: Sequence[Any], limit: int
+) -> PackedCall | None:
+    """A way to call with packs; None if there is nothing to pack."""
+    if known.trace is not EAGER:
+        return None
+    owners = recipe.by_number(known.variables)
+    packs: list[tuple[Pack, tuple[Variable[Any], ...]]] = []
+    homes: dict[int, Home] = {}
+    for root in roots:
+        members, layout = layout_of(list(variables_below(root)), limit)
+        if not members:
+            continue
+        places = {
+            id(members[place]): (len(packs), number, at)
+            for number, group in enumerate(layout)
+            for at, place in enumerate(group.members)
+        }
+        homes.update({n: places[id(v)] for n, v in owners.items() if id(v) in places})
+        pack = pack_of(members[0])
+        if pack is None or not pack.is_of(members) or pack.layout != layout:
+            pack = Pack(members, layout, limit)
+        packs.append((pack, members))
+    if not packs:
+        return None
+    layouts = tuple(pack.layout for pack, _ in packs)
+    count = len(recipe.program.key.donated)
+    leaf_homes = tuple(homes.get(number) for number in range(count))
+    key = layouts, leaf_homes
+    program = recipe.packed.get(key)
+    if program is None:
+        if len(recipe.packed) >= MAX_PROGRAMS:
+            recipe.packed.clear()
+        program = recipe.packed[key] = PackedProgram(recipe, layouts, leaf_homes)
+    return PackedCall(program, packs, owners)
+
+
+def packer_for(pack: Any, name: str) -> Callable[..., PackedCall | None] | None:
+    """What makes calls with packs, for the option of `jit`; None if none are wanted."""
+    if not isinstance(pack, bool | int) or pack < 0:
+        raise TypeError(
+            f"{name}: `pack` is True, False or a number of bytes, got {pack!r}."
+        )
+    limit = SMALL if pack is True else int(pack)
+    return functools.partial(packed_call, limit=limit) if limit else None

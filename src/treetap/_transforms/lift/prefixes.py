@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes: one value for a whole argument, or one for each of its parts.
+
+`in_axes`, `in_shardings` and their like are trees that stop early. `spread` gives every
+leaf of the arguments its own value, in the order of `take_leaves`. Where objects are
+shared, all ways to a Variable must give the same value.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+
+from treetap._core.errors import AliasError, StructureError
+from treetap._core.paths import Path, show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.apply import map as map_leaves
+from treetap._core.trees.attributes import Node
+from treetap._core.trees.filters import PathIn, predicate_of
+from treetap._core.trees.pytree import opened
+from treetap._core.trees.state import State, flat_items
+from treetap._core.variables.variable import Variable
+
+
+def _parts(value: Any) -> Any:
+    """Keys and children of what a prefix may follow into; None where it must stop."""
+    if isinstance(value, Variable) or value is None:
+        return None
+    return opened(value)
+
+
+class PrefixFilter(Mapping[Any, Any]):
+    """One prefix value for each kind of Variable in an object, chosen by filters.
+
+    Args:
+        rules: A mapping from filter to value, pairs, or a State of values. The first
+            filter that takes a Variable decides.
+    """
+
+    __slots__ = ("filters", "given")
+
+    def __init__(self, rules: Any, /):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        if isinstance(rules, State):
+            pairs = [(PathIn(path), value) for path, value in flat_items(rules)]
+        self.filters, self.given = tuple(zip(*pairs)) or ((), ())
+
+    def __getitem__(self, filter: Any) -> Any:
+        for known, value in zip(self.filters, self.given):
+            if known is filter or known == filter:
+                return value
+        raise KeyError(filter)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.filters)
+
+    def __len__(self) -> int:
+        return len(self.filters)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.filters, self.given)
+        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
+        return f"{type(self).__name__}({{{shown}}})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(self) is type(other)
+            and self.filters == other.filters  # pyright: ignore[reportAttributeAccessIssue] - of the same type
+            and self.given == other.given  # pyright: ignore[reportAttributeAccessIssue] - of the same type
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.filters, self.given))
+
+    def at(self, path: Path, leaf: Any, name: str) -> Any:
+        """The value for a leaf; the transform is named if there is none."""
+        return _rule_for(zip(self.filters, self.given), path, leaf, name)
+
+
+class StateAxes(PrefixFilter):
+    """Axes by kind of Variable, for mapping transforms with graph updates.
+
+    Examples:
+        >>> from treetap import nnx
+        >>> nnx.StateAxes({nnx.Param: 0, ...: None}).axes
+        (0, None)
+    """
+
+    __slots__ = ()
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """The values."""
+        return self.given
+
+
+class StateSharding(PrefixFilter):
+    """Shardings by kind of Variable, for `jit` and `shard_map` with graph updates."""
+
+    __slots__ = ()
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The values."""
+        return self.given
+
+
+class Rule(NamedTuple):
+    """What decides about the leaves below an object: a prefix, and where it began."""
+
+    prefix: Any
+    start: int
+
+    def at(self, path: Path, leaf: Any, name: str) -> Any:
+        """The prefix of a leaf."""
+        if isinstance(self.prefix, PrefixFilter):
+            return self.prefix.at(path[max(self.start, 0) :], leaf, name)
+        return self.prefix
+
+
+class Spread:
+    """One spreading: values by leaf, and by Variable to compare the ways to it.
+
+    Attributes:
+        values: One prefix for each leaf, in the order of `take_leaves`.
+        owners: For each object, by identity, the rule and the path it was met with.
+    """
+
+    def __init__(self, name: str, argument: str):
+        self.name = name
+        self.argument = argument
+        self.values: list[Any] = []
+        self.owners: dict[int, tuple[Rule, Path]] = {}
+        self.known: dict[int, tuple[Path, Any]] = {}
+        self.entered: set[int] = set()
+        self.stops: set[int] = set()  # objects that are not entered at all
+        self.active: set[int] = set()
+
+    def follow(self, prefix: Any, value: Any, path: Path) -> None:
+        """Goes down the prefix and the value together, as far as the prefix goes."""
+        inside = None if _is_end(prefix) else _parts(prefix)
+        if inside is None:
+            self.cover(Rule(prefix, -1), value, path)
+            return
+        if isinstance(value, Node) and id(value) in self.active | self.stops:
+            return
+        below = _parts(value)
+        keys, children = tuple(inside[0]), tuple(inside[1])
+        if below is None or tuple(below[0]) != keys:
+            held = "nothing inside" if below is None else f"{list(below[0])}"
+            raise StructureError(
+                f"{self.name}: `{self.argument}` does not fit the arguments at "
+                f"{show_path(path)}: it has entries {list(keys)}, the "
+                f"{type(value).__name__} there has {held}."
+            )
+        with self.inside(value):
+            for key, inner, child in zip(keys, children, below[1]):
+                self.follow(inner, child, (*path, key))
+
+    def cover(self, rule: Rule, value: Any, path: Path) -> None:
+        """Gives the leaves below a value what one rule says."""
+        if rule.start < 0 and isinstance(value, Node | Variable):
+            rule = rule._replace(start=len(path))  # a filter sees paths from here
+        if isinstance(value, Variable):
+            self.variable(rule.at(path, value, self.name), value, path)
+            return
+        below = opened(value)
+        if below is None:
+            self.values.append(rule.at(path, value, self.name))
+            return
+        if id(value) in self.active or id(value) in self.stops:
+            return
+        if isinstance(value, Node):
+            self.owners.setdefault(id(value), (rule, path))
+        with self.inside(value):
+            for key, child in zip(*below):
+                self.cover(rule, child, (*path, key))
+
+    @contextmanager
+    def inside(self, value: Any) -> Iterator[None]:
+        """Marks a value while its children are visited; one visited again adds none."""
+        is_again = isinstance(value, Node) and id(value) in self.entered
+        before = len(self.values)
+        self.active.add(id(value))
+        self.entered.add(id(value))
+        yield
+        self.active.discard(id(value))
+        if is_again:
+            del self.values[before:]  # compared, not counted twice
+
+    def variable(self, prefix: Any, variable: Variable[Any], path: Path) -> None:
+        """Notes the prefix of a Variable, which must be the same on all ways to it."""
+        first = self.known.get(id(variable))
+        if first is None:
+            self.known[id(variable)] = (path, prefix)
+            self.values.append(prefix)
+        elif first[1] != prefix:
+            raise AliasError(
+                f"{self.name}: Inconsistent aliasing detected: the same "
+                f"{type(variable).__name__} gets different values of "
+                f"`{self.argument}`:\n  {show_path(first[0])}: {first[1]}\n"
+                f"  {show_path(path)}: {prefix}\nGive all places the same value, or "
+                "pass copies."
+            )
+
+
+def _is_end(prefix: Any) -> bool:
+    return not isinstance(prefix, tuple | list | dict | Node)
+
+
+def spread(prefix: Any, value: Any, name: str, argument: str) -> list[Any]:
+    """One prefix value for each leaf below `value`, in the order of `take_leaves`."""
+    work = Spread(name, argument)
+    work.follow(prefix, value, ())
+    return work.values
+
+
+def is_whole(prefix: Any) -> bool:
+    """Whether a part of a prefix speaks of a whole object, leaf by leaf."""
+    return isinstance(prefix, PrefixFilter | Node)
+
+
+def is_entry(prefix: Any) -> bool:
+    """Whether a part of a prefix is not to be opened as a container."""
+    return prefix is None or is_whole(prefix)
+
+
+def values_in(prefix: Any) -> list[Any]:
+    """Every value a prefix can give, in order of appearance."""
+    found: list[Any] = []
+    for part in jax.tree.leaves(prefix, is_leaf=is_entry):
+        if isinstance(part, PrefixFilter):
+            found += part.given
+        elif isinstance(part, Node):
+            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
+        else:
+            found.append(part)
+    return found
+
+
+def filter_values(prefix: Any) -> list[Any]:
+    """The values that the filters in a prefix can give to leaves made inside."""
+    parts = jax.tree.leaves(prefix, is_leaf=is_entry)
+    filters = [part for part in parts if isinstance(part, PrefixFilter)]
+    return [value for part in filters for value in part.given]
+
+
+def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
+    """Refuses what cannot stand in a prefix."""
+    waiting, seen = [prefix], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        _check_part(part, name, argument, mode)
+        if isinstance(part, Node):  # which may be inside itself
+            seen.add(id(part))
+        inside = None if _is_end(part) else _parts(part)
+        waiting += reversed(tuple(inside[1])) if inside else ()
+
+
+def _check_part(prefix: Any, name: str, argument: str, mode: Mode) -> None:
+    if isinstance(prefix, Variable):
+        raise StructureError(
+            f"{name}: Variables prefixes are not supported: `{argument}` contains a "
+            f"{type(prefix).__name__}. Make a prefix with `treetap.prefix`."
+        )
+    if isinstance(prefix, PrefixFilter) and mode is not Mode.UPDATES:
+        raise StructureError(
+            f"{name}: `{argument}` cannot contain `{type(prefix).__name__}` objects "
+            "without graph updates. Make a prefix of the object with `treetap.prefix`, "
+            "or use `graph=True, graph_updates=True`."
+        )
+    if isinstance(prefix, Node) and mode is Mode.UPDATES:
+        raise StructureError(
+            f"{name}: Graph nodes are not allowed as prefixes with graph updates: "
+            f"`{argument}` contains a {type(prefix).__name__}. Use `StateAxes` or "
+            "`StateSharding`, or `graph_updates=False`."
+        )
+
+
+Rules = Mapping[Any, Any] | Callable[[Path, Any], Any]
+
+
+def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
+    """A prefix for `node`: each Variable and array replaced by what a rule says.
+
+    Args:
+        node: A Module, or any tree of Modules.
+        rules: A function of (path, leaf), or a mapping from filter to value, in which
+            the first filter that takes a leaf decides.
+        graph: Allow shared references.
+
+    Examples:
+        >>> import treetap as tt
+        >>> model = tt.Dict(w=tt.Param(1.0), n=tt.Variable(0))
+        >>> axes = tt.prefix(model, {tt.Param: 0, ...: None})
+        >>> axes.w, axes.n
+        (0, None)
+    """
+
+    def value_for(path: Path, leaf: Any) -> Any:
+        if isinstance(rules, Mapping):
+            return _rule_for(rules.items(), path, leaf, "prefix")
+        return rules(path, leaf)
+
+    return map_leaves(value_for, node, graph=graph, recreate_variables=False)
+
+
+def _rule_for(
+    rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any, name: str
+) -> Any:
+    for filter, value in rules:
+        if predicate_of(filter)(path, leaf):
+            return value
+    raise StructureError(
+        f"{name}: No filter matched {show_path(path)} ({type(leaf).__name__}). Add "
+        "`...` for the rest."
+    )

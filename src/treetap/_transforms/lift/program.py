@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs: a `jax.jit` for each structure of the arguments of a function.
+
+A `Key` is what a program depends on beside the types of values. A `Program` takes the
+values in two flat lists, those to be donated and the rest, and returns changed values,
+the result, and which they are.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Any
+
+import jax
+
+from treetap._capture.listening import listening
+from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.graphdef import (
+    GraphDef,
+    has_hashable_statics,
+    leaf_paths,
+    statics_in,
+)
+from treetap._core.trees.layout import kinds_of
+from treetap._core.variables.values import is_buffer
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.call_cache import picker
+from treetap._transforms.lift.lift import Updates, Written
+from treetap._transforms.lift.structure_updates import Lanes
+
+MAX_PROGRAMS = 256  # kept for a function, one for each structure of its arguments
+
+
+class Key:
+    """What a compiled program depends on beside the values' types; hashable."""
+
+    __slots__ = ("_hash", "definition", "donated", "lanes", "statics")
+
+    def __init__(self, definition: GraphDef, statics: Any, donated: Any, lanes: Any):
+        self.definition = definition
+        self.statics = statics
+        self.donated = donated
+        self.lanes: Lanes | None = lanes
+        self._hash = hash((definition, statics, donated))
+
+    def _parts(self) -> Any:
+        kinds = kinds_of(tuple(value for _, value in self.statics))
+        return self.definition, self.statics, kinds, self.donated, self.lanes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it stands for all equal arguments: no static value can change.
+
+        While somebody listens, where the arguments are matters, too.
+        """
+        return listening.value is None and has_hashable_statics(self.definition.spec)
+
+    def without_donating(self, leaves: Collection[int]) -> "Key":
+        """The same with some leaves not donated."""
+        donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
+        return Key(self.definition, self.statics, donated, self.lanes)
+
+    def kept(self) -> Collection[int]:
+        """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
+        lanes = self.lanes
+        found = {number for number, flag in enumerate(self.donated) if flag}
+        if lanes is not None and self.definition.graph is Mode.UPDATES:
+            found |= {n for n, x in enumerate(lanes.by_leaf()) if x is not None}
+        return found
+
+
+class Program:
+    """A `jax.jit` for arguments of one structure.
+
+    It takes two flat lists, of what is donated and of the rest: in each the values of
+    Variables first. It returns changed values, the result, and a note.
+
+    Args:
+        key: What it depends on.
+        leaves: The leaves of the arguments.
+        traced: A function of the key and all values, in the order of the leaves. Its
+            name is that of the program, in profiles and logs.
+        options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
+    """
+
+    __slots__ = (
+        *("_donates", "_idle", "_numbers", "_takes"),
+        *("key", "options", "run", "traced", "written"),
+    )
+
+    def __init__(
+        self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
+    ):
+        self.key = key
+        self.traced = traced
+        self.options = dict(options)
+        self.written: list[Written] = []
+        self._idle: list[int] = []
+        own = [isinstance(leaf, Variable) for leaf in leaves]
+        numbers = range(len(leaves))
+        mine = [n for n in numbers if own[n]]
+        others = [n for n in numbers if not own[n]]
+        flags = key.donated
+        self._donates = any(flags)
+        # (Variables first, then the rest) of (donated, kept), and where they are there
+        groups: list[list[int]] = [[], [], mine, others]
+        if self._donates:
+            groups = [[n for n in x if flags[n]] for x in (mine, others)]
+            groups += [[n for n in x if not flags[n]] for x in (mine, others)]
+            place = {n: i for x in (mine, others) for i, n in enumerate(x)}
+            self._takes = tuple(picker([place[n] for n in group]) for group in groups)
+        donated, kept = groups[0] + groups[1], groups[2] + groups[3]
+        self._numbers = donated + kept
+        places = {number: i for i, number in enumerate(self._numbers)}
+        arrange = picker([places[number] for number in numbers])
+
+        def run(donated: list[Any], kept: list[Any]) -> Any:
+            values = arrange([*donated, *kept])
+            out, updates = traced(key, values)
+            if self._donates:
+                lanes = zip(updates.written.lanes, updates.values)
+                pairs = (pair for lane, news in lanes for pair in zip(lane, news))
+                changed = {n for (n, _), new in pairs if new is not values[n]}
+                self._idle = [n for n in mine if flags[n] and n not in changed]
+            # Which ones were written is static. The number of a note of it stands for
+            # it, as so many empty tuples: JAX makes those without a call into Python.
+            # Variables come first, as they do among what is donated: JAX lets outputs
+            # take over buffers in order, so each stays where it is.
+            return updates.values, out, ((),) * self.note(updates.written)
+
+        run.__name__ = run.__qualname__ = traced.__name__
+        if "in_shardings" in options:
+            given = options["in_shardings"]
+            pair = [given[n] for n in donated], [given[n] for n in kept]
+            options["in_shardings"] = pair
+        self.run = jax.jit(run, donate_argnums=0, **options)
+
+    def note(self, written: Written) -> int:
+        """The number of a note of what was written; the same for equal ones."""
+        if written not in self.written:
+            self.written.append(written)
+        return self.written.index(written)
+
+    def updates(self, values: Any, note: tuple[Any, ...]) -> Updates:
+        """What the program returned beside the result."""
+        return Updates(values, self.written[len(note)])
+
+    def parted(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
+        """The two lists, of the values of Variables and of other leaves."""
+        if not self._donates:
+            return [], values + plain
+        donated, kept = self._apart(values, plain)
+        refuse_donated_twice(self.key.definition, self._numbers, donated, kept)
+        return donated, kept
+
+    def _apart(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
+        own, other, kept, rest = self._takes
+        return [*own(values), *other(plain)], [*kept(values), *rest(plain)]
+
+    def find_idle(self, values: list[Any], plain: list[Any]) -> list[int]:
+        """Donated Variables that the function does not write; it is traced to see."""
+        if self._donates:
+            self.run.trace(*self._apart(values, plain))
+        return self._idle
+
+
+def refuse_donated_twice(
+    definition: GraphDef, numbers: Sequence[int], donated: list[Any], kept: list[Any]
+) -> None:
+    """Refuses an array that is donated and stands somewhere else, too.
+
+    Args:
+        definition: The description of the arguments.
+        numbers: The leaves that the values are, donated ones first.
+        donated: The values to be donated.
+        kept: The others.
+    """
+    given = set(map(id, donated))
+    if len(given) == len(donated) and given.isdisjoint(map(id, kept)):
+        return
+    seen: dict[int, int] = {}
+    for number, value in zip(numbers, chain(donated, kept)):
+        first = seen.setdefault(id(value), number)
+        if first != number and id(value) in given and is_buffer(value):
+            paths = [show_path(path) for path in leaf_paths(definition.spec)]
+            raise StructureError(
+                f"jit: the same array is at {paths[first]} and at {paths[number]}, and "
+                "is donated. Give each its own (`jnp.copy`), or do not donate it."
+            )
+
+
+def refuse_changing_statics(definition: GraphDef, name: str) -> None:
+    """Refuses static values that could change without being noticed."""
+    if has_hashable_statics(definition.spec):
+        return
+    for path, value in statics_in(definition):
+        try:
+            hash(value)
+        except TypeError:
+            raise StructureError(
+                f"{name}: the static attribute at {show_path(path)} is a "
+                f"{type(value).__name__}, which can change without being noticed. Make "
+                "it a tuple or another value that cannot, or mark it as `data`."
+            ) from None

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of structure inside a transform, which would otherwise be lost silently.
+
+A transform carries out the values of Variables and nothing else. A data attribute that
+is created, removed or replaced on an argument is therefore an error, found when the
+function is traced. A changed static attribute stays local to the call; it draws a
+warning, unless `train`, `eval` or `set_attributes` made it.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Path, show_path
+from treetap._core.trace_level import set_on_purpose
+from treetap._core.trees.graphdef import GraphDef, objects_in
+from treetap._core.trees.pytree import attributes_of, flat_of
+from treetap._core.variables.metadata import MISSING
+
+Policy = Literal["error", "warn", "ignore"]
+
+_policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=None)
+_process: list[Policy] = ["error"]
+
+
+def set_structure_policy(policy: Policy) -> None:
+    """Sets, for the whole process, what a change of structure in a transform does.
+
+    Args:
+        policy: `"error"` refuses changed data attributes and warns of static ones,
+            `"warn"` warns of both, `"ignore"` says nothing.
+    """
+    _check_policy(policy)
+    _process[0] = policy
+
+
+def _check_policy(policy: Any) -> None:
+    if policy not in ("error", "warn", "ignore"):
+        raise ValueError(
+            "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
+            f"{policy!r}."
+        )
+
+
+@contextmanager
+def structure_policy(policy: Policy) -> Iterator[None]:
+    """As `set_structure_policy`, while a block runs."""
+    _check_policy(policy)
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+def with_policy(fn: Any, policy: Policy | None) -> Any:
+    """`fn` with a policy of its own, or `fn` itself."""
+    if policy is None:
+        return fn
+    _check_policy(policy)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    setattr(call, _ATTRIBUTE, policy)
+    return call
+
+
+def policy_of(fn: Any) -> Policy | None:
+    """The policy a function has of its own."""
+    return getattr(fn, _ATTRIBUTE, None)
+
+
+_ATTRIBUTE = "__on_structure_change__"
+
+
+class Structure:
+    """Watches the objects in the arguments of a function while it runs.
+
+    Args:
+        nodes: The objects, in the order of their description.
+        definition: The description of the arguments.
+        name: The transform, for messages.
+        policy: What to do; as set for the block or the process by default.
+    """
+
+    __slots__ = (
+        "definition",
+        "flats",
+        "kept",
+        "name",
+        "nodes",
+        "noted",
+        "policy",
+        "token",
+    )
+
+    def __init__(
+        self,
+        nodes: list[Any],
+        definition: GraphDef,
+        name: str,
+        policy: Policy | None = None,
+    ):
+        self.name = name
+        self.policy: Policy = policy or _policy.get() or _process[0]
+        self.definition = definition
+        self.nodes = [] if self.policy == "ignore" else nodes
+        self.flats = list(map(flat_of, self.nodes))
+        # An object drops its children when it is changed; of one that does not, the
+        # attributes are kept.
+        self.kept = {
+            number: dict(attributes_of(node))
+            for number, node in enumerate(self.nodes)
+            if not (node._pytree__cached and node._pytree__is_pytree)
+        }
+
+    def __enter__(self) -> None:
+        self.noted: set[tuple[int, Any]] = set()
+        self.token = set_on_purpose.set(self.noted)
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        set_on_purpose.reset(self.token)
+        if kind is not None:
+            return
+        touched = [
+            number
+            for number, (node, flat) in enumerate(zip(self.nodes, self.flats))
+            if flat_of(node) is not flat
+        ]
+        if not touched:
+            return
+        paths = [path for path, _ in objects_in(self.definition.spec)]
+        for number in touched:
+            children, (layout, statics, _) = self.flats[number]
+            before = dict(zip(layout.keys, children))
+            before.update(zip(layout.static_names, statics))
+            before = self.kept.get(number, before)
+            data = frozenset(layout.keys)
+            self._compare(paths[number], self.nodes[number], before, data)
+
+    def _compare(self, path: Path, node: Any, before: Any, data: Any) -> None:
+        """Reports what became of the attributes of one object."""
+        after = attributes_of(node)
+        data = data | frozenset(flat_of(node)[1][0].keys)
+        for key in sorted({*before, *after}, key=str):
+            old, new = before.get(key, MISSING), after.get(key, MISSING)
+            where = show_path((*path, key))
+            if old is new or (id(node), key) in self.noted:
+                continue
+            if key in data:
+                what = "was replaced" if new is not MISSING else "was removed"
+                self._refuse(where, "was created" if old is MISSING else what)
+            elif old != new:
+                self._warn(f"the static attribute {where} changed")
+
+    def _refuse(self, where: str, what: str) -> None:
+        text = (
+            f"{self.name}: the data attribute {where} {what} inside the function, and "
+            "would be lost: only the values of Variables come out of a transform. "
+            "Change a Variable in place (`v[...] = x`), or return the new value."
+        )
+        if self.policy == "error":
+            raise StructureError(text)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"{self.name}: {what} inside the function; the change stays inside.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""while_loop and fori_loop: the same function again and again.
+
+What is carried keeps its Variables: the function must return the very Variables it was
+given, in the same places, and the caller's Variables hold the final values afterwards.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from treetap._core.errors import StructureError
+from treetap._core.trees.flatten import take_leaves
+from treetap._core.trees.graphdef import GraphDef
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import Variable, raw_values
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Inside,
+    Options,
+    Updates,
+    Written,
+    filled,
+    mode_of,
+)
+from treetap._transforms.lift.structure_watch import Policy
+
+T = TypeVar("T")
+
+
+def same_carry(
+    definition: GraphDef | None, before: Any, after: Any, name: str
+) -> list[Any]:
+    """The leaves of a carried value after a step; its Variables must be the same.
+
+    Args:
+        definition: The description of the carried value before the step, where static
+            attributes may not change either.
+        before: The carried value.
+        after: What the step returned.
+        name: The transform.
+    """
+    present, old = take_leaves({"carry": before}, True, name)
+    definition = definition or present
+    found, new = take_leaves({"carry": after}, True, name)
+    for one, two in zip(old, new):
+        has_variable = isinstance(one, Variable) or isinstance(two, Variable)
+        if has_variable and one is not two:
+            kind = type(one if isinstance(one, Variable) else two).__name__
+            raise StructureError(
+                f"{name} Variable identity must be preserved across iterations (Carry "
+                f"references must be the same between iterations): a {kind} of the "
+                "carry came back as another one, or in another place. Change Variables "
+                "in place, and return the value you were given."
+            )
+    if found != definition:
+        raise StructureError(
+            f"{name}: the carry changed its structure from\n{definition}\nto\n{found}\n"
+            "Return a value like the one you were given."
+        )
+    return new
+
+
+def described(inside: Inside, carry: Any) -> GraphDef | None:
+    """What a carried value must be again, statics and all, with graph updates."""
+    if inside.grafts is None:
+        return None
+    return take_leaves({"carry": carry}, True, inside.name)[0]
+
+
+class _Loop:
+    """The carried value of a while or fori loop."""
+
+    def __init__(self, value: Any, options: Options, name: str):
+        self.name = name
+        self.policy: Policy | None = options.get("on_structure_change")
+        self.inputs = Inputs({"carry": value}, mode_of(options), name)
+        values = self.inputs.values()
+        self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
+        self.values = [x for n, x in enumerate(values) if n not in self.fixed]
+
+    def enter(self, values: Any) -> tuple[Inside, Any]:
+        """The value at this level."""
+        inside = Inside(self.inputs, self.all(values), self.name)
+        return inside, inside.tree["carry"]
+
+    def all(self, values: Any) -> list[Any]:
+        """All values in order: those that are carried, and Refs, which are not."""
+        return filled(self.fixed, values, len(self.inputs.leaves))
+
+    def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
+        """The values after a step; `found` collects which Variables it changed."""
+        inside, value = self.enter(values)
+        start = described(inside, value)
+        with inside.watched(self.policy):
+            out = body(value)
+        leaves = same_carry(start, value, out, self.name)
+        if found is not None:
+            found += [
+                (number, leaf._metadata)
+                for number, leaf in enumerate(inside.leaves)
+                if inside.changed(number)
+            ]
+        values = raw_values(leaves)
+        return [x for n, x in enumerate(values) if n not in self.fixed]
+
+    def changed(self, body: Callable[..., Any], *args: Any) -> list[tuple[int, Any]]:
+        """Which Variables the body changes, and their metadata: by tracing it once."""
+        found: list[tuple[int, Any]] = []
+
+        def probe(values: Any, *args: Any) -> Any:
+            self.step(values, functools.partial(body, *args), found)
+
+        jax.eval_shape(probe, self.values, *args)
+        return found
+
+    def finish(self, values: list[Any], changed: list[tuple[int, Any]]) -> Any:
+        """The caller's value with the final numbers."""
+        inputs, values = self.inputs, self.all(values)
+        finals = ([values[number] for number, _ in changed],)
+        inputs.write_back(Updates(finals, Written((tuple(changed),))), {})
+        kept = [
+            leaf if isinstance(leaf, Variable) else value
+            for leaf, value in zip(inputs.leaves, values)
+        ]
+        return inputs.with_leaves(kept)["carry"]
+
+
+def while_loop(
+    cond_fun: Callable[[T], Any],
+    body_fun: Callable[[T], T],
+    init_val: T,
+    **options: Unpack[Options],
+) -> T:
+    """Repeats `body_fun` while `cond_fun` holds.
+
+    Args:
+        cond_fun: A function of the carried value; it may not change Variables.
+        body_fun: From the carried value to the next; it returns the same Variables.
+        init_val: The first value.
+        **options: As for `treetap.jit`.
+    """
+    loop = _Loop(init_val, options, "while_loop")
+
+    def cond(values: Any) -> Any:
+        inside, value = loop.enter(values)
+        holds = cond_fun(value)
+        if any(map(inside.changed, range(len(inside.leaves)))):
+            raise StructureError(
+                "while_loop: the condition changed a Variable, and JAX drops what it "
+                "computes. Change Variables in the body."
+            )
+        return holds
+
+    def body(values: Any) -> Any:
+        return loop.step(values, body_fun)
+
+    changed = loop.changed(body_fun)
+    final = jax.lax.while_loop(cond, body, loop.values)
+    return loop.finish(final, changed)
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
+    *,
+    unroll: int | bool | None = None,
+    **options: Unpack[Options],
+) -> T:
+    """Repeats `body_fun(i, value)` for i from `lower` to `upper`.
+
+    Args:
+        lower: The first i.
+        upper: One past the last.
+        body_fun: From i and the carried value to the next; it returns the same
+            Variables.
+        init_val: The first value.
+        unroll: As for `jax.lax.fori_loop`.
+        **options: As for `treetap.jit`.
+    """
+    loop = _Loop(init_val, options, "fori_loop")
+
+    def body(i: Any, values: Any) -> Any:
+        return loop.step(values, functools.partial(body_fun, i))
+
+    changed = loop.changed(body_fun, jnp.asarray(lower))
+    final = jax.lax.fori_loop(lower, upper, body, loop.values, unroll=unroll)
+    return loop.finish(final, changed)

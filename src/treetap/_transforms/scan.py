@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scan: the same function for each slice, with a carry passed on.
+
+What is carried keeps its Variables: the function must return the very Variables it was
+given, in the same places, and the caller's Variables hold the final values afterwards.
+Variables that a scan does not map over are carried as well, so they may be changed.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.graphdef import GraphDef
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.arguments import positional
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Inside,
+    Options,
+    Updates,
+    Written,
+    inputs_of,
+    mode_of,
+    transform,
+)
+from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
+from treetap._transforms.lift.program import MAX_PROGRAMS, Key
+from treetap._transforms.lift.results import Results
+from treetap._transforms.lift.structure_updates import Lanes
+from treetap._transforms.lift.structure_watch import policy_of
+from treetap._transforms.loops import same_carry
+from treetap._transforms.vmap import NO_NAMES, with_names
+
+T = TypeVar("T")
+
+
+class Carry:
+    """Marks, in `in_axes` and `out_axes` of `scan`, what is passed on."""
+
+
+def _move(values: Any, source: int, target: int) -> Any:
+    if source == target:
+        return values
+    return jax.tree.map(lambda x: jnp.moveaxis(x, source, target), values)
+
+
+class _Axes:
+    """The checked `in_axes` and `out_axes` of a scan."""
+
+    def __init__(self, in_axes: Any, out_axes: Any, mode: Mode):
+        self.inputs = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        self.outputs = tuple(out_axes) if isinstance(out_axes, list) else out_axes
+        for given, argument in ((self.inputs, "in_axes"), (self.outputs, "out_axes")):
+            check_prefix(given, "scan", argument, mode)
+            _check_carry(given, argument)
+        if self.has_carry(self.inputs) != self.has_carry(self.outputs):
+            raise StructureError(
+                "scan: If one of in_axes or out_axes has Carry, the other must also "
+                f"have Carry; got in_axes={in_axes} and out_axes={out_axes}."
+            )
+        outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
+        for place, axis in enumerate(outputs):
+            values = [] if axis is Carry else values_in(axis)
+            if not all(isinstance(value, int) for value in values):
+                got = f" Got {axis}." if isinstance(axis, StateAxes) else ""
+                raise StructureError(
+                    f"scan: Cannot broadcast output state.{got} out_axes has something "
+                    f"else than an axis at position {place}. Return it as Carry, or "
+                    "give an axis."
+                )
+        self.results = Results(self._stacked(self.outputs), mode, "scan", "out_axes", 0)
+
+    def _stacked(self, outputs: Any) -> Any:
+        """The axes of what is stacked."""
+        if outputs is Carry:
+            return ()
+        if not self.has_carry(outputs):
+            return outputs
+        return tuple(axis for axis in outputs if axis is not Carry)
+
+    @staticmethod
+    def has_carry(given: Any) -> bool:
+        """Whether Carry stands in a prefix."""
+        return given is Carry or (isinstance(given, tuple) and Carry in given)
+
+    def carry_of(self, args: tuple[Any, ...]) -> Any:
+        """The carried argument."""
+        if self.inputs is Carry:
+            return args[0]
+        return args[self.inputs.index(Carry)]
+
+    def parted(self, out: Any) -> tuple[Any, Any]:
+        """A result as (carry, what is stacked)."""
+        if not self.has_carry(self.outputs):
+            return None, out
+        if self.outputs is Carry:
+            return out, ()
+        if not isinstance(out, tuple) or len(out) != len(self.outputs):
+            found = (
+                f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
+            )
+            raise StructureError(
+                f"scan: out_axes has {len(self.outputs)} entries, so the function must "
+                f"return a tuple of that many; it returned {found}."
+            )
+        place = self.outputs.index(Carry)
+        return out[place], (*out[:place], *out[place + 1 :])
+
+    def moved(self, stacked: Any) -> Any:
+        """What was stacked, with the new axis moved from the front to its place."""
+        axes = self.results.for_jax
+        return jax.tree.map(lambda axis, part: _move(part, 0, axis), axes, stacked)
+
+    def joined(self, carry: Any, stacked: Any) -> Any:
+        """The inverse of `parted`."""
+        if self.outputs is Carry:
+            return carry
+        if not self.has_carry(self.outputs):
+            return stacked
+        place = self.outputs.index(Carry)
+        return (*stacked[:place], carry, *stacked[place:])
+
+
+def _check_carry(given: Any, argument: str) -> None:
+    entries = given if isinstance(given, tuple) else (given,)
+    if sum(entry is Carry for entry in entries) > 1:
+        raise StructureError(
+            f"scan: Found multiple Carry definitions in {argument}: {given}. "
+            "Put what is carried into one argument."
+        )
+    for place, entry in enumerate(entries):
+        if entry is Carry:
+            continue
+        nested = jax.tree.leaves(entry, is_leaf=lambda x: x is Carry)
+        if any(leaf is Carry for leaf in nested):
+            raise StructureError(
+                f"scan: Carry must stand at the top level of {argument}, not inside "
+                f"entry {show_path((place,))}."
+            )
+
+
+class _Step:
+    """One step of a scan, as JAX traces it: made once for arguments of one structure.
+
+    Args:
+        f: The function.
+        axes: Where things are carried and mapped.
+        source: The arguments' description; the arguments themselves while somebody
+            listens, who wants to know where in the model they are.
+        lanes: For each leaf Carry, an axis, or None. What has None is carried too.
+        fixed: Refs by number: JAX wants them from outside.
+    """
+
+    def __init__(
+        self,
+        f: Any,
+        axes: _Axes,
+        source: Inputs | GraphDef,
+        lanes: Lanes,
+        fixed: dict[int, Any],
+    ):
+        self.f = f
+        self.fixed = fixed
+        self.axes = axes
+        self.source = source
+        self.lanes = lanes
+        self.of_leaf = lanes.by_leaf()
+        lanes.carried = {n for n, x in enumerate(lanes.prefixes) if x is Carry}
+        self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
+
+    def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
+        """The next carry, and what this step adds to the stacks."""
+        sources = {True: iter(mapped), False: iter(carry)}
+        values = [
+            self.fixed[number] if number in self.fixed else next(sources[flag])
+            for number, flag in enumerate(self.mapped)
+        ]
+        inside = Inside(self.source, values, "scan")
+        args = inside.tree["args"]
+        has_carry = self.axes.has_carry(self.axes.inputs)
+        before = self.axes.carry_of(args) if has_carry else None
+        with inside.watched(policy_of(self.f)):
+            out = self.f(*args)
+        after, stacked = self.axes.parted(out)
+        new = same_carry(None, before, after, "scan")
+        packed, updates = inside.finish(
+            stacked,
+            self.lanes,
+            only=lambda number: self.mapped[number],
+            results=self.axes.results,
+        )
+        self._check_new(updates)
+        carried = [
+            (number, leaf._metadata)
+            for number, leaf in enumerate(inside.leaves)
+            if not self.mapped[number] and inside.changed(number)
+        ]
+        written = Written((tuple(carried),))
+        return self._carry(inside, new), (packed, updates, written)
+
+    def _check_new(self, updates: Updates) -> None:
+        """Refuses new leaves in an object that is not mapped over."""
+        for axis, values in zip(self.lanes.prefixes, updates.values):
+            if values and not isinstance(axis, int):
+                kind = "a carried object" if axis is Carry else "an object on axis None"
+                raise StructureError(
+                    f"scan: {kind} got a new Variable, or another array, inside: there "
+                    "is no place for one per step. Map over it, or give what is new an "
+                    "axis with `StateAxes`."
+                )
+
+    def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
+        """New plain leaves, and the Variables' present values."""
+        plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
+        values = []
+        for number, (leaf, axis) in enumerate(zip(inside.leaves, self.of_leaf)):
+            if self.mapped[number] or number in self.fixed:
+                continue
+            if isinstance(leaf, Variable):
+                values.append(leaf._box[0])
+            else:
+                values.append(next(plain) if axis is Carry else leaf)
+        return values
+
+
+class _Scan:
+    """One call of a scan: from arguments to results."""
+
+    def __init__(self, inputs: Inputs, step: _Step):
+        self.inputs = inputs
+        self.step = step
+
+    def start(self) -> tuple[list[Any], list[Any]]:
+        """The first carry, and what is mapped over, its axis in front."""
+        everything = zip(self.inputs.values(), self.step.of_leaf)
+        pairs = [p for n, p in enumerate(everything) if n not in self.step.fixed]
+        carry = [value for value, axis in pairs if not isinstance(axis, int)]
+        mapped = [
+            _move(value, axis, 0) for value, axis in pairs if isinstance(axis, int)
+        ]
+        return carry, mapped
+
+    def finish(self, carry: list[Any], out: Any) -> Any:
+        """Writes Variables back and puts the result together."""
+        packed, updates, carried = out
+        axes, inputs = self.step.axes, self.inputs
+        moved = tuple(
+            _move(values, 0, axis) if values else values
+            for values, axis in zip(updates.values, self.step.lanes.prefixes)
+        )
+        numbers = [
+            number
+            for number, is_mapped in enumerate(self.step.mapped)
+            if not is_mapped and number not in self.step.fixed
+        ]
+        final = dict(zip(numbers, carry))
+        # Grafts take what is left in a lane; what was carried has one of its own.
+        values = (*moved, [final[number] for number, _ in carried.lanes[0]])
+        lanes = (*updates.written.lanes, *carried.lanes)
+        written = Written(lanes, updates.written.grafts)
+        returned = None
+        if axes.has_carry(axes.inputs):
+            kept = [
+                leaf if isinstance(leaf, Variable) else final.get(number, leaf)
+                for number, leaf in enumerate(inputs.leaves)
+            ]
+            returned = axes.carry_of(inputs.with_leaves(kept)["args"])
+        result = inputs.finish(axes.moved(packed), Updates(values, written))
+        return axes.joined(returned, result)
+
+
+@transform
+def scan(
+    f: Callable[..., Any] = MISSING,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Any = (Carry, 0),
+    out_axes: Any = (Carry, 0),
+    transform_metadata: Mapping[str, Any] = NO_NAMES,
+    **options: Unpack[Options],
+) -> Callable[..., Any]:
+    """Calls a function once for each slice of its arguments, passing a carry on.
+
+    Args:
+        f: The function; without it, a decorator.
+        length: The number of steps, if no argument tells.
+        reverse: Go from the last slice to the first.
+        unroll: As for `jax.lax.scan`.
+        in_axes: For each argument `Carry`, an axis, None (the same for all steps), or a
+            prefix of axes. Variables with None may be changed; they are carried.
+        out_axes: For each part of the result `Carry` or an axis.
+        transform_metadata: As for `treetap.vmap`.
+        **options: As for `treetap.jit`.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> total = tt.Variable(jnp.array(0.0))
+        >>> def add(total, x):
+        ...     total[...] += x
+        ...     return total[...] * 1
+        >>> tt.scan(add, in_axes=(None, 0), out_axes=0)(total, jnp.arange(3.0))
+        Array([0., 1., 3.], dtype=float32)
+        >>> float(total)
+        3.0
+    """
+    mode = mode_of(options)
+    axes = _Axes(in_axes, out_axes, mode)
+    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+    given = {
+        "length": length,
+        "reverse": reverse,
+        "unroll": unroll,
+        "_split_transpose": _split_transpose,
+    }
+    steps: dict[Any, _Step] = {}  # JAX traces a function it knows only once
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = positional(f, args, kwargs, "scan", "in_axes") if kwargs else args
+        if axes.inputs is Carry and len(args) != 1:
+            raise StructureError(
+                "scan: When in_axes=Carry, the function must take exactly one "
+                f"argument; {len(args)} were given."
+            )
+        work = _prepared(f, axes, inputs_of(args, {}, mode, "scan"), steps)
+        return work.finish(*jax.lax.scan(work.step, *work.start(), **given))
+
+    return call
+
+
+def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _Scan:
+    """A call of a scan, with the step that was made for arguments of this structure."""
+    lanes = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
+    key = Key(inputs.definition, (), (), lanes)
+    fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+    if not key.lasts:
+        return _Scan(inputs, _Step(f, axes, inputs.outline(), lanes, fixed))
+    step = None if fixed else steps.get(key)
+    if step is None:
+        while len(steps) >= MAX_PROGRAMS:
+            steps.pop(next(iter(steps)))
+        step = steps[key] = _Step(f, axes, inputs.definition, lanes, fixed)
+    return _Scan(inputs, step)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vmap, pmap and shard_map: one function over many slices.
+
+A Variable that changes comes back along the axis (or with the specification) it went in
+with; one that is the same for all slices may only be given a value that is.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar, Unpack
+
+import jax
+
+from treetap._core.errors import MetadataError
+from treetap._core.paths import show_path
+from treetap._core.settings import Mode
+from treetap._core.trees.graphdef import GraphDef
+from treetap._core.trees.sharing import places
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.variable import Variable
+from treetap._transforms.axis_names import follow_axis
+from treetap._transforms.lift.arguments import (
+    Positions,
+    positional,
+    put_statics,
+    take_statics,
+)
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Options,
+    Updates,
+    inputs_of,
+    mode_of,
+    run,
+    transform,
+)
+from treetap._transforms.lift.prefixes import check_prefix
+from treetap._transforms.lift.program import MAX_PROGRAMS, Key
+from treetap._transforms.lift.results import Results
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+NO_NAMES: Mapping[str, Any] = MappingProxyType({})
+
+
+def _mapped(
+    name: str,
+    f: Any,
+    mode: Mode,
+    how: Callable[..., Any],
+    prefixes: dict[str, Any],
+    *,
+    nothing: Any = None,
+    statics: Positions | None = None,
+    keeps: bool = False,
+) -> Callable[..., Any]:
+    """A function mapped by JAX over flat values, each with a prefix of its own.
+
+    Args:
+        name: The transform.
+        f: The function.
+        mode: The mode.
+        how: JAX's transform, with all arguments but the prefixes.
+        prefixes: For the positional arguments and for the result, by argument.
+        nothing: A prefix for what has no leaves; only where keywords are not taken.
+        statics: Arguments that are part of the program.
+        keeps: Whether JAX compiles the mapped function, which is kept then.
+    """
+    (argument, given), (out_argument, out) = prefixes.items()
+    check_prefix(given, name, argument, mode)
+    given = tuple(given) if isinstance(given, list) else given
+    results = Results(out, mode, name, out_argument, nothing)
+
+    def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
+        lanes: Any = key.lanes
+
+        def pure(values: list[Any]) -> Any:
+            called = put_statics(f, key.statics)
+            return run(called, source, values, name, lanes, results=results)
+
+        # The second part stands for what is static, and has no leaves.
+        updates = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
+        found = {argument: (lanes.by_leaf(),), out_argument: (results.for_jax, updates)}
+        return how(pure, **found)
+
+    @functools.lru_cache(MAX_PROGRAMS)
+    def known(key: Key) -> Callable[[Any], Any]:
+        return made(key, key.definition)
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and (mode is Mode.UPDATES or nothing is not None):
+            args, kwargs = positional(f, args, kwargs, name, argument), {}
+        args, kwargs, taken = take_statics(statics, args, kwargs)
+        inputs = inputs_of(args, kwargs, mode, name)
+        lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
+        key = Key(inputs.definition, taken, (), lanes)
+        try:
+            mapped = known(key) if keeps and key.lasts else made(key, inputs.outline())
+            found = mapped(inputs.values())
+        except ValueError as error:
+            raise _named(error, inputs, lanes.by_leaf()) from None
+        return inputs.finish(*found)
+
+    return call
+
+
+def _named(error: ValueError, inputs: Inputs, axes: list[Any]) -> ValueError:
+    """JAX's complaint about an axis, with the Variables it may be about."""
+    if "axis spec None" not in str(error):
+        return error
+    fixed = {id(x) for x, axis in zip(inputs.leaves, axes) if axis is None}
+    found = [
+        f"{show_path(path)} ({type(value).__name__})"
+        for path, value, _ in places(inputs.tree)
+        if isinstance(value, Variable) and id(value) in fixed
+    ]
+    return type(error)(
+        f"{inputs.name}: a Variable with axis None was given a value that differs from "
+        f"slice to slice, at {inputs.name} of one of {', '.join(found) or '(none)'}: "
+        f"{error}"
+    )
+
+
+def with_names(f: Any, in_axes: Any, out_axes: Any, given: Any, mode: Mode) -> Any:
+    """`f`, with axis names following the mapped axis as `transform_metadata` asks."""
+    if not given:
+        return f
+    if mode is not Mode.UPDATES:
+        raise MetadataError(
+            "`transform_metadata=` needs graph updates. Put the decorator "
+            "`treetap.transform_metadata` right under the mapping transform."
+        )
+    return follow_axis(f, in_axes, out_axes, given, Mode.UPDATES)
+
+
+@transform
+def vmap(
+    f: Callable[P, R] = MISSING,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+    transform_metadata: Mapping[str, Any] = NO_NAMES,
+    **options: Unpack[Options],
+) -> Callable[P, R]:
+    """Maps a function over axes of its arguments.
+
+    Args:
+        f: The function; without it, a decorator.
+        in_axes: An axis, None, or a prefix of the positional arguments; an entry stands
+            for a whole Module. Keyword arguments are mapped over axis 0.
+        out_axes: The same for the result.
+        axis_name: As for `jax.vmap`.
+        axis_size: As for `jax.vmap`.
+        spmd_axis_name: As for `jax.vmap`.
+        transform_metadata: With graph updates, names of the mapped axis: see
+            `treetap.transform_metadata`, which serves all modes.
+        **options: As for `treetap.jit`.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> counts = tt.Variable(jnp.zeros(3))
+        >>> def add(count, x):
+        ...     count[...] += x
+        >>> tt.vmap(add)(counts, jnp.arange(3.0))
+        >>> counts[...]
+        Array([0., 1., 2.], dtype=float32)
+    """
+    mode = mode_of(options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+
+    named = {"axis_name": axis_name, "axis_size": axis_size}
+    how = functools.partial(jax.vmap, **named, spmd_axis_name=spmd_axis_name)
+    return _mapped("vmap", f, mode, how, {"in_axes": in_axes, "out_axes": out_axes})
+
+
+@transform
+def pmap(
+    f: Callable[P, R] = MISSING,
+    *,
+    axis_name: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    devices: Any = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    transform_metadata: Mapping[str, Any] = NO_NAMES,
+    **options: Unpack[Options],
+) -> Callable[P, R]:
+    """As `vmap`, over devices.
+
+    Args:
+        f: The function; without it, a decorator.
+        axis_name: As for `jax.pmap`.
+        in_axes: As for `treetap.vmap`.
+        out_axes: As for `treetap.vmap`.
+        static_broadcasted_argnums: Arguments that are part of the program.
+        devices: As for `jax.pmap`.
+        backend: As for `jax.pmap`.
+        axis_size: As for `jax.pmap`.
+        donate_argnums: Accepted, but buffers are kept; donate with `treetap.jit`.
+        transform_metadata: As for `treetap.vmap`.
+        **options: As for `treetap.jit`.
+    """
+    mode = mode_of(options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+    statics = Positions(f, static_broadcasted_argnums, None, "pmap: static arguments")
+    del donate_argnums  # a permission, not a demand: buffers are kept
+    named = {"axis_name": axis_name, "axis_size": axis_size}
+    how = functools.partial(jax.pmap, **named, devices=devices, backend=backend)
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    return _mapped("pmap", f, mode, how, axes, statics=statics, keeps=True)
+
+
+@transform
+def shard_map(
+    f: Callable[P, R] = MISSING,
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Any = frozenset(),
+    check_vma: bool = True,
+    **options: Unpack[Options],
+) -> Callable[P, R]:
+    """Runs a function on every device over its own shards.
+
+    Args:
+        f: The function; without it, a decorator.
+        mesh: The mesh; the ambient one by default.
+        in_specs: A specification, or a prefix of the positional arguments; an entry
+            stands for a whole Module.
+        out_specs: The same for the result.
+        axis_names: As for `jax.shard_map`.
+        check_vma: As for `jax.shard_map`.
+        **options: As for `treetap.jit`.
+    """
+    given = {"axis_names": axis_names, "check_vma": check_vma}
+    how = functools.partial(jax.shard_map, mesh=mesh, **given)
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return _mapped("shard_map", f, mode_of(options), how, specs, nothing=jax.P())

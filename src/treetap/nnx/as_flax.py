@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standing in for flax: programs that import `flax.nnx` run on treetap, unedited.
+
+While `as_flax` is in force, a finder answers every import of `flax` and of what is
+below it. `flax.nnx` and its submodules have the names of `treetap.nnx`; the few other
+parts that NNX programs use come from `flax_parts`. Whatever else is asked for is an
+ImportError that says what is not there, and why. The modules are stand-ins, made at
+import: nothing that a program sets on them reaches treetap.
+"""
+
+import difflib
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from treetap import initializers, metrics, nnx
+from treetap._core import errors, settings
+from treetap._core.trees import filters
+from treetap._modules import random_rules
+from treetap._nn.dtypes import promote_dtype
+from treetap._nn.embedding import default_embed_init
+from treetap._nn.parameters import default_kernel_init
+from treetap._nn.recurrence import flip_sequences
+from treetap.nnx import compat, flax_parts, traversals
+
+FOLLOWED_VERSION = "0.12.8"  # the release of flax whose names and behaviour these are
+
+
+SETTINGS = {
+    "nnx_graph_mode": nnx.set_graph_mode,
+    "nnx_graph_updates": nnx.set_graph_updates,
+    "flax_always_shard_variable": settings.use_eager_sharding,
+}
+OPTIONS = {  # they concern Linen, checkpoints or displays
+    "flax_array_ref": False,
+    "flax_filter_frames": True,
+    "flax_fix_rng_separator": False,
+    "flax_hijax_variable": False,
+    "flax_max_repr_depth": None,
+    "flax_preserve_adopted_names": False,
+    "flax_profile": True,
+    "flax_pytree_module": True,
+    "flax_return_frozendict": False,
+    "flax_use_flaxlib": False,
+    "flax_use_orbax_checkpointing": True,
+}
+FIXED = ("flax_array_ref", "flax_hijax_variable", "flax_pytree_module")
+
+
+class Config:
+    """`flax.config`: the options that mean something here are settings of treetap."""
+
+    def __init__(self) -> None:
+        self._values = dict(OPTIONS)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS:
+            return SETTINGS[name].current_value()
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"flax.config has no option {name!r}.") from None
+
+    def update(self, name: str, value: Any, /) -> None:
+        """Sets an option from now on.
+
+        Args:
+            name: The option.
+            value: What to set it to.
+        """
+        if name in SETTINGS:
+            SETTINGS[name](value)
+        elif value != getattr(self, name) and name in FIXED:
+            raise ValueError(
+                f"flax.config.update: {name} is {getattr(self, name)!r} in treetap, "
+                f"which has no other way to work; {value!r} was asked for. "
+                "Leave the option alone."
+            )
+        else:
+            self._values[name] = value
+
+
+Array = jax.Array | Any
+Precision = None | str | jax.lax.Precision | tuple[Any, Any]
+TYPES = {  # of `flax.typing`: names for annotations, which nobody checks
+    "Array": Array,
+    "ArrayPytree": Any,
+    "Axes": int | Sequence[int],
+    "Axis": int | None,
+    "Collection": Mapping[str, Any],
+    "ConvGeneralDilatedT": Callable[..., Array],
+    "DotGeneralT": Callable[..., Array],
+    "Dtype": str | type[Any] | np.dtype | Any,
+    "EinsumT": Callable[..., Array],
+    "Initializer": initializers.Initializer,
+    "Key": Hashable,
+    "LaxPadding": str | Sequence[tuple[int, int]],
+    "LogicalNames": tuple[str | None, ...],
+    "LogicalRules": Sequence[tuple[str, Any]],
+    "PRNGKey": jax.Array,
+    "PaddingLike": str | int | Sequence[int | tuple[int, int]],
+    "Path": str,
+    "PathParts": tuple[Hashable, ...],
+    "PrecisionLike": Precision,
+    "PromoteDtypeFn": Callable[..., Any],
+    "Shape": Sequence[int],
+    "Sharding": tuple[str | tuple[str, ...] | None, ...],
+    "VariableDict": Mapping[str, Mapping[str, Any]],
+}
+NNX = {name: getattr(nnx, name) for name in nnx.__all__ if name not in ("compat",)}
+FROZEN_DICTS = {
+    "FrozenDict": flax_parts.FrozenDict,
+    "copy": flax_parts.copy,
+    "freeze": flax_parts.freeze,
+    "pop": flax_parts.pop,
+    "unfreeze": flax_parts.unfreeze,
+}
+LAYERS = NNX | TYPES  # the modules of layers have flax's names for types as well
+DEFAULTS = {
+    "default_bias_init": initializers.zeros_init(),
+    "default_embed_init": default_embed_init,
+    "default_kernel_init": default_kernel_init,
+}
+
+
+def _public(module: types.ModuleType) -> dict[str, Any]:
+    return {name: held for name, held in vars(module).items() if name[0] != "_"}
+
+
+def _listed(module: types.ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+# What each module has, besides the modules below it.
+MODULES: dict[str, Mapping[str, Any]] = {
+    "flax": {"__version__": FOLLOWED_VERSION},
+    "flax.configurations": {},
+    "flax.core": FROZEN_DICTS,
+    "flax.core.frozen_dict": FROZEN_DICTS,
+    "flax.errors": {
+        "FlaxError": errors.TreetapError,
+        "TraceContextError": errors.TraceContextError,
+    },
+    "flax.struct": {
+        "PyTreeNode": flax_parts.PyTreeNode,
+        "dataclass": flax_parts.dataclass,
+        "field": flax_parts.field,
+    },
+    "flax.training": {},
+    "flax.training.train_state": {"TrainState": flax_parts.TrainState},
+    "flax.traverse_util": {
+        "empty_node": traversals.empty_node,
+        "flatten_dict": flax_parts.flatten_dict,
+        "path_aware_map": flax_parts.path_aware_map,
+        "unflatten_dict": flax_parts.unflatten_dict,
+    },
+    "flax.typing": TYPES | {"FrozenDict": flax_parts.FrozenDict},
+    "flax.version": {"__version__": FOLLOWED_VERSION},
+    "flax.nnx": NNX,
+    "flax.nnx.compat": _public(compat),
+    "flax.nnx.deprecations": NNX,
+    "flax.nnx.extract": NNX,
+    "flax.nnx.filterlib": NNX
+    | {
+        "Filter": filters.Filter,
+        "PathIn": filters.PathIn,
+        "Predicate": filters.Predicate,
+        "filters_to_predicates": lambda filters: tuple(filters.predicates_of(filters)),
+        "to_predicate": filters.predicate_of,
+    },
+    "flax.nnx.graph": NNX,
+    "flax.nnx.graphlib": NNX,
+    "flax.nnx.helpers": NNX,
+    "flax.nnx.module": NNX,
+    "flax.nnx.nn": {},
+    "flax.nnx.nn.activations": LAYERS,
+    "flax.nnx.nn.attention": LAYERS | DEFAULTS,
+    "flax.nnx.nn.dtypes": {"promote_dtype": promote_dtype},
+    "flax.nnx.nn.initializers": _listed(initializers),
+    "flax.nnx.nn.linear": LAYERS | DEFAULTS,
+    "flax.nnx.nn.lora": LAYERS | DEFAULTS,
+    "flax.nnx.nn.normalization": LAYERS,
+    "flax.nnx.nn.recurrent": LAYERS | DEFAULTS | {"flip_sequences": flip_sequences},
+    "flax.nnx.nn.stochastic": LAYERS,
+    "flax.nnx.pytreelib": NNX,
+    "flax.nnx.rnglib": NNX | {"backup_keys": random_rules.backup_keys},
+    "flax.nnx.spmd": NNX,
+    "flax.nnx.statelib": NNX,
+    "flax.nnx.summary": NNX,
+    "flax.nnx.training": {},
+    "flax.nnx.training.ema": NNX,
+    "flax.nnx.training.metrics": _listed(metrics),
+    "flax.nnx.training.optimizer": NNX,
+    "flax.nnx.transforms": NNX,
+    "flax.nnx.transforms.autodiff": NNX,
+    "flax.nnx.transforms.compilation": NNX,
+    "flax.nnx.transforms.general": NNX,
+    "flax.nnx.transforms.iteration": NNX,
+    "flax.nnx.transforms.transforms": NNX,
+    "flax.nnx.traversals": _public(traversals),
+    "flax.nnx.variablelib": NNX,
+    "flax.nnx.visualization": NNX,
+}
+# Second names of modules, as attributes.
+ALIASES = {
+    "flax.nnx.initializers": "flax.nnx.nn.initializers",
+    "flax.nnx.metrics": "flax.nnx.training.metrics",
+    "flax.nnx.object": "flax.nnx.pytreelib",
+    "flax.nnx.optimizer": "flax.nnx.training.optimizer",
+}
+NO_LINEN = "treetap has NNX's Modules only, and no Linen"
+REASONS = {
+    "flax.core": "of flax.core, only the functions on FrozenDicts are here",
+    "flax.experimental": "it is no part of NNX",
+    "flax.io": "open files with Python's own functions, or etils.epath",
+    "flax.jax_utils": "place arrays with jax.device_put and a sharding",
+    "flax.linen": f"{NO_LINEN}; port the Modules to nnx, or run them under flax",
+    "flax.metrics": "write events with treetap.EventWriter",
+    "flax.nnx.Data": "mark the value with nnx.data(...) where it is set",
+    "flax.nnx.PureState": "it is tuple[nnx.GraphDef, nnx.State]",
+    "flax.nnx.Static": "mark the value with nnx.static(...) where it is set",
+    "flax.nnx.TrainState": "use nnx.Optimizer, or flax.training.train_state",
+    "flax.nnx.VariableState": "it is nnx.Variable",
+    "flax.nnx.bridge": f"{NO_LINEN}, so there is nothing to bridge to",
+    "flax.nnx.wrappers": f"{NO_LINEN}, so there is nothing to wrap",
+    "flax.serialization": "it writes msgpack; save with treetap.save_weights "
+    "(safetensors) or treetap.save_checkpoint (orbax)",
+    "flax.training.checkpoints": "save with treetap.save_checkpoint (orbax)",
+    "flax.training": "of flax.training, only train_state is here",
+}
+
+
+def _reason(name: str) -> str | None:
+    """Why a name is not here; the reason of the nearest thing around it."""
+    while name.count("."):
+        if name in REASONS:
+            return REASONS[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _explain(name: str) -> str:
+    """The text of the error for a full name that is not here."""
+    parent, _, last = name.rpartition(".")
+    text = f"treetap, standing in for flax, has no {name}"
+    reason = _reason(name)
+    if reason is not None:
+        return f"{text}: {reason}."
+    below = [path.removeprefix(f"{parent}.") for path in MODULES]
+    known = [*MODULES.get(parent, ()), *(path for path in below if "." not in path)]
+    near = difflib.get_close_matches(last, known, n=1)
+    if near:
+        return f"{text}. The nearest name is {parent}.{near[0]}."
+    return f"{text}. `dir({parent})` lists what there is."
+
+
+class StandIn(types.ModuleType):
+    """A module under flax's name. What it has not is explained when asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self.__name__}.{name}"
+        if path in MODULES:
+            return _module_at(path)
+        if name.startswith("__"):  # asked for by Python, which takes no for an answer
+            raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
+        raise AttributeError(_explain(path), name=name)
+
+    def __dir__(self) -> list[str]:
+        start = f"{self.__name__}."
+        below = (path.removeprefix(start) for path in MODULES if path.startswith(start))
+        return sorted({*vars(self), *(name for name in below if "." not in name)})
+
+
+class _Loader(importlib.abc.Loader):
+    """Makes stand-ins."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
+        return StandIn(spec.name, "treetap, under the name of a module of flax.")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(MODULES[module.__name__])
+        for name, path in ALIASES.items():
+            parent, _, last = name.rpartition(".")
+            if parent == module.__name__:
+                setattr(module, last, _module_at(path))
+        if module.__name__ in ("flax", "flax.configurations"):
+            vars(module)["config"] = CONFIG
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for `flax` and everything below it."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "flax":
+            return None
+        if fullname not in MODULES:  # also `from flax.nnx import x` of a missing x
+            raise ImportError(_explain(fullname), name=fullname)
+        return importlib.machinery.ModuleSpec(
+            fullname, LOADER, origin="treetap", is_package=True
+        )
+
+
+def _module_at(path: str) -> types.ModuleType:
+    """A stand-in; a program may still ask for one when they are out of force."""
+    if _in_force:
+        return importlib.import_module(path)
+    module = StandIn(path)
+    LOADER.exec_module(module)
+    return module
+
+
+CONFIG = Config()
+LOADER = _Loader()
+FINDER = _Finder()
+_in_force: list["as_flax"] = []
+
+
+def _flax_modules() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "flax"]
+
+
+class as_flax:
+    """Lets `from flax import nnx` give treetap, until undone or the block ends.
+
+    Works from the call on, for everything imported afterwards. What treetap has not
+    (Linen, say) is an ImportError that names it. In a `with` statement, or after
+    `undo()`, `flax` is again what it was; modules that were imported meanwhile keep
+    what they have.
+
+    Examples:
+        >>> import treetap as tt
+        >>> with tt.as_flax():
+        ...     from flax import nnx
+        ...
+        ...     nnx.Linear is tt.Linear
+        True
+    """
+
+    def __init__(self) -> None:
+        for name in _flax_modules():
+            module = sys.modules[name]
+            if not isinstance(module, StandIn):
+                place = getattr(module, "__file__", None) or "no file"
+                raise ImportError(
+                    f"as_flax: {name} is imported already (from {place}), and code "
+                    "that has it goes on using it. Call as_flax before anything "
+                    "imports flax.",
+                    name=name,
+                )
+        if not _in_force:
+            sys.meta_path.insert(0, FINDER)
+        _in_force.append(self)
+
+    def __enter__(self) -> "as_flax":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Stands in no longer, unless another call still does."""
+        if self not in _in_force:
+            return
+        _in_force.remove(self)
+        if not _in_force:
+            sys.meta_path.remove(FINDER)
+            for name in _flax_modules():
+                del sys.modules[name]

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update contexts: split outside, merge inside, split inside, merge outside.
+
+NNX's way to write one's own transform with graph updates. Within one context the second
+merge gives back the caller's own objects, filled with what became of them:
+
+    with update_context("mine"):
+        with split_context("mine") as ctx:      # outside
+            graphdef, state = ctx.split(model)
+        with merge_context("mine") as ctx:      # inside
+            model_inside = ctx.merge(graphdef, state)
+        ...
+        with split_context("mine") as ctx:      # inside
+            graphdef, state = ctx.split(model_inside)
+        with merge_context("mine") as ctx:      # outside: `model` itself
+            ctx.merge(graphdef, state)
+
+What the last merge needs is in the GraphDef, so the inside may be a compiled program
+that was traced before.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.tree_util import register_dataclass, register_static
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Path
+from treetap._core.trees.attributes import is_object
+from treetap._core.trees.filters import Filter
+from treetap._core.trees.flatten import Apart, put_together
+from treetap._core.trees.graphdef import NOTHING, GraphDef
+from treetap._core.trees.split import state_groups
+from treetap._core.trees.state import merge_state
+from treetap._core.variables.metadata import MISSING
+from treetap._transforms.lift.prefixes import is_entry, spread
+
+
+@register_static
+class LinkedDef(GraphDef):
+    """A GraphDef that knows which of its objects came from outside, by number."""
+
+    __slots__ = ("origins",)
+
+    def __init__(self, given: GraphDef, origins: tuple[tuple[int, int], ...]):
+        super().__init__(given.spec, given.num_leaves, given.graph)
+        self.origins = origins
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, LinkedDef) and self.origins == other.origins
+        return same and bool(super().__eq__(other))
+
+    __hash__ = GraphDef.__hash__
+
+    def __reduce__(self) -> Any:
+        return LinkedDef, (
+            GraphDef(self.spec, self.num_leaves, self.graph),
+            self.origins,
+        )
+
+
+class UpdateContext:
+    """The objects of one update context: the caller's, and those inside."""
+
+    def __init__(self, tag: Hashable):
+        self.tag = tag
+        self.outside: list[Any] | None = None  # by number
+        self._inside: dict[int, tuple[Any, int]] = {}  # known for as long as they live
+
+    def put_inside(self, made: dict[int, Any]) -> None:
+        """Takes note of objects that were made inside, by number."""
+        self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
+
+    def number_inside(self, member: Any) -> int | None:
+        """The number outside of an object inside; None for a new one."""
+        found, number = self._inside.get(id(member), (lambda: None, None))
+        return number if found() is member else None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether objects were made inside."""
+        return bool(self._inside)
+
+
+class SplitContext:
+    """Splits objects in one numbering; see `split_context`."""
+
+    def __init__(self, context: UpdateContext | None):
+        self._context = context
+        self._walk = Apart(None, True, "split_context")
+
+    def split(self, node: Any, *filters: Filter) -> Any:
+        """As `treetap.split`; what was split before in this block is a reference."""
+        walk, context = self._walk, self._context
+        walk.root = node
+        before, met = len(walk.leaves), len(walk.members)
+        spec, state = walk.any(node)
+        graphdef = GraphDef(spec, len(walk.leaves) - before, True)
+        if context is not None and context.is_inside:
+            known = [
+                (number, context.number_inside(member))
+                for number, member in enumerate(walk.members[met:], met)
+            ]
+            origins = tuple((here, n) for here, n in known if n is not None)
+            graphdef = LinkedDef(graphdef, origins)
+        elif context is not None:
+            context.outside = walk.members
+        found = {} if state is NOTHING else state
+        return graphdef, *state_groups("split_context", found, filters)
+
+
+class MergeContext:
+    """Merges what was split in one block; see `merge_context`."""
+
+    def __init__(self, context: UpdateContext | None):
+        self._context = context
+        self._made: dict[int, Any] = {}
+
+    def merge(self, graphdef: GraphDef, state: Any, /, *states: Any) -> Any:
+        """As `treetap.merge`; outside, the caller's own objects are filled."""
+        name, context = "merge_context", self._context
+        whole = merge_state(state, *states) if states else state
+        if not isinstance(graphdef, LinkedDef) or context is None:
+            node = put_together(graphdef, whole, name, made=self._made)
+            if context is not None:
+                context.put_inside(self._made)
+            return node
+        outside = context.outside or []
+        owners = {number: outside[origin] for number, origin in graphdef.origins}
+        # Once for the errors, without touching the caller's objects.
+        put_together(graphdef, whole, name, made=dict(self._made))
+        return put_together(graphdef, whole, name, made=self._made, owners=owners)
+
+
+_contexts: ContextVar[tuple[UpdateContext, ...]] = ContextVar("contexts", default=())
+
+
+@contextmanager
+def update_context(tag: Hashable) -> Iterator[UpdateContext]:
+    """Opens a context in which splits and merges belong together; also a decorator."""
+    context = UpdateContext(tag)
+    token = _contexts.set((*_contexts.get(), context))
+    try:
+        yield context
+    finally:
+        _contexts.reset(token)
+
+
+def current_update_context(tag: Hashable) -> UpdateContext:
+    """The innermost context with a tag."""
+    for context in reversed(_contexts.get()):
+        if context.tag == tag:
+            return context
+    open_tags = [context.tag for context in _contexts.get()]
+    raise StructureError(
+        f"No update context is open for the tag {tag!r}; open are {open_tags}. Open it "
+        f"with `with update_context({tag!r}):`."
+    )
+
+
+@contextmanager
+def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
+    """A block in which objects are split in one numbering."""
+    yield SplitContext(None if ctxtag is None else current_update_context(ctxtag))
+
+
+@contextmanager
+def merge_context(
+    ctxtag: Hashable | None = None, inner: bool | None = None
+) -> Iterator[MergeContext]:
+    """A block in which split objects are merged.
+
+    Args:
+        ctxtag: The tag of the update context.
+        inner: Accepted for NNX; the GraphDef tells.
+    """
+    del inner
+    yield MergeContext(None if ctxtag is None else current_update_context(ctxtag))
+
+
+@partial(
+    register_dataclass, data_fields=["_graphdef", "states"], meta_fields=["metadata"]
+)
+@dataclass(frozen=True)
+class NodeStates:
+    """An object in a tree made by `to_tree`: its GraphDef, States and metadata.
+
+    As a prefix, `states` are the prefixes of the States.
+    """
+
+    _graphdef: Any
+    states: tuple[Any, ...]
+    metadata: Any = None
+
+    @property
+    def graphdef(self) -> GraphDef:
+        """The GraphDef."""
+        return self._graphdef
+
+    @property
+    def state(self) -> Any:
+        """The only State."""
+        if len(self.states) != 1:
+            raise StructureError(
+                f"NodeStates has {len(self.states)} states, not one. Use `states`."
+            )
+        return self.states[0]
+
+    @classmethod
+    def from_split(
+        cls, graphdef: GraphDef, state: Any, /, *states: Any, metadata: Any = None
+    ) -> "NodeStates":
+        """From what `split` gives."""
+        return cls(graphdef, (state, *states), metadata)
+
+    @classmethod
+    def from_states(cls, state: Any, /, *states: Any) -> "NodeStates":
+        """From States alone."""
+        return cls(None, (state, *states))
+
+    @classmethod
+    def from_prefixes(cls, prefixes: Any, /, *, metadata: Any = None) -> "NodeStates":
+        """A prefix for an object that is split into as many States."""
+        return cls(None, tuple(prefixes), metadata)
+
+
+def _split_whole(ctx: SplitContext, path: Path, prefix: Any, leaf: Any) -> Any:
+    return NodeStates.from_split(*ctx.split(leaf))
+
+
+def _merge_whole(ctx: MergeContext, path: Path, prefix: Any, leaf: Any) -> Any:
+    return ctx.merge(leaf.graphdef, *leaf.states)
+
+
+def _visited(
+    tree: Any, prefix: Any, is_leaf: Callable[[Any], bool], visit: Callable[..., Any]
+) -> Any:
+    """A tree with its leaves replaced by `visit(path, prefix, leaf)`."""
+
+    def below(path: Any, part: Any, entry: Any) -> Any:
+        def one(inner: Any, leaf: Any) -> Any:
+            keys = (*path, *inner)
+            return visit(tuple(_plain_key(key) for key in keys), entry, leaf)
+
+        return jax.tree_util.tree_map_with_path(one, part, is_leaf=is_leaf)
+
+    if prefix is MISSING:
+        return below((), tree, None)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, entry, part: below(path, part, entry),
+        prefix,
+        tree,
+        is_leaf=lambda x: is_entry(x) or isinstance(x, NodeStates),
+    )
+
+
+def _plain_key(key: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key
+
+
+def to_tree(
+    tree: Any,
+    /,
+    *,
+    prefix: Any = MISSING,
+    split_fn: Callable[[SplitContext, Path, Any, Any], Any] = _split_whole,
+    map_non_graph_nodes: bool = False,
+    ctxtag: Hashable | None = None,
+    check_aliasing: bool = True,
+) -> Any:
+    """Replaces the objects in a tree by pure trees, in one numbering.
+
+    Args:
+        tree: Any tree of objects and arrays.
+        prefix: A prefix of the tree, handed to `split_fn`.
+        split_fn: From the context, path, prefix and object to what takes its place.
+        map_non_graph_nodes: Call `split_fn` for other leaves, too.
+        ctxtag: The tag of an update context.
+        check_aliasing: Refuse a Variable that is reached with different prefixes.
+    """
+    if prefix is not MISSING and check_aliasing:
+        spread(prefix, tree, "to_tree", "prefix")
+    with split_context(ctxtag) as ctx:
+
+        def visit(path: Path, entry: Any, leaf: Any) -> Any:
+            if is_object(leaf) or map_non_graph_nodes:
+                return split_fn(ctx, path, entry, leaf)
+            return leaf
+
+        return _visited(tree, prefix, is_object, visit)
+
+
+def is_tree_node(value: Any) -> bool:
+    """Whether a value stands for an object."""
+    return isinstance(value, NodeStates)
+
+
+def from_tree(
+    tree: Any,
+    /,
+    *,
+    prefix: Any = MISSING,
+    merge_fn: Callable[[MergeContext, Path, Any, Any], Any] = _merge_whole,
+    is_node_leaf: Callable[[Any], bool] = is_tree_node,
+    is_leaf: Callable[[Any], bool] = is_tree_node,
+    map_non_graph_nodes: bool = False,
+    is_inner: bool | None = None,
+    ctxtag: Hashable | None = None,
+) -> Any:
+    """The inverse of `to_tree`.
+
+    Args:
+        tree: What `to_tree` gave.
+        prefix: A prefix of the tree, handed to `merge_fn`.
+        merge_fn: The inverse of `split_fn`.
+        is_node_leaf: Which leaves stand for objects.
+        is_leaf: Where to stop.
+        map_non_graph_nodes: Call `merge_fn` for other leaves, too.
+        is_inner: Accepted for NNX; the GraphDef tells.
+        ctxtag: The tag of an update context.
+    """
+    with merge_context(ctxtag, is_inner) as ctx:
+
+        def visit(path: Path, entry: Any, leaf: Any) -> Any:
+            if is_node_leaf(leaf) or map_non_graph_nodes:
+                return merge_fn(ctx, path, entry, leaf)
+            return leaf
+
+        return _visited(tree, prefix, is_leaf, visit)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested mappings as flat ones and back, with tuple paths or joined strings."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Key, Path, show_path
+
+
+class _EmptyNode:
+    """Stands for an empty mapping in a flat one."""
+
+    def __repr__(self) -> str:
+        return "empty_node"
+
+
+empty_node = _EmptyNode()
+
+IsLeaf = Callable[[Path, Mapping[Key, Any]], bool]
+
+
+def flatten_to_sequence(
+    xs: Mapping[Key, Any], *, is_leaf: IsLeaf | None = None
+) -> list[tuple[Path, Any]]:
+    """The (path, value) pairs of nested mappings; empty ones are left out.
+
+    Args:
+        xs: Nested mappings.
+        is_leaf: Tells which mappings to leave whole.
+    """
+    return [item for item in _items(xs, is_leaf) if item[1] is not empty_node]
+
+
+def _items(xs: Mapping[Key, Any], is_leaf: IsLeaf | None) -> Iterator[tuple[Path, Any]]:
+    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+        if not isinstance(value, Mapping) or (is_leaf and is_leaf(path, value)):
+            yield path, value
+        elif not value and path:
+            yield path, empty_node
+        else:
+            for key, inner in value.items():
+                yield from visit((*path, key), inner)
+
+    yield from visit((), xs)
+
+
+def flatten_mapping(
+    xs: Mapping[Key, Any],
+    /,
+    *,
+    keep_empty_nodes: bool = False,
+    is_leaf: IsLeaf | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """Nested mappings as one dict from path to value.
+
+    Args:
+        xs: Nested mappings.
+        keep_empty_nodes: Keep empty mappings, as `empty_node`.
+        is_leaf: Tells which mappings to leave whole.
+        sep: Join paths to strings with this.
+
+    Examples:
+        >>> from treetap import nnx
+        >>> nnx.traversals.flatten_mapping({"a": {"b": 1}}, sep="/")
+        {'a/b': 1}
+    """
+    if not isinstance(xs, Mapping):
+        raise TypeError(
+            f"flatten_mapping: expected a mapping, got {type(xs).__name__}."
+        )
+    return {
+        path if sep is None else sep.join(map(str, path)): value
+        for path, value in _items(xs, is_leaf)
+        if keep_empty_nodes or value is not empty_node
+    }
+
+
+def unflatten_mapping(
+    xs: Mapping[Any, Any], /, *, sep: str | None = None
+) -> dict[Key, Any]:
+    """Nested dicts from a mapping of paths; the inverse of `flatten_mapping`.
+
+    Args:
+        xs: A mapping from path to value.
+        sep: What joined paths are split at.
+    """
+    if not isinstance(xs, Mapping):
+        raise TypeError(
+            f"unflatten_mapping: expected a mapping, got {type(xs).__name__}."
+        )
+    root: dict[Key, Any] = {}
+    for path, value in xs.items():
+        keys = tuple(path.split(sep)) if sep is not None else tuple(path)
+        *parents, last = keys
+        inner = root
+        for key in parents:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise StructureError(
+                    f"unflatten_mapping: {show_path(keys)} goes through a value."
+                )
+        inner[last] = {} if value is empty_node else value
+    return root

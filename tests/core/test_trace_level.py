@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trace levels: where a Variable may be changed, and what a Ref changes about it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+from treetap._core import trace_level
+
+FOREIGN = r"Cannot mutate Param from a different trace level: .*as an argument"
+
+
+def test_a_closed_over_variable_can_be_read():
+    variable = tt.Param(jnp.ones(2))
+    assert jax.jit(lambda: variable * 2)().tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda v: v.set_value(1.0),
+        lambda v: v.set_raw_value(1.0),
+        lambda v: v.__setitem__(..., 1.0),
+        lambda v: v.__setitem__(0, 1.0),
+        lambda v: v.set_metadata(tag="b"),
+        lambda v: v.set_metadata({}),
+        lambda v: v.del_metadata("tag"),
+        lambda v: v.copy_from(tt.Param(1.0)),
+        lambda v: v.update_from_state(tt.Variable(1.0)),
+        lambda v: tt.update({"v": v}, {"v": jnp.ones(2)}),
+        lambda v: tt.set_metadata([v], tag="b"),
+    ],
+)
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint, jax.make_jaxpr]
+)
+def test_a_closed_over_variable_cannot_be_written(transform, write):
+    variable = tt.Param(jnp.zeros(2), tag="a")
+
+    def inside(x):
+        write(variable)
+        return x.sum()
+
+    with pytest.raises(tt.TraceContextError, match=FOREIGN):
+        transform(inside)(jnp.ones(3))
+    assert variable[...].tolist() == [0, 0]
+    assert variable.tag == "a"
+
+
+def test_items_of_a_closed_over_dict_cannot_be_written():
+    variable = tt.Param({"a": 1})
+
+    def inside():
+        with pytest.raises(tt.TraceContextError, match=FOREIGN):
+            variable["a"] = 2
+        with pytest.raises(tt.TraceContextError, match=FOREIGN):
+            del variable["a"]
+
+    jax.jit(inside)()
+    assert variable.get_value() == {"a": 1}
+
+
+def test_an_argument_can_be_written_and_returned():
+    @jax.jit
+    def inside(variable):
+        variable[...] += 1
+        variable.set_metadata(tag="b")
+        return variable
+
+    variable = tt.Param(jnp.zeros(2), tag="a")
+    new = inside(variable)
+    assert (new[0], new.tag) == (1, "b")
+    assert (variable[0], variable.tag) == (0, "a")
+    new[...] += 1
+    assert new[0] == 2
+
+
+def test_a_variable_made_inside_can_be_written_inside():
+    @jax.jit
+    def inside(x):
+        variable = tt.Param(x)
+        variable[...] = x * 2
+        return variable[...]
+
+    assert inside(jnp.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.keeps_traces
+def test_a_leaked_variable_cannot_be_written():
+    leaked = []
+
+    @jax.jit
+    def inside(variable):
+        leaked.append(variable)
+        return variable[...]
+
+    inside(tt.Param(jnp.zeros(2)))
+    with pytest.raises(tt.TraceContextError, match=FOREIGN):
+        leaked[0][...] = 1.0
+    with pytest.raises(tt.TraceContextError, match=FOREIGN):
+        leaked[0].set_metadata(tag="a")
+
+
+def test_an_argument_cannot_be_written_from_a_deeper_level():
+    @jax.jit
+    def outside(variable):
+        @jax.jit
+        def inside():
+            variable[...] = 1.0
+
+        with pytest.raises(tt.TraceContextError, match=FOREIGN):
+            inside()
+        return variable[...]
+
+    assert outside(tt.Param(jnp.zeros(2))).tolist() == [0, 0]
+
+
+def test_the_error_is_no_value_error():
+    assert issubclass(tt.TraceContextError, tt.TreetapError)
+    assert not issubclass(tt.TraceContextError, ValueError)
+
+
+def test_the_token_is_the_same_at_one_level():
+    assert trace_level.current_trace() is trace_level.EAGER
+    assert trace_level.is_eager()
+    inside = []
+    jax.jit(
+        lambda: inside.append((trace_level.is_eager(), trace_level.current_trace()))
+    )()
+    ((eager, token),) = inside
+    assert not eager
+    assert trace_level.is_foreign(token)
+    assert not trace_level.is_foreign(trace_level.EAGER)
+
+
+# Refs.
+
+
+def test_a_ref_variable_reads_and_writes_like_any_other():
+    variable = tt.Param(jnp.zeros(3), ref=True)
+    raw = variable.get_raw_value()
+    assert isinstance(raw, jax.Ref)
+    variable[1] = 5.0
+    variable[...] += 1
+    variable.set_value(variable * 2)
+    assert variable[...].tolist() == [2, 12, 2]
+    assert variable[1] == 12
+    assert variable.get_raw_value() is raw
+    assert variable.shape == (3,)
+
+
+def test_a_ref_variable_takes_numbers_and_refuses_other_trees():
+    assert tt.Param(2.0, ref=True)[...] == 2
+    with pytest.raises(TypeError):
+        tt.Param({"a": 1.0}, ref=True)
+
+
+def test_the_shape_of_a_ref_is_fixed():
+    variable = tt.Param(jnp.zeros(3), ref=True)
+    with pytest.raises(ValueError, match="shape"):
+        variable.set_value(jnp.zeros(4))
+    with pytest.raises(tt.StructureError, match=r"A Ref keeps its shape: \(2, 3\)"):
+        variable.set_value(jnp.zeros((2, 3)))
+    assert variable.shape == (3,)
+
+
+def test_plain_jit_propagates_writes_to_a_ref_argument():
+    @jax.jit
+    def step(variable):
+        variable[...] += 1
+
+    variable = tt.Param(jnp.zeros(2), ref=True)
+    step(variable)
+    step(variable)
+    assert variable[...].tolist() == [2, 2]
+
+
+def test_plain_jit_propagates_writes_to_a_closed_over_ref():
+    variable = tt.Param(jnp.zeros(2), ref=True)
+
+    @jax.jit
+    def step(x):
+        variable[...] += x
+
+    step(jnp.ones(2))
+    step(jnp.ones(2))
+    assert variable[...].tolist() == [2, 2]
+
+
+def test_metadata_of_a_closed_over_ref_cannot_change():
+    variable = tt.Param(jnp.zeros(2), ref=True)
+    with pytest.raises(tt.TraceContextError, match=FOREIGN):
+        jax.jit(lambda: variable.set_metadata(tag="a"))()
+
+
+def test_copies_of_a_ref_have_their_own_ref():
+    variable = tt.Param(jnp.zeros(2), ref=True)
+    same, plain = variable.copy(), variable.copy(ref=False)
+    variable[...] = jnp.ones(2)
+    assert same[...].tolist() == [0, 0]
+    assert isinstance(same.get_raw_value(), jax.Ref)
+    assert isinstance(plain.get_raw_value(), jax.Array)
+    assert isinstance(plain.copy(ref=True).get_raw_value(), jax.Ref)
+
+
+def test_a_ref_takes_what_broadcasts_into_it():
+    variable = tt.Param(jnp.zeros((2, 3)), ref=True)
+    variable[...] = jnp.ones(3)
+    assert variable[1, 2] == 1.0
+    for wrong in (jnp.ones(2), jnp.ones((1, 2, 3))):
+        with pytest.raises(tt.StructureError, match="A Ref keeps its shape"):
+            variable.set_value(wrong)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: what each literal takes, and how predicates behave as values."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+from treetap._core.trees.filters import (
+    PathIn,
+    _Predicate,
+    grouped,
+    predicate_of,
+    predicates_of,
+    refuse_rest,
+)
+
+PARAM, STAT = tt.Param(jnp.ones(2)), tt.BatchStat(1.0, tag="seen")
+PREDICATES = [
+    tt.OfType(tt.Param),
+    tt.WithTag("seen"),
+    tt.PathContains("a"),
+    tt.PathContains("a", exact=False),
+    PathIn(("a", "b"), ("c",)),
+    tt.Any(tt.Param, "seen"),
+    tt.All(tt.Param, "seen"),
+    tt.Not(tt.Param),
+    tt.Everything(),
+    tt.Nothing(),
+]
+
+
+def by_length(path, value):
+    return len(path) > 1
+
+
+@pytest.mark.parametrize(
+    ("literal", "predicate"),
+    [
+        (tt.Param, tt.OfType(tt.Param)),
+        ("seen", tt.WithTag("seen")),
+        (..., tt.Everything()),
+        (True, tt.Everything()),
+        (None, tt.Nothing()),
+        (False, tt.Nothing()),
+        ([tt.Param, "seen"], tt.Any(tt.Param, "seen")),
+        ((tt.Param, None), tt.Any(tt.Param, False)),
+        ([], tt.Any()),
+    ],
+)
+def test_a_literal_stands_for_a_predicate(literal, predicate):
+    assert predicate_of(literal) == predicate
+
+
+def test_a_function_is_its_own_predicate():
+    assert predicate_of(by_length) is by_length
+
+
+@pytest.mark.parametrize(
+    ("predicate", "path", "value", "takes"),
+    [
+        (tt.OfType(tt.Param), (), PARAM, True),
+        (tt.OfType(tt.Variable), (), PARAM, True),
+        (tt.OfType(jax.Array), (), PARAM, False),
+        (tt.OfType(jax.Array), (), jnp.ones(2), True),
+        (tt.WithTag("seen"), (), STAT, True),
+        (tt.WithTag("other"), (), STAT, False),
+        (tt.WithTag("seen"), (), PARAM, False),
+        (tt.WithTag("seen"), (), jnp.ones(2), False),
+        (tt.PathContains("a"), ("b", "a"), PARAM, True),
+        (tt.PathContains("a"), ("ba",), PARAM, False),
+        (tt.PathContains("a", exact=False), ("ba",), PARAM, True),
+        (tt.PathContains(1, exact=False), (12,), PARAM, True),
+        (tt.PathContains(1), ("1",), PARAM, False),
+        (PathIn(("a", "b")), ("a", "b"), PARAM, True),
+        (PathIn(("a", "b")), ("a",), PARAM, False),
+        (tt.Any(tt.Param, "seen"), (), STAT, True),
+        (tt.Any(tt.Param, "other"), (), STAT, False),
+        (tt.Any(), (), PARAM, False),
+        (tt.All(tt.BatchStat, "seen"), (), STAT, True),
+        (tt.All(tt.Param, "seen"), (), STAT, False),
+        (tt.All(), (), PARAM, True),
+        (tt.Not(tt.Param), (), PARAM, False),
+        (tt.Not("other"), (), STAT, True),
+        (tt.Everything(), (), None, True),
+        (tt.Nothing(), (), PARAM, False),
+    ],
+)
+def test_a_predicate_takes(predicate, path, value, takes):
+    assert predicate(path, value) is takes
+
+
+@pytest.mark.parametrize("place", range(len(PREDICATES)))
+def test_predicates_are_values(place):
+    predicate = PREDICATES[place]
+    same = pickle.loads(pickle.dumps(predicate))
+    assert same is not predicate
+    assert same == predicate
+    assert hash(same) == hash(predicate)
+    assert repr(same) == repr(predicate)
+    assert [p == predicate for p in PREDICATES].index(True) == place
+    assert predicate != "something else"
+
+
+def test_predicates_print_what_they_take():
+    assert repr(tt.WithTag("a")) == "WithTag(tag='a')"
+    assert repr(tt.PathContains("a")) == "PathContains(exact=True, key='a')"
+    assert repr(tt.Any("a", ...)) == "Any(WithTag(tag='a'), Everything())"
+    assert repr(tt.Not(None)) == "Not(predicate=Nothing())"
+
+
+@pytest.mark.parametrize("invalid", [3, 1.5, {"a": 1}, {tt.Param}, b"tag", object()])
+def test_other_things_are_no_filters(invalid):
+    name = type(invalid).__name__
+    with pytest.raises(TypeError, match=f"Invalid filter .* of type {name}. A filter"):
+        predicate_of(invalid)
+    with pytest.raises(TypeError, match="Invalid filter"):
+        tt.Any(tt.Param, invalid)
+    with pytest.raises(TypeError, match="Invalid filter"):
+        tt.state({"a": tt.Param(1.0)}, invalid)
+
+
+def test_not_takes_one_filter():
+    with pytest.raises(TypeError):
+        tt.Not(tt.Param, tt.BatchStat)
+
+
+def test_the_base_takes_nothing_by_itself():
+    with pytest.raises(NotImplementedError):
+        _Predicate()((), 1)
+
+
+@pytest.mark.parametrize("catch_all", [..., True])
+def test_a_catch_all_may_only_stand_last(catch_all):
+    with pytest.raises(
+        tt.FilterError,
+        match=r"`\.\.\.` or `True` can only be used as the last filters: "
+        rf"{catch_all} stands at position 1 of .*nothing would reach",
+    ):
+        predicates_of([tt.Param, catch_all, tt.BatchStat])
+    assert len(predicates_of([tt.Param, catch_all, ..., True])) == 4
+
+
+def test_values_go_to_the_first_filter_that_takes_them():
+    flat = [(("a",), PARAM), (("b",), STAT), (("c",), 3)]
+    groups, rest = grouped(flat, predicates_of([tt.Param, tt.Variable]))
+    assert groups == [[(("a",), PARAM)], [(("b",), STAT)]]
+    assert rest == [(("c",), 3)]
+
+
+def test_a_remainder_is_named():
+    refuse_rest("test", [])
+    with pytest.raises(
+        tt.FilterError,
+        match=r"split: Non-exhaustive filters, got a non-empty remainder: a/0 \(Param\)"
+        r"\. Add `\.\.\.` as the last filter",
+    ):
+        refuse_rest("split", [(("a", 0), PARAM)])
+
+
+def test_a_long_remainder_is_cut():
+    with pytest.raises(tt.FilterError, match=r"4 \(int\) and 3 more\."):
+        refuse_rest("split", [((i,), i) for i in range(8)])
+
+
+def test_generic_aliases_mean_their_class():
+    assert predicate_of(tt.Param[int]) == tt.OfType(tt.Param)
