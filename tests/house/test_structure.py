@@ -14,7 +14,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        display earlier_names errors paths settings trace_level variables trees wording
+        bounded_cache display earlier_names errors paths settings trace_level variables
+        trees wording
     """,
     "_core.variables": """
         marked metadata operators placement values variable kinds packed_values
@@ -199,7 +200,7 @@ def test_suppressions_name_their_rule_and_reason():
 
 
 # Lines of code in the lift and the transforms, and in the whole library.
-BUDGETS = {("_transforms",): 3_400, ("",): 24_000}
+BUDGETS = {("_transforms",): 3_400, ("",): 24_100}
 
 
 @pytest.mark.parametrize("places", BUDGETS, ids=str)

@@ -8,7 +8,10 @@ that was meant takes bounded time.
 
 import difflib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 LONG, MANY = 200, 1000  # letters of a name, and names, that are looked at
 LONGEST = 600  # letters of what another library says
@@ -43,3 +46,43 @@ def near_to(
     """Names that look like one, the likest first; of many, or long ones, not all."""
     short = [each for each in itertools.islice(names, MANY) if len(each) <= LONG]
     return difflib.get_close_matches(name[:LONG], short, n=count, cutoff=cutoff)
+
+
+def first_few(
+    items: Sequence[Any], count: int = 8, before: str = "", end: str = ", "
+) -> str:
+    """The first few items as text, and how many more there are.
+
+    Args:
+        items: What to list.
+        count: How many are written out.
+        before: What stands before each, for lists that have a line an item.
+        end: What stands between two.
+
+    Examples:
+        >>> from treetap._core.wording import first_few
+        >>> first_few(["a", "b", "c"], 2)
+        'a, b and 1 more'
+        >>> print(first_few(["a", "b", "c"], 1, before="  - ", end="\\n"))
+          - a
+          - and 2 more
+    """
+    text = end.join(f"{before}{item}" for item in items[:count])
+    if len(items) <= count:
+        return text
+    rest = f"and {len(items) - count:,} more"
+    return f"{text}{end}{before}{rest}" if before else f"{text} {rest}"
+
+
+def typed(value: Any) -> str:
+    """An array, or its type, as people write it: `float32[2,3]`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from treetap._core.wording import typed
+        >>> typed(np.zeros((2, 3), np.float32))
+        'float32[2,3]'
+    """
+    dtype = getattr(value, "dtype", None)
+    kind = type(value).__name__ if dtype is None else str(dtype)
+    return f"{kind}[{','.join(map(str, np.shape(value)))}]"
