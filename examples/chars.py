@@ -223,8 +223,11 @@ def train(config: Config, console: Console) -> Writer:
         + (f"going on at step {first}" if first else f"writing to {config.out}")
     )
     columns = (
-        *(TextColumn("training"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[report]}"), RemainingColumn()),
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[report]}"),
+        RemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps, completed=first, report="")

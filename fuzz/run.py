@@ -30,14 +30,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import atheris  # noqa: E402 - before what it is to look at
 
-ROOMS = [
-    *("treetap._io", "treetap._io.store", "treetap._compare", "treetap._cli"),
-    *(
-        "treetap._capture.selectors",
-        "treetap._core.trees.filters",
-        "treetap._observe.records",
-    ),
-]
+ROOMS = """
+    treetap._io treetap._io.store treetap._compare treetap._cli
+    treetap._capture.selectors treetap._core.trees.filters treetap._observe.records
+""".split()
 with atheris.instrument_imports(include=ROOMS):
     import guards
     import hostile

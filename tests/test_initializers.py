@@ -9,12 +9,12 @@ import pytest
 import treetap as tt
 from treetap import nnx
 
-NAMES = (
-    *("Initializer", "constant", "delta_orthogonal", "glorot_normal", "glorot_uniform"),
-    *("he_normal", "he_uniform", "kaiming_normal", "kaiming_uniform", "lecun_normal"),
-    *("lecun_uniform", "normal", "ones", "orthogonal", "truncated_normal", "uniform"),
-    *("variance_scaling", "xavier_normal", "xavier_uniform", "zeros"),
-)
+NAMES = """
+    Initializer constant delta_orthogonal glorot_normal glorot_uniform he_normal
+    he_uniform kaiming_normal kaiming_uniform lecun_normal lecun_uniform normal ones
+    orthogonal truncated_normal uniform variance_scaling xavier_normal xavier_uniform
+    zeros
+""".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

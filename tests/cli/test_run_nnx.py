@@ -23,8 +23,7 @@ HERE = pathlib.Path(__file__).parent
 PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())
 QUICK = {
-    *("checkpoints", "mixed_flax", "older_style", "own_variables"),
-    *("plain_objects", "sharded"),
+    *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split()
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 

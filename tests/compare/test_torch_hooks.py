@@ -62,14 +62,28 @@ def test_names_calls_and_gradients_align_without_rules():
     comparison = compare(run(port()), FOLDER / "outputs.safetensors", layout=LAYOUT)
     assert comparison, comparison
     assert [each.other for each in comparison] == [
-        *("stem", "norm", "down", "shared", "shared#1", "head", "__call__"),
-        *("__call__@grad", "head@grad", "shared#1@grad", "shared@grad"),
-        *("down@grad", "norm@grad", "stem@grad"),
+        "stem",
+        "norm",
+        "down",
+        "shared",
+        "shared#1",
+        "head",
+        "__call__",
+        "__call__@grad",
+        "head@grad",
+        "shared#1@grad",
+        "shared@grad",
+        "down@grad",
+        "norm@grad",
+        "stem@grad",
     ]
     # the file tells the order of the calls too
     back = compare(FOLDER / "outputs.safetensors", run(port()), select="shared")
     assert [each.site for each in back] == [
-        *("shared", "shared#1", "shared#1@grad", "shared@grad")
+        "shared",
+        "shared#1",
+        "shared#1@grad",
+        "shared@grad",
     ]
 
 

@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL = (
-    *("--batch", "4", "--context", "16", "--width", "16", "--heads", "2"),
-    *("--layers", "1", "--checkpoint-every", "10", "--look-every", "20"),
-)
+SMALL = """
+    --batch 4 --context 16 --width 16 --heads 2 --layers 1 --checkpoint-every 10
+    --look-every 20
+""".split()
 
 
 def command(out, *options):

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house itself: imports go one way, files and functions stay small."""
+"""The house itself: imports go one way, files and functions stay small.
+
+Each test looks at every file and fails with the list of all that is wrong.
+"""
 
 import ast
+import graphlib
 import pathlib
+import re
 
 import pytest
 from count_code import SOURCE, code_lines, function_lengths
@@ -137,14 +142,33 @@ def test_the_order_lists_what_there_is():
     assert {*MODULES} - {"", "__main__", *FOLDERS} == listed
 
 
-@pytest.mark.parametrize("room", [*MODULES])
-def test_imports_go_one_way(room):
+def is_against_the_order(room: str, imported: str) -> bool:
+    if imported not in MODULES:
+        return True
     is_page = MODULES[room].name == "__init__.py" and room in ORDER
-    for imported in rooms_imported(MODULES[room]):
-        assert imported in MODULES, f"{room} imports {imported}, which is no room"
-        if is_page and imported.startswith(f"{room}."):
-            continue  # a folder's own file may name what is in it
-        assert place_of(imported) < place_of(room), f"{room} imports {imported}"
+    if is_page and imported.startswith(f"{room}."):
+        return False  # a folder's own file may name what is in it
+    return place_of(imported) >= place_of(room)
+
+
+def test_imports_go_one_way():
+    problems = [
+        f"{room} imports {imported}"
+        for room, path in MODULES.items()
+        for imported in sorted(rooms_imported(path))
+        if is_against_the_order(room, imported)
+    ]
+    assert problems == []
+
+
+def test_no_imports_go_in_a_circle():
+    """Nor do those inside functions. A file also needs the page of its own folder."""
+    needed = {room: rooms_imported(path) for room, path in MODULES.items()}
+    for room, imported in needed.items():
+        folder = room.rpartition(".")[0]
+        if folder and not any(each.startswith(f"{folder}.") for each in needed[folder]):
+            imported.add(folder)
+    graphlib.TopologicalSorter(needed).prepare()  # raises a CycleError that names them
 
 
 @pytest.mark.xfail(strict=True, reason="what two need is not in the lift yet")
@@ -159,32 +183,48 @@ def test_sibling_transforms_do_not_import_each_other():
     assert edges == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
-def test_files_are_small(path):
-    lines = code_lines(path)
-    assert lines <= MAX_FILE, f"{path.name} has {lines} lines of code"
+def test_files_are_small():
+    lines = {room: code_lines(path) for room, path in MODULES.items()}
+    assert {room: count for room, count in lines.items() if count > MAX_FILE} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
-def test_functions_fit_on_a_screen(path):
-    for name, lines in function_lengths(path):
-        assert lines <= MAX_FUNCTION, f"{path.name}: {name} has {lines} lines"
+def test_functions_fit_on_a_screen():
+    too_long = {
+        f"{room}: {name}": lines
+        for room, path in MODULES.items()
+        for name, lines in function_lengths(path)
+        if lines > MAX_FUNCTION
+    }
+    assert too_long == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
-def test_only_public_jax_is_used(path):
-    text = path.read_text()
-    assert "jax._src" not in text
-    assert "jaxlib" not in text
+def test_only_public_jax_is_used():
+    private = re.compile(r"jax\._src|jaxlib")
+    assert [path for path in FILES if private.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
-def test_files_open_with_licence_and_purpose(path):
-    text = path.read_text()
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    docstring = ast.get_docstring(tree_of(path))
-    assert docstring
-    assert len(docstring.split()) >= 8
+def test_files_open_with_licence_and_purpose():
+    licence = "# SPDX-License-Identifier: Apache-2.0\n"
+    problems = []
+    for room, path in MODULES.items():
+        if not path.read_text().startswith(licence):
+            problems.append(f"{room}: no licence in the first line")
+        if len((ast.get_docstring(tree_of(path)) or "").split()) < 8:
+            problems.append(f"{room}: does not say what it is for")
+    assert problems == []
+
+
+@pytest.mark.xfail(strict=True, reason="not every folder has its page yet")
+def test_a_folders_page_names_every_file_of_it():
+    problems = []
+    for folder, units in ORDER.items():
+        page = ast.get_docstring(tree_of(MODULES[folder])) or ""
+        problems += [
+            f"{folder}: says nothing of {unit}"
+            for unit in units.split()
+            if not re.search(rf"\b{unit.strip('/')}\b", page)
+        ]
+    assert problems == []
 
 
 def test_suppressions_name_their_rule_and_reason():

@@ -10,12 +10,11 @@ from formulas import array, close, numbers
 import treetap as tt
 from treetap._nn.activations import FUNCTIONS
 
-NAMES = (
-    *("celu", "elu", "gelu", "glu", "hard_sigmoid", "hard_silu", "hard_swish"),
-    *("hard_tanh", "identity", "leaky_relu", "log_sigmoid", "log_softmax"),
-    *("logsumexp", "one_hot", "relu", "relu6", "selu", "sigmoid", "silu"),
-    *("soft_sign", "softmax", "softplus", "standardize", "swish", "tanh"),
-)
+NAMES = """
+    celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu
+    log_sigmoid log_softmax logsumexp one_hot relu relu6 selu sigmoid silu soft_sign
+    softmax softplus standardize swish tanh
+""".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -275,7 +275,9 @@ def test_a_mask_from_something_about_each_query_and_key():
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == jnp.float32
     same = tt.make_attention_mask(
-        *(jnp.asarray(query), jnp.asarray(key), jnp.equal),
+        jnp.asarray(query),
+        jnp.asarray(key),
+        jnp.equal,
         extra_batch_dims=2,
         dtype=bool,
     )

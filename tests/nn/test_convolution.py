@@ -62,8 +62,10 @@ CASES = {
     "strides": ((3,), {"strides": 2}, (2, 6, 2), [same(6, 3, 2)]),
     "2 axes": ((3, 2), {}, (1, 4, 5, 2), [same(4, 3, 1), same(5, 2, 1)]),
     "a stride each": (
-        *((2, 3), {"strides": (2, 1), "padding": "VALID"}),
-        *((1, 5, 4, 2), [(0, 0), (0, 0)]),
+        (2, 3),
+        {"strides": (2, 1), "padding": "VALID"},
+        (1, 5, 4, 2),
+        [(0, 0), (0, 0)],
     ),
     "a number": ((3,), {"padding": 2}, (2, 5, 2), [(2, 2)]),
     "numbers": ((3, 3), {"padding": [1, 2]}, (1, 4, 4, 2), [(1, 1), (2, 2)]),
@@ -71,17 +73,23 @@ CASES = {
     "both": ((2, 2), {"padding": (1, (0, 2))}, (1, 4, 4, 2), [(1, 1), (0, 2)]),
     "cropped": ((2,), {"padding": -1}, (2, 5, 2), "cropped"),
     "dilation": (
-        *((3,), {"kernel_dilation": 2, "padding": 1}),
-        *((2, 7, 2), [(1, 1)]),
+        (3,),
+        {"kernel_dilation": 2, "padding": 1},
+        (2, 7, 2),
+        [(1, 1)],
     ),
     "spread": ((3,), {"input_dilation": 2, "padding": 1}, (2, 4, 2), [(1, 1)]),
     "groups": (
-        *((3,), {"feature_group_count": 2, "padding": 0}),
-        *((2, 5, 4), [(0, 0)]),
+        (3,),
+        {"feature_group_count": 2, "padding": 0},
+        (2, 5, 4),
+        [(0, 0)],
     ),
     "none is one": (
-        *((3,), {"strides": None, "kernel_dilation": None, "input_dilation": None}),
-        *((2, 5, 2), [same(5, 3, 1)]),
+        (3,),
+        {"strides": None, "kernel_dilation": None, "input_dilation": None},
+        (2, 5, 2),
+        [same(5, 3, 1)],
     ),
 }
 
@@ -94,7 +102,8 @@ def test_each_option_against_the_sum(name):
     if pads == "cropped":
         x, pads = x[:, 1:-1], [(0, 0)]
     expected = convolved(
-        *(x, raw(layer.kernel)),
+        x,
+        raw(layer.kernel),
         strides if isinstance(strides, tuple) else (strides,) * len(size),
         pads,
         apart=options.get("input_dilation") or 1,
@@ -308,7 +317,8 @@ def test_a_mask_multiplies_the_kernel_and_is_no_leaf(cls, dtype):
     close(layer(array(2, 5, 2)), plain(array(2, 5, 2)))
     np.testing.assert_array_equal(layer.mask, mask)
     assert {path[0] for path, _ in tt.to_flat_state(tt.state(layer))} == {
-        *("kernel", "bias")
+        "kernel",
+        "bias",
     }
     mask[...] = 0
     assert layer.mask.any()
@@ -431,8 +441,13 @@ def test_numbers_of_numpy_are_numbers(cls, name):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"strides": 0}, {"strides": -1}, {"strides": 1.5}, {"kernel_dilation": 0}),
-        *({"kernel_size": -1}, {"kernel_size": 2.0}, {"kernel_size": None}),
+        {"strides": 0},
+        {"strides": -1},
+        {"strides": 1.5},
+        {"kernel_dilation": 0},
+        {"kernel_size": -1},
+        {"kernel_size": 2.0},
+        {"kernel_size": None},
         {"padding": [None]},
     ],
     ids=str,

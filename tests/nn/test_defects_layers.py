@@ -282,7 +282,8 @@ def test_D63_the_mask_of_a_convolution_is_no_leaf_and_averages_go_on():
     mask = np.tri(3, 12, dtype=bool).reshape(3, 2, 6)
     layer = made(tt.Conv, 2, 6, 3, mask=mask)
     assert {path for path, _ in tt.to_flat_state(tt.state(layer))} == {
-        *(("kernel",), ("bias",))
+        ("kernel",),
+        ("bias",),
     }
     average, before = tt.EMA(layer, 0.5), raw(layer.kernel)
     layer.kernel[...] = layer.kernel[...] + 1.0

@@ -86,7 +86,8 @@ def test_each_option(cls, options):
         cls, 6, **options, **({"num_groups": 3} if cls is tt.GroupNorm else {})
     )
     assert (layer.scale is None, layer.bias is None) == (
-        *(not layer.use_scale, not layer.use_bias),
+        not layer.use_scale,
+        not layer.use_bias,
     )
     formula = grouped if cls is tt.GroupNorm else instances
     close(ran(layer, array(*X)), formula(layer, numbers(*X), (1, 2)))

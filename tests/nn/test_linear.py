@@ -310,7 +310,8 @@ def test_sharded_parameters_make_sharded_results():
     with jax.set_mesh(mesh_of((2, 4), ("data", "model"), AxisType.Explicit)):
         layer = made(
             tt.Linear,
-            *(4, 8),
+            4,
+            8,
             kernel_metadata={"out_sharding": (None, "model")},
             bias_metadata={"out_sharding": ("model",)},
         )

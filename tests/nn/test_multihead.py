@@ -245,8 +245,11 @@ def test_sizes_that_do_not_fit_are_refused(args, options, words):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("out_features", -1), ("in_kv_features", -1), ("out_features", 2.5)),
-        *(("dropout_rate", 1.5), ("dropout_rate", -0.5)),
+        ("out_features", -1),
+        ("in_kv_features", -1),
+        ("out_features", 2.5),
+        ("dropout_rate", 1.5),
+        ("dropout_rate", -0.5),
     ],
 )
 def test_other_arguments_that_do_not_fit_are_refused(name, value):

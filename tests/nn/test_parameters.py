@@ -42,7 +42,10 @@ PARAMETERIZED = {
 # They name a part of the layer instead of the layer.
 NAMES_A_PART = (
     tt.MultiHeadAttention,
-    *(tt.LSTMCell, tt.OptimizedLSTMCell, tt.GRUCell, tt.SimpleCell),
+    tt.LSTMCell,
+    tt.OptimizedLSTMCell,
+    tt.GRUCell,
+    tt.SimpleCell,
 )
 
 
@@ -228,10 +231,7 @@ def one_per_element(key, shape, dtype):
             "LoRA: `base_module` returned",
         ),
     ],
-    ids=[
-        *("steps", "axis", "text", "none", "shape", "nothing", "unroll", "dims"),
-        *("implementation", "base"),
-    ],
+    ids="steps axis text none shape nothing unroll dims implementation base".split(),
 )
 def test_other_arguments_that_make_no_sense_are_refused(call, words):
     with pytest.raises(tt.StructureError, match=words):

@@ -207,7 +207,9 @@ RUNS = {
     )(x_of(2, 5, 4)),
     "ConvTranspose(4,6,(3,3),strides=2,CIRCULAR,transpose_kernel)": lambda r: (
         tt.ConvTranspose(
-            *(4, 6, (3, 3)),
+            4,
+            6,
+            (3, 3),
             strides=2,
             padding="CIRCULAR",
             transpose_kernel=True,

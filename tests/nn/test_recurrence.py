@@ -83,10 +83,14 @@ NONE, SOME = None, np.array([0, 3])
 @pytest.mark.parametrize(
     ("reverse", "keep_order", "time_major", "lengths"),
     [
-        *((False, False, False, SOME), (False, False, True, LENGTHS)),
-        *((True, False, False, NONE), (True, False, False, LENGTHS)),
-        *((True, True, False, SOME), (True, True, True, NONE)),
-        *((True, True, True, LENGTHS), (False, True, False, NONE)),
+        (False, False, False, SOME),
+        (False, False, True, LENGTHS),
+        (True, False, False, NONE),
+        (True, False, False, LENGTHS),
+        (True, True, False, SOME),
+        (True, True, True, NONE),
+        (True, True, True, LENGTHS),
+        (False, True, False, NONE),
     ],
 )
 def test_directions_orders_and_lengths(reverse, keep_order, time_major, lengths):

@@ -268,7 +268,8 @@ def test_a_filter_says_which_weights():
     bias = np.sign(raw(inner.bias)) * raw(layer.scales["bias",])
     close(ran(layer, array(*X)), numbers(*X) @ raw(inner.kernel) + bias)
     assert set(made(tt.WeightNorm, Pair()).scales) == {
-        *(("first", "kernel"), ("second", "kernel")),
+        ("first", "kernel"),
+        ("second", "kernel"),
     }
 
 

@@ -272,10 +272,10 @@ def test_no_tracer_leaks_from_a_compiled_call(entry, mode):
         jax.block_until_ready(tt.jit(entry.call, **mode)(layer, *inputs))
 
 
-EXPORTED = (
-    *("linear", "conv_2d", "batch_norm_eval", "dropout", "attention_causal"),
-    *("rnn_lstm", "weight_norm", "sequential", "block"),
-)
+EXPORTED = """
+    linear conv_2d batch_norm_eval dropout attention_causal rnn_lstm weight_norm
+    sequential block
+""".split()
 
 
 @rows(EXPORTED, quick=FEW)

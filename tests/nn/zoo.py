@@ -191,7 +191,7 @@ add("linear_general", of(tt.LinearGeneral, (3, 4), (3, 4), axis=(-2, -1)), X)
 add(
     "linear_general_middle",
     of(tt.LinearGeneral, (2, 4), 3, axis=(0, 2)),
-    *(X,),
+    X,
     is_square=False,
 )
 add("linear_general_batch", of(tt.LinearGeneral, 4, 4, batch_axis={0: 2}), X)
@@ -199,7 +199,7 @@ add("einsum", of(tt.Einsum, "bta,ac->btc", (4, 4), (4,)), X)
 add(
     "einsum_heads",
     of(tt.Einsum, "nta,hab->nthb", (2, 4, 3), (2, 3)),
-    *(X,),
+    X,
     is_square=False,
 )
 add("embed", of(tt.Embed, 5, 4), Ints((2, 3), 5), is_square=False)
@@ -221,7 +221,7 @@ add("conv_transpose", of(tt.ConvTranspose, 4, 4, 3), X)
 add(
     "conv_transpose_valid",
     of(tt.ConvTranspose, 2, 3, (2, 2), strides=2, padding="VALID"),
-    *(IMAGE,),
+    IMAGE,
     is_square=False,
 )
 add("conv_transpose_circular", of(tt.ConvTranspose, 4, 4, 3, padding="CIRCULAR"), X)
@@ -300,7 +300,7 @@ add("attention_normalized", attention(qkv_features=8, normalize_qk=True), X, **W
 add(
     "attention_dropout",
     attention(dropout_rate=0.5, deterministic=False),
-    *(X,),
+    X,
     is_noisy=True,
     **WEIGHTS,
     **DRAWS,
@@ -308,7 +308,7 @@ add(
 add(
     "attention_decode",
     decoder,
-    *((2, 1, 4),),
+    (2, 1, 4),
     writes=[tt.Cache],
     follows_inputs=True,
     **WEIGHTS,
@@ -336,7 +336,7 @@ add("rnn_reverse", fixed(rnn, more={"reverse": True}), X, **CARRY)
 add(
     "rnn_reverse_in_order",
     fixed(rnn, more={"reverse": True, "keep_order": True}),
-    *(X,),
+    X,
     seq_lengths=LENGTHS,
     **CARRY,
 )
@@ -344,7 +344,7 @@ add("rnn_time_major", fixed(rnn, more={"time_major": True}), X, **CARRY)
 add(
     "rnn_carry",
     fixed(rnn, cell=tt.LSTMCell, more={"return_carry": True}),
-    *(X,),
+    X,
     seq_lengths=LENGTHS,
     is_square=False,
     **CARRY,
@@ -353,7 +353,7 @@ add("bidirectional", fixed(bidirectional, more={"merge_fn": jnp.add}), X, **CARR
 add(
     "bidirectional_carry",
     fixed(bidirectional, more={"return_carry": True}),
-    *(X,),
+    X,
     seq_lengths=LENGTHS,
     is_square=False,
     **CARRY,
@@ -361,7 +361,8 @@ add(
 add(
     "gru_cell",
     of(tt.GRUCell, 4, 4),
-    *((2, 4), (2, 4)),
+    (2, 4),
+    (2, 4),
     is_square=False,
     is_widened=True,
 )
@@ -440,7 +441,7 @@ add("avg_pool", fixed(pooled, pool=average), X)
 add(
     "sequential",
     classifier,
-    *(X,),
+    X,
     writes=[tt.BatchStat, tt.RngCount],
     follows_inputs=True,
     is_noisy=True,

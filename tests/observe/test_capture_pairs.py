@@ -157,7 +157,10 @@ def no_ours(outer, inner):
 def pairs(places):
     return [
         pytest.param(
-            *(PAIRED[outer], PAIRED[inner], ns, place),
+            PAIRED[outer],
+            PAIRED[inner],
+            ns,
+            place,
             id=f"{outer}-{inner}-{ns.name}-{place}",
             marks=() if is_sample(outer, inner, ns, place) else pytest.mark.long,
         )

@@ -131,8 +131,18 @@ def sharded(mark):
 
 
 PROGRAMS = [
-    *(plain, jitted, scanned, mapped, mapped_scan, rematted, rematted_scan),
-    *(scanned_remat, branched, counted, twice, sharded),
+    plain,
+    jitted,
+    scanned,
+    mapped,
+    mapped_scan,
+    rematted,
+    rematted_scan,
+    scanned_remat,
+    branched,
+    counted,
+    twice,
+    sharded,
 ]
 
 SECOND = {plain, scanned, mapped_scan, scanned_remat, branched, sharded}

@@ -181,7 +181,9 @@ def test_vmap_outside_has_the_axis_in_front_and_inside_is_told():
         assert record["**/block:out" if fn is scanned else "block:out"].shape == shape
     _, record = tt.observe(tt.tap_scopes(jax.vmap(looped, (None, 0))))(WEIGHTS, xs)
     assert texts(record)[:3] == [
-        *("vmap(block)/linear:out", "vmap(block):hidden", "vmap(block):out")
+        "vmap(block)/linear:out",
+        "vmap(block):hidden",
+        "vmap(block):out",
     ]
 
 

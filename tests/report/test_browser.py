@@ -118,9 +118,18 @@ def test_the_tree_shows_modules_with_their_calls(load):
     assert page.inner_text("h1") == "A decoder"
     assert page.title() == "A decoder"
     assert labels(page) == [
-        *("A decoder", "embed", "blocks"),
-        *("0", "attn", "weights", "mlp"),
-        *("1", "attn", "weights", "mlp", "__call__#1"),
+        "A decoder",
+        "embed",
+        "blocks",
+        "0",
+        "attn",
+        "weights",
+        "mlp",
+        "1",
+        "attn",
+        "weights",
+        "mlp",
+        "__call__#1",
     ]
     rows = page.locator("[role=row][aria-level]")
     assert rows.nth(0).get_attribute("aria-expanded") == "true"
@@ -187,9 +196,21 @@ def test_all_finite_is_said(load):
 @pytest.mark.parametrize(
     "glob",
     [
-        *("blocks/*", "blocks/**", "**/mlp", "**:weights", "blocks/*/attn:weights"),
-        *("**/[am]*", "**/[!a]*", "blocks/?/mlp:", "**#1", "**/mlp:__call__#1"),
-        *("*", "**", "blocks/1/**", "*:__call__", "blocks/*:nothing"),
+        "blocks/*",
+        "blocks/**",
+        "**/mlp",
+        "**:weights",
+        "blocks/*/attn:weights",
+        "**/[am]*",
+        "**/[!a]*",
+        "blocks/?/mlp:",
+        "**#1",
+        "**/mlp:__call__#1",
+        "*",
+        "**",
+        "blocks/1/**",
+        "*:__call__",
+        "blocks/*:nothing",
     ],
 )
 def test_globs_mean_what_they_mean_to_the_library(load, glob):
@@ -282,7 +303,9 @@ def test_attention_is_drawn_by_head(load):
     page.get_by_text("weights", exact=True).first.click()
     assert "Attention patterns" in page.locator("#panel h3").all_inner_texts()
     assert page.locator(".tiles figcaption").all_inner_texts() == [
-        *("head 0", "head 1", "head 2")
+        "head 0",
+        "head 1",
+        "head 2",
     ]
     corner = page.evaluate(
         """() => { const c = document.querySelector(".tiles canvas");

@@ -103,7 +103,11 @@ def test_modules_in_containers_and_arguments_have_paths():
             return other(self.parts["k"][0](x))
 
     assert [path for path, _, _ in told(Caller(), Pair(), X)] == [
-        *("", "parts/k/0", "other", "other/first", "other/second")
+        "",
+        "parts/k/0",
+        "other",
+        "other/first",
+        "other/second",
     ]
 
 
@@ -334,7 +338,9 @@ def test_abstract_models_and_arguments_will_do():
         model, "__call__", (jax.ShapeDtypeStruct((4, 3), "bfloat16"),), {}, "test"
     )
     assert [call.note.inputs for call in found] == [
-        *("bfloat16[4,3]", "bfloat16[4,3]", "float32[4,3]")
+        "bfloat16[4,3]",
+        "bfloat16[4,3]",
+        "float32[4,3]",
     ]
 
 

@@ -216,7 +216,8 @@ def test_a_site_says_what_it_is():
     assert "0 parameters" in found.payload["about"]
     sown, output, _ = found.payload["sites"]
     assert (sown["how"], sown["kind"], sown["type"]) == (
-        *("sow", "Intermediate"),
+        "sow",
+        "Intermediate",
         "float32[2,3]",
     )
     assert (output["text"], output["module"]) == ("inner/0:__call__", "Inner")
@@ -354,11 +355,13 @@ def test_the_sooner_step_comes_first():
     first, second = found.payload["verdicts"]
     assert (first["text"], first["site"], first["step"]) == (
         "First non-finite gradient:",
-        *(0, 1),
+        0,
+        1,
     )
     assert (second["text"], second["site"], second["step"]) == (
         "First non-finite:",
-        *(0, 2),
+        0,
+        2,
     )
     assert found.payload["first"] == {"site": 0, "step": 1}
 
@@ -514,8 +517,10 @@ def test_pictures_stop_at_their_budget_and_the_page_says_so(monkeypatch):
     values = {f"a{n}": jnp.ones((64, 64)) for n in range(4)}
     found = tt.report(recorded(**values))
     assert ["pictures" in site for site in found.payload["sites"]] == [
-        *(True, True),
-        *(False, False),
+        True,
+        True,
+        False,
+        False,
     ]
     (note,) = found.payload["notes"]
     assert note.startswith("Pictures of 2 sites were left out")

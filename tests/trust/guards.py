@@ -26,10 +26,12 @@ ROOM = 4 << 30  # bytes of address space that a reader may ask for
 
 _ENDING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
 _LEAVING = ("socket.connect", "socket.bind", "urllib.Request", "pickle.find_class")
-_TOUCHING = (
-    *("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.chmod"),
-    *("os.symlink", "os.truncate", "os.listdir", "os.scandir", "os.chown", "os.utime"),
-    *("shutil.copyfile", "shutil.move", "shutil.rmtree", "shutil.copytree"),
+_TOUCHING = tuple(
+    """
+    open os.mkdir os.remove os.rename os.rmdir os.link os.chmod os.symlink os.truncate
+    os.listdir os.scandir os.chown os.utime shutil.copyfile shutil.move shutil.rmtree
+    shutil.copytree
+""".split()
 )
 
 

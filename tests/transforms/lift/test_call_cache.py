@@ -172,11 +172,32 @@ def updated(model):
 
 
 CHANGES = [
-    *(other_leaf, other_variable, other_value, raw_value, other_kind, metadata),
-    *(deleted_metadata, static, static_of_another_type, through_vars),
-    *(through_vars_variable, list_item, list_longer, list_shorter, dict_item, dict_key),
-    *(plain_list_item, plain_list_longer, plain_dict_value, plain_dict_key),
-    *(array_attribute, swapped, deleted, new_attribute, set_everywhere, updated),
+    other_leaf,
+    other_variable,
+    other_value,
+    raw_value,
+    other_kind,
+    metadata,
+    deleted_metadata,
+    static,
+    static_of_another_type,
+    through_vars,
+    through_vars_variable,
+    list_item,
+    list_longer,
+    list_shorter,
+    dict_item,
+    dict_key,
+    plain_list_item,
+    plain_list_longer,
+    plain_dict_value,
+    plain_dict_key,
+    array_attribute,
+    swapped,
+    deleted,
+    new_attribute,
+    set_everywhere,
+    updated,
 ]
 
 
