@@ -13,7 +13,7 @@ import pytest
 import treetap as tt
 from treetap._modules.random_streams import INITIALIZERS, SAMPLERS
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "keys.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "keys.json").read_text())
 
 ARGUMENTS = {
     "ball": (3,),

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """build: by plan comes the very model that Python makes line by line."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from zoo import rows, streams
 
 import treetap as tt
 from meshes import mesh_of
 from treetap._transforms import build_model
-
-sys.path.append(str(pathlib.Path(__file__).parent / "layers"))
-from zoo import rows, streams
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 COMPILED = "/jax/core/compile/backend_compile_duration"
