@@ -15,6 +15,7 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 
 from treetap._core import earlier_names
+from treetap._core import settings as _settings  # noqa: F401 - it reads the environment, and says at once what is wrong there
 
 earlier_names.install()
 

@@ -17,6 +17,8 @@ Plain `TypeError`, `KeyError`, `IndexError` and
 `AttributeError` are raised as such where Python itself would raise them.
 """
 
+from collections.abc import Sequence
+
 
 class TreetapError(Exception):
     """Base of the library's own exceptions."""
@@ -31,7 +33,24 @@ class AttributeStatusError(TreetapError, ValueError):
 
 
 class AliasError(TreetapError, ValueError):
-    """One object stands at two places where a tree was asked for."""
+    """One object stands at two places where a tree was asked for.
+
+    Attributes:
+        name: The function that was asked for a tree.
+        kind: The class of the object.
+        paths: Where it stands, as people write paths.
+    """
+
+    def __init__(
+        self, text: str, name: str = "", kind: str = "", paths: Sequence[str] = ()
+    ):
+        super().__init__(text, name, kind, tuple(paths))  # all of it is pickled
+        self.name = name
+        self.kind = kind
+        self.paths = tuple(paths)
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class CycleError(AliasError):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """iter_graph, recursive_map, find_duplicates and copies."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -212,3 +214,22 @@ def test_objects_that_are_no_pytrees_are_refused_in_tree_mode(function, name):
     with pytest.raises(tt.StructureError, match=message):
         function(root)
     assert next(path for path, _ in tt.iter_graph(root, graph=True)) == ("a", 0, "w")
+
+
+def test_errors_about_sharing_say_who_met_what_and_where():
+    shared = tt.Param(1.0)
+    with pytest.raises(tt.AliasError) as caught:
+        tt.split({"a": [shared], "b": shared})
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.name, error.kind, error.paths) == ("split", "Param", ("a/0", "b"))
+        assert str(error).startswith("split: Duplicate Param found at paths a/0 and b:")
+
+
+def test_the_second_place_may_lie_in_an_object_that_is_met_again():
+    class Holder(tt.Module):
+        def __init__(self, part):
+            self.part = tt.data(part)
+
+    inner = Holder([tt.Param(1.0)])
+    with pytest.raises(tt.AliasError, match="at paths a/part/0 and b/part/0"):
+        tt.split({"a": inner, "b": inner})

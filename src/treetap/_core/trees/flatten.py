@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from treetap._core.errors import StructureError
+from treetap._core.errors import AliasError, StructureError
 from treetap._core.paths import (
     Key,
     Trail,
@@ -42,7 +42,11 @@ from treetap._core.trees.graphdef import (
     VariableSpec,
 )
 from treetap._core.trees.pytree import adopt_all, bare, cached_flat, fill, set_spec
-from treetap._core.trees.sharing import refuse_pytree_false, refuse_shared
+from treetap._core.trees.sharing import (
+    TREE_MODE,
+    refuse_pytree_false,
+    refuse_shared,
+)
 from treetap._core.trees.state import is_branch
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
@@ -52,14 +56,19 @@ from treetap._core.variables.variable import Variable, get_metadata, make
 class Apart:
     """One walk over an object: what was met, and the leaves counted."""
 
-    __slots__ = ("graph", "leaves", "members", "name", "numbers", "root", "states")
-
     def __init__(
-        self, root: Any, graph: bool | Mode, name: str, *, states: bool = True
+        self,
+        root: Any,
+        graph: bool | Mode,
+        name: str,
+        *,
+        states: bool = True,
+        reason: str = TREE_MODE,
     ):
         self.root = root
         self.graph = graph
         self.name = name
+        self.reason = reason  # why nothing may be shared
         self.states = states  # whether they are wanted, beside descriptions
         self.leaves: list[Any] = []  # in the order of the walk
         # What was met, by identity: its number in graph mode; in tree mode INSIDE or
@@ -76,8 +85,12 @@ class Apart:
     def again(self, value: Any) -> SharedSpec:
         """The description of something met before; refused in tree mode."""
         if not self.graph:
-            raise refuse_shared(self.name, self.root, value)
+            raise self.refused(value)
         return SharedSpec(self.numbers[id(value)])
+
+    def refused(self, value: Any) -> AliasError:
+        """The error for a value that stands at two places."""
+        return refuse_shared(self.name, self.root, value, self.reason)
 
     def any(self, value: Any) -> tuple[Any, Any]:
         """The description and the state of any value."""
@@ -135,7 +148,7 @@ class Apart:
         if number is None:
             numbers[identity] = DONE
             if met is DONE and len(self.leaves) != before:
-                raise refuse_shared(self.name, self.root, node)
+                raise self.refused(node)
         return spec, state or NOTHING
 
     def known(self, node: Any) -> tuple[Any, Any] | None:
@@ -156,7 +169,7 @@ class Apart:
         numbers = self.numbers
         for child in children:
             if (identity := id(child)) in numbers:
-                raise refuse_shared(self.name, self.root, child)
+                raise self.refused(child)
             numbers[identity] = DONE
         self.leaves.extend(children)
         if not (self.states and children):
@@ -220,10 +233,10 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
 
 
 def take_leaves(
-    value: Any, graph: bool | Mode, name: str
+    value: Any, graph: bool | Mode, name: str, reason: str = TREE_MODE
 ) -> tuple[GraphDef, list[Any]]:
     """Describes an object and gives its leaves as a list, in the order of the walk."""
-    walk = Apart(value, graph, name, states=False)
+    walk = Apart(value, graph, name, states=False, reason=reason)
     return walk.definition(value), walk.leaves
 
 

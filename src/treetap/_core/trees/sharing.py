@@ -18,8 +18,7 @@ from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import opened
 from treetap._core.variables.values import is_gone
 from treetap._core.variables.variable import Variable
-
-MANY = 8  # places that are listed in a message
+from treetap._core.wording import first_few
 
 
 def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
@@ -57,11 +56,10 @@ def name_lost(error: BaseException, name: str, root: Any) -> None:
         if _is_lost(value)
     ]
     if found:
-        more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
         error.add_note(
             f"{name}: these were given away (donated) and are gone: "
-            f"{', '.join(found[:MANY])}{more}. Give them new values, from a checkpoint "
-            "for instance. What is not donated survives a program that fails."
+            f"{first_few(found)}. Give them new values, from a checkpoint for "
+            "instance. What is not donated survives a program that fails."
         )
 
 
@@ -83,52 +81,55 @@ def has_leaves(root: Any) -> bool:
     )
 
 
-def first_two_places(root: Any, wanted: Any) -> list[tuple[Path, bool]]:
-    """The first two paths to a value, with whether it contains itself there.
+def first_two_places(root: Any, wanted: Any) -> tuple[list[Path], bool]:
+    """The first two paths to a value, and whether the second leads through itself.
 
-    Unlike `places` this enters a shared object each time it is met; those that were
-    found not to lead to the value are left out.
+    `places` enters an object once. So the second path either ends at the value, or at
+    something around it that stands twice; what follows is then as in the first path.
     """
-    found: list[tuple[Path, bool]] = []
-    active: set[int] = set()
-    fruitless: set[int] = set()
-
-    def visit(path: Path, value: Any) -> None:
-        if len(found) == 2 or id(value) in fruitless:
-            return
+    identities: dict[Path, int] = {}
+    around: dict[int, int] = {}  # the value and what it is in, with their depths
+    found: Path = ()
+    for path, value, is_inside_itself in places(root):
+        if (depth := around.get(id(value))) is not None:
+            return [found, (*path, *found[depth:])], is_inside_itself
+        identities[path] = id(value)
         if value is wanted:
-            found.append((path, id(value) in active))
-        inside = opened(value)
-        if inside is None or id(value) in active:
-            return
-        before = len(found)
-        active.add(id(value))
-        for key, child in zip(*inside):
-            visit((*path, key), child)
-        active.discard(id(value))
-        if len(found) == before and value is not wanted:
-            fruitless.add(id(value))
-
-    visit((), root)
-    return found
+            found = path
+            around = {identities[path[:n]]: n for n in range(len(path) + 1)}
+    return [found], False
 
 
-def refuse_shared(name: str, root: Any, value: Any) -> AliasError:
-    """The error for a value that stands at two places of a tree."""
-    found = first_two_places(root, value)
-    kind = type(value).__name__
-    shown = " and ".join(show_path(path) for path, _ in found)
-    if any(cyclic for _, cyclic in found):
-        return CycleError(
+TREE_MODE = "tree mode does not support shared references"
+
+
+def refuse_shared(
+    name: str, root: Any, value: Any, reason: str = TREE_MODE
+) -> AliasError:
+    """The error for a value that stands at two places of a tree.
+
+    Args:
+        name: The function that was asked for a tree.
+        root: The tree.
+        value: What stands twice.
+        reason: Why that cannot be.
+    """
+    found, is_cyclic = first_two_places(root, value)
+    paths, kind = [*map(show_path, found)], type(value).__name__
+    shown = " and ".join(paths)
+    if is_cyclic:
+        text = (
             f"{name}: Cycle detected: the {kind} found at paths {shown} contains "
             f"itself, and a tree does not support shared references. Remove the "
             f"reference, or use graph mode: `{name}(..., graph=True)`."
         )
-    return AliasError(
-        f"{name}: Duplicate {kind} found at paths {shown}: tree mode does not support "
-        f"shared references. Keep one of them, give the other place a copy "
-        f"(`treetap.clone`), or use graph mode: `{name}(..., graph=True)`."
+        return CycleError(text, name, kind, paths)
+    text = (
+        f"{name}: Duplicate {kind} found at paths {shown}: {reason}. Keep one of them, "
+        f"give the other place a copy (`treetap.clone`), or use graph mode: "
+        f"`{name}(..., graph=True)`."
     )
+    return AliasError(text, name, kind, paths)
 
 
 def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:

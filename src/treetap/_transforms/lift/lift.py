@@ -179,11 +179,8 @@ class Inputs:
     def __init__(self, tree: Any, mode: Mode, name: str):
         self.name = name
         self.tree = tree
-        walk = Apart(tree, mode, name, states=False)
-        try:
-            self.definition = walk.definition(tree)
-        except AliasError as error:
-            raise as_transform_error(error, name) from None
+        walk = Apart(tree, mode, name, states=False, reason=_no_aliases(name))
+        self.definition = walk.definition(tree)
         self.leaves = walk.leaves
         self.numbers = walk.numbers
         members = walk.members if mode is Mode.UPDATES else ()
@@ -260,14 +257,12 @@ def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any
     return [fixed[n] if n in fixed else next(supply) for n in range(count)]
 
 
-def as_transform_error(error: AliasError, name: str) -> AliasError:
-    """An error about sharing in the words of a transform."""
-    text = str(error).replace(
-        "tree mode does not support shared references",
+def _no_aliases(name: str) -> str:
+    """Why the arguments and results of a transform share nothing in tree mode."""
+    return (
         f"{name} does not support Variable aliasing in tree mode (a tree does not "
-        "support shared references)",
+        "support shared references)"
     )
-    return type(error)(text)
 
 
 def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool:
@@ -341,10 +336,7 @@ class Inside:
                     "function. Pass it as an argument, or return its value."
                 )
         if self.mode is Mode.TREE:
-            try:
-                take_leaves({"out": out}, False, self.name)
-            except AliasError as error:
-                raise as_transform_error(error, self.name) from None
+            take_leaves({"out": out}, False, self.name, _no_aliases(self.name))
 
     def changed(self, number: int) -> bool:
         """Whether the Variable with this number was written."""
@@ -413,14 +405,15 @@ class Inside:
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
     """The error for a Variable of the arguments that is also in the result."""
-    found = [show_path(path) for path, _ in first_two_places(root, value)]
+    paths = [show_path(path) for path in first_two_places(root, value)[0]]
     kind = type(value).__name__
-    return AliasError(
-        f"{name}: Duplicate {kind} found at paths {' and '.join(found)}: {name} does "
+    text = (
+        f"{name}: Duplicate {kind} found at paths {' and '.join(paths)}: {name} does "
         "not support Variable aliasing between arguments and result. The caller has "
         "the Variable already, with its new value; return its value, or a copy "
         "(`treetap.clone`)."
     )
+    return AliasError(text, name, kind, paths)
 
 
 def run(
