@@ -1,4 +1,5 @@
-# Every target builds the environment it needs when it is missing.
+# Every target makes the environment it needs when it is missing. `.venv` grows as it is
+# asked for: treetap as users have it, then what its tests need, then the linters.
 PYTHON ?= python3
 # A newer Python for `test-newest`: on the PATH, or where pyenv keeps them.
 NEWEST ?= $(firstword $(foreach v,3.12 3.13,$(shell \
@@ -6,6 +7,10 @@ NEWEST ?= $(firstword $(foreach v,3.12 3.13,$(shell \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)))
 BIN := .venv/bin
 READY := .venv/.ready
+TEST_READY := .venv/.ready-test
+LINT_READY := .venv/.ready-lint
+DOCS_READY := .venv/.ready-docs
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 NEWEST_READY := .venv-newest/.ready
 PEERS_READY := .venv-peers/.ready
 # Two workers suit a laptop and a small CI machine alike.
@@ -16,14 +21,14 @@ WORKERS ?= 2
 demo: $(READY)
 	$(BIN)/treetap inspect
 
-test: $(READY)
+test: $(TEST_READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
 
-test-all: $(READY)
+test-all: $(TEST_READY)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n $(WORKERS)
 
 # JAX's own check for tracers that outlive their trace, in every test.
-test-leaks: $(READY)
+test-leaks: $(TEST_READY)
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not long and not keeps_traces"
 
 test-newest: $(NEWEST_READY)
@@ -39,12 +44,12 @@ coverage: $(NEWEST_READY)
 newest-python:
 	@echo $(NEWEST)
 
-lint: $(READY)
+lint: $(LINT_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-format: $(READY)
+format: $(LINT_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -53,8 +58,7 @@ bench: $(PEERS_READY)
 	.venv-peers/bin/python benchmarks/peers/taps_elsewhere.py
 	.venv-peers/bin/python benchmarks/peers/checkpoints.py
 
-docs: $(READY)
-	$(BIN)/python -m pip install --quiet mkdocs-material "mkdocstrings[python]"
+docs: $(DOCS_READY)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
@@ -64,7 +68,19 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "treetap needs Python 3.11 or later; run: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group test --group lint
+	$(INSTALL)
+	@touch $@
+
+$(TEST_READY): $(READY)
+	$(INSTALL) --group test
+	@touch $@
+
+$(LINT_READY): $(TEST_READY)
+	$(INSTALL) --group lint
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	$(INSTALL) --group docs
 	@touch $@
 
 $(NEWEST_READY): pyproject.toml

@@ -696,7 +696,7 @@ def test_without_tensorstore_the_extra_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", absent)
     for kind in (Store, StoreWriter):
-        with pytest.raises(ImportError, match=r"pip install treetap\[orbax\]"):
+        with pytest.raises(ImportError, match=r"pip install treetap\[store\]"):
             kind(tmp_path / "runs")
 
 

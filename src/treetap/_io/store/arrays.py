@@ -37,8 +37,8 @@ def tensorstore_for(name: str) -> ModuleType:
         import tensorstore
     except ImportError as error:
         raise ImportError(
-            f"{name} needs tensorstore, which is not installed; it comes with Orbax: "
-            "`pip install treetap[orbax]`."
+            f"{name} needs tensorstore, which is not installed: "
+            "`pip install treetap[store]`."
         ) from error
     return tensorstore
 

@@ -39,9 +39,9 @@ from treetap._observe.records import Record
 class StoreWriter:
     """Appends the Records of many batches to a folder, safe against being killed.
 
-    Needs tensorstore, which comes with Orbax: `pip install treetap[orbax]`. All Records
-    are of the same sites, shapes and types, but for the number of rows. With several
-    processes each opens the same folder, and writes the shards that it has.
+    Needs tensorstore: `pip install treetap[store]`. All Records are of the same sites,
+    shapes and types, but for the number of rows. With several processes each opens the
+    same folder, and writes the shards that it has.
 
     Args:
         path: The folder; made if there is none, continued if it is a store.
