@@ -122,6 +122,7 @@ def test_a_program_that_only_trains_does_not_wait_for_the_rest():
         "late = {'treetap.nnx', 'treetap._capture.walk.run',"
         "        'treetap._observe.records', 'treetap._capture.marks'};"
         "assert not late & sys.modules.keys();"
+        "assert treetap.jit and not late & sys.modules.keys();"
         "assert treetap.observe and treetap.nnx and treetap.compat"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -30,8 +30,8 @@ ORDER = {
         state flatten split apply traverse update
     """,
     "_capture": """
-        listening marks edit_points marks_again statistics walk module_paths calls
-        selectors session emit
+        listening marks edit_points name_stacks statistics walk module_paths callee
+        calls selectors session listener emit
     """,
     "_capture.walk": "jax_compat plans run operations",
     "_capture.statistics": "counts figures reducers reduced sums measures",

@@ -51,6 +51,8 @@ WALK = (
     "_capture/walk/run",
     "_capture/walk/operations",
     "_capture/session",
+    "_capture/listener",
+    "_capture/callee",
     "_capture/emit",
     "_capture/listening",
     "_capture/marks",
@@ -62,7 +64,6 @@ WALK = (
     "_capture/walk/plans",
     "_capture/edit_points",
     "_observe/edit",
-    "_capture/marks_again",
     "_capture/statistics/reduced",
     "_modules/methods",
 )

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from treetap._capture.marks import Label, all_mapped, tap_p
+from treetap._capture.marks import Label, all_mapped, moving, tap_p
 
 edit_p = Primitive("tap_edit")
 edit_p.multiple_results = True
@@ -153,14 +153,9 @@ def _batch(values: Any, dims: Any, **params: Any) -> Any:
     return out, [0] * len(out)
 
 
-def _is_zero(value: Any) -> bool:
-    return type(value) is ad.Zero
-
-
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     out = edit_p.bind(*primals, **params)
-    pairs = enumerate(tangents[:-1])
-    moved = tuple(n for n, tangent in pairs if not _is_zero(tangent))
+    moved = moving(tangents[:-1])
     numbers = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in out]
     still: list[Any] = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
     outs = tuple(n for n, flag in enumerate(numbers) if flag)

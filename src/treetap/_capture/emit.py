@@ -17,9 +17,8 @@ from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap, tap_p
 from treetap._capture.module_paths import inside, is_inside
-from treetap._capture.session import Listener
 from treetap._core.errors import CaptureError, StructureError
-from treetap._core.trace_level import set_on_purpose
+from treetap._core.trace_level import Through, set_on_purpose
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.kinds import kind_of_name
 from treetap._core.variables.variable import Variable
@@ -48,8 +47,8 @@ def _is_number(value: Any) -> bool:
 def _bound(label: Label, leaves: list[Any]) -> list[Any]:
     arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
     trace = find_top_trace(None)
-    if isinstance(trace, Listener) and not trace.session.keep:
-        return trace.session.heard_here(label, arrays)  # no need to go through JAX
+    if isinstance(trace, Through) and trace.is_outermost:
+        return trace.hear(label, arrays)  # no need to go through JAX
     return bind_tap(label, arrays)
 
 
@@ -59,12 +58,12 @@ def _note(label: Label, leaves: list[Any], partly: bool = False) -> bool:
     A capture further out, behind a transform, hears what JAX can carry to it.
     """
     trace = find_top_trace(None)
-    if not isinstance(trace, Listener):
+    if not isinstance(trace, Through):
         return False
     heard_outside = False
-    while isinstance(trace, Listener):
-        trace.session.note(label, leaves)
-        heard_outside = trace.session.keep
+    while isinstance(trace, Through):
+        trace.hear(label, leaves)
+        heard_outside = not trace.is_outermost
         trace = trace.parent_trace
     if heard_outside:
         with set_current_trace(trace):

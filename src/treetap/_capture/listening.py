@@ -16,7 +16,7 @@ import jax
 from treetap._core.variables.variable import Variable
 
 
-class Asked(NamedTuple):
+class Listening(NamedTuple):
     """Which taps are emitted: a value of the user context, so small and canonical.
 
     Attributes:

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from treetap._capture.walk.run import MARK
+from treetap._capture.name_stacks import MARK
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import adopt, opened

@@ -1,57 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: one function run with ears open.
+"""Sessions: what one capture asks for, and what it has heard.
 
-`Listener` is a trace that sees every operation at the level of the capture, hands it on
-and stops at taps; eager code stays eager. Where an operation holds a jaxpr with taps,
-the walk runs it by a plan. What is heard is kept as `Call`s, in order of execution;
-gradients find the call they belong to by its ticket.
+A `Session` says what is to be done at the taps of an operation (`planned`), and takes
+what the operation gave (`settle`). What is heard is kept as `Call`s, in order of
+execution. `listener` runs a function for it.
+
+Tickets at the level of the capture are arrays or tracers like all others. A session
+knows each by its identity: `tickets` has, by the `id` of the array, the array itself
+(so that it lives and its `id` is not given to another), the call it belongs to, and
+what is fed there. JAX may give one array for several equal results, and would make two
+tickets one: so each is made an array of its own when it comes out. Gradients come in a
+later operation, or the same one, with the ticket as an operand: that tells their call.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
-from jax.extend.core import set_current_trace, take_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.calls import Call, Planned
-from treetap._capture.listening import Asked, listening
-from treetap._capture.marks import PLAIN_TAPS, Label, current_guards, linear_p, tap_p
+from treetap._capture.listening import Listening
+from treetap._capture.marks import PLAIN_TAPS, Label, current_guards, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
     Where,
     open_scopes,
     resolve,
-    rooted,
 )
+from treetap._capture.name_stacks import scopes_in
 from treetap._capture.statistics.reduced import Reduction
-from treetap._capture.walk import jax_compat, operations
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.plans import Fed
 from treetap._capture.walk.run import (
-    MARKS,
-    RULES,
     Choice,
     Spot,
-    Step,
-    at_spot,
-    is_spotless,
     recorded,
-    run,
-    scopes_in,
-    spot_of,
-    spots_below,
     survey,
 )
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
-from treetap._core.trace_level import Through
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.variable import raw_values
-
-del operations  # imported for its rules
 
 
 class Session:
@@ -72,7 +63,7 @@ class Session:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: Listening,
         roots: tuple[Root, ...] = (),
         *,
         wants: Callable[[Call], bool] = lambda call: True,
@@ -104,22 +95,6 @@ class Session:
         self.edited: set[str] = set()  # names of values that are edited
         self.known = Roots(())  # until it opens
         self.depth = 0
-
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function and listens."""
-        outer = listening.value
-        self.keep = outer is not None
-        self.depth = len(scopes_in(current_name_stack()))
-        with take_current_trace() as parent:
-            listener = Listener(parent, self)
-            asked = self.asked if outer is None else united(self.asked, outer)
-            with (
-                listening(outer),  # twice: see `listening`
-                rooted(self.roots) as self.known,
-                set_current_trace(listener),
-                listening(asked),
-            ):
-                return fn(*args, **kwargs)
 
     def scopes(self) -> tuple[str, ...]:
         """The scopes that are open, inside the capture."""
@@ -176,32 +151,22 @@ class Session:
         self.calls.append(call)
         self.on_call(call)
 
-    def note(self, label: Label, values: list[Any]) -> None:
-        """Keeps a value that is there already, at the capture's own level."""
-        if not self.is_heard(label):
-            return
-        own = tuple(values)
-        spot = Spot(label, 0, open_scopes(self.known), own, own)
-        call = self.heard(spot)
-        if self.wants(call):
-            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
-            self.add(call)
-
-    def heard_here(self, label: Label, arrays: list[Any]) -> list[Any]:
+    def heard_here(self, label: Label, leaves: list[Any]) -> list[Any]:
         """Does at once what a tap at the capture's own level leads to."""
         if not self.is_heard(label):
-            return arrays
-        values = [*arrays, *current_guards()]
-        flags = ("taken",) * (len(values) - len(arrays))
+            return leaves
+        guards = current_guards()
+        values = [*leaves, *guards]
+        flags = ("taken",) * len(guards)
         scopes = open_scopes(self.known)
-        spot = Spot(label, 0, scopes, tuple(values), tuple(arrays), flags=flags)
+        spot = Spot(label, 0, scopes, tuple(values), tuple(leaves), flags=flags)
         call = self.heard(spot)
         fed = self.feeds(call)
         values = values if fed is None else fed.how.added(values, fed.arrays)
         if self.wants(call):
             call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
             self.add(call)
-        return values[: len(arrays)]
+        return values[: len(leaves)]
 
     def is_heard(self, label: Label) -> bool:
         """Whether taps of this sort are asked for; they may be for another capture."""
@@ -317,189 +282,3 @@ def _of_its_own(ticket: Any) -> Any:
 def _is_open(spot: Spot) -> bool:
     """Whether a spot is in a Module that came into a function as an argument."""
     return any("~" in scope for scope in spot.scopes)
-
-
-def united(first: Asked, second: Asked) -> Asked:
-    """What is emitted when two captures listen, one inside the other."""
-    kinds = None
-    if first.kinds is not None and second.kinds is not None:
-        kinds = first.kinds | second.kinds
-    return Asked(
-        kinds,
-        first.outputs or second.outputs,
-        first.taps or second.taps,
-        max(first.edits, second.edits),
-    )
-
-
-class Listener(Through):
-    """The trace of a session; see the module's text."""
-
-    def __init__(self, parent: Any, session: Session):
-        super().__init__()
-        self.parent_trace = parent
-        self.session = session
-
-    def invalidate(self) -> None:
-        """Nothing is held that could go stale."""
-
-    def stage_value(self, val: Any) -> Any:
-        """Makes a value one of the trace that does the work."""
-        with set_current_trace(self.parent_trace):
-            return self.parent_trace.stage_value(val)
-
-    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        """Hands an operation on, or stops at it."""
-        parent = self.parent_trace
-        with set_current_trace(parent):
-            if primitive in MARKS:
-                return self._tap(primitive, list(tracers), params)
-            if primitive is linear_p:
-                self.session.is_forward = True
-                if not self.session.keep:
-                    return list(tracers[:-1])
-            if primitive.name == "jit":
-                params = self.session.sparing(params, tracers)
-            if is_spotless(primitive, params):
-                return parent.process_primitive(primitive, tracers, params)
-            parts = spots_below(primitive, params)
-            if parts:
-                return self._enter(primitive, list(tracers), params, parts)
-            return parent.process_primitive(primitive, tracers, params)
-
-    def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
-        session = self.session
-        spot = spot_of(primitive, params, values, current_name_stack())
-        spot = spot._replace(scopes=session.scopes(), outer=0)
-        if spot.is_tap:
-            spot = spot._replace(tickets=(len(values),))
-        else:
-            spot = spot._replace(source=len(values) - 1)
-        planned = session.planned([spot], values)
-        choice, feed = planned.plan[0], planned.feeds[0]
-        values, outs = at_spot(primitive, params, values, choice, feed, session.keep)
-        found = recorded(primitive, values, choice, spot)
-        session.settle([spot], planned, [found], outs, values)
-        return outs
-
-    def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
-        session = self.session
-        spots: list[Spot] = []
-        slices: list[slice] = []
-        here = session.scopes()
-        self.session.is_forward |= any(survey(b.jaxpr).is_forward for b, _ in parts)
-        for body, found in parts:
-            base = len(spots)
-            for spot in found:
-                moved: dict[str, Any] = {"scopes": (*here, *spot.scopes)}
-                if spot.of is not None:
-                    moved["of"] = base + spot.of
-                elif spot.source is not None:
-                    moved["source"] = body.first + spot.source
-                spots.append(spot._replace(**moved))
-            slices.append(slice(base, len(spots)))
-        handed = values if primitive.name == "jit" else None
-        planned = session.planned(spots, values, handed)
-        plan, feeds = planned.plan, planned.feeds
-        step = Step(
-            primitive,
-            params,
-            values,
-            [body for body, _ in parts],
-            [tuple(plan[part]) for part in slices],
-            [feeds[part] for part in slices],
-            session.keep,
-        )
-        outs, found = RULES[primitive.name].run(step)
-        flat = [values for part in found for values in part]
-        session.settle(spots, planned, flat, outs, values)
-        if session.edits:
-            session.follow([body for body, _ in parts], outs, values)
-        return outs if primitive.multiple_results else outs[0]
-
-    def process_custom_jvp_call(
-        self,
-        primitive: Any,
-        fun: Any,
-        jvp: Any,
-        tracers: Any,
-        /,
-        *,
-        symbolic_zeros: Any,
-    ) -> Any:
-        """Runs a function with a rule of its own, keeping the rule where it matters."""
-        options = {"symbolic_zeros": symbolic_zeros}
-        return self._custom(primitive, (fun, jvp), tracers, options)
-
-    def process_custom_vjp_call(
-        self,
-        primitive: Any,
-        fun: Any,
-        fwd: Any,
-        bwd: Any,
-        tracers: Any,
-        /,
-        *,
-        out_trees: Any,
-        symbolic_zeros: Any,
-    ) -> Any:
-        """As `process_custom_jvp_call`."""
-        options = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
-        return self._custom(primitive, (fun, fwd, bwd), tracers, options)
-
-    def process_call(
-        self, primitive: Any, fun: Any, tracers: Any, params: Any, /
-    ) -> Any:
-        """Runs a function that JAX hands over as a call."""
-
-        def bound(*values: Any) -> Any:
-            return primitive.bind(*values, subfuns=(fun,), **params)
-
-        return self._traced(bound, tracers)
-
-    def process_shard_map(
-        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
-    ) -> Any:
-        """Runs a function on shards."""
-        shapes: list[Any] = []  # of the result, without what is traced
-
-        def bound(*values: Any) -> Any:
-            out = primitive.bind(*values, subfuns=(fun,), **params)
-            flat = jax_compat.flat_values(out)
-            shapes.append(jax_compat.with_values(out, [None] * len(flat)))
-            return flat
-
-        outs = self._traced(bound, tracers)
-        return jax_compat.with_values(shapes[0], outs)
-
-    def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
-        if not any(isinstance(value, Tracer) for value in values):
-            # Nothing outside can differentiate this: the function is all that counts.
-            with set_current_trace(self):
-                return funs[0].call_wrapped(*values)
-
-        def bound(*values: Any) -> Any:
-            return primitive.bind(*values, subfuns=funs, **options)
-
-        outs = self._traced(bound, values)
-        jax_compat.settle_results(*funs[:2])
-        return outs
-
-    def _traced(self, bound: Any, values: Any) -> Any:
-        """Runs an operation whose jaxpr is not there yet: by tracing it."""
-        session = self.session
-        with set_current_trace(self.parent_trace):
-            made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
-            body = jax_compat.body_of(made)
-            spots = survey(body.jaxpr).spots
-            if not spots:
-                return jax_compat.evaluate(body.jaxpr, body.consts, values)
-            here = session.scopes()
-            spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
-            planned = session.planned(spots, values)
-            plan = tuple(planned.plan)
-            outs, found = run(body, list(values), plan, planned.feeds, session.keep)
-            session.settle(spots, planned, found, outs, list(values))
-            if session.edits:
-                session.follow([body], outs, values)
-            return outs

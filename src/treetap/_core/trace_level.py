@@ -23,11 +23,20 @@ TraceState = Any  # compared with `is`
 class Through(Trace):
     """A trace that looks at operations and hands them on: it makes no level of its own.
 
+    A model that marks a value at the level of such a trace tells it so directly, by
+    `hear`, instead of going through JAX.
+
     Attributes:
         parent_trace: The trace that does the work.
+        is_outermost: Whether nobody further out listens.
     """
 
     parent_trace: Any
+    is_outermost: bool
+
+    def hear(self, label: Any, leaves: list[Any]) -> list[Any]:
+        """Does at once what a mark of these leads to; gives the values that flow on."""
+        raise NotImplementedError
 
 
 def top_trace() -> Any:

@@ -6,17 +6,21 @@ transform, JAX's own included.
 """
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from treetap._capture.callee import (
+    keep_name,
+    refuse_uncallable,
+    restored,
+    roots_of,
+)
 from treetap._capture.emit import LEAF, kind_given
-from treetap._capture.listening import Asked, append
-from treetap._capture.module_paths import Root, find_roots
+from treetap._capture.listener import listen
+from treetap._capture.listening import Listening, append
 from treetap._capture.selectors import site_text
 from treetap._capture.session import Call, Session
 from treetap._capture.walk import jax_compat
@@ -24,120 +28,9 @@ from treetap._capture.walk.plans import Adding, Fed
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path, show_path
 from treetap._core.trace_level import current_trace
-from treetap._core.trees.attributes import Node
-from treetap._core.trees.pytree import variables_below
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.metadata import PLAIN
-from treetap._core.variables.values import is_gone
-from treetap._core.variables.variable import Variable, make, write_boxes
-
-
-def callee_of(fn: Any) -> tuple[Any, list[Any]]:
-    """The Module a callable belongs to, if any, and the arguments it brings along."""
-    given: list[Any] = []
-    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
-        if isinstance(fn, functools.partial):
-            given = [*fn.args, *fn.keywords.values(), *given]
-            fn = fn.func
-        elif isinstance(fn, Node) or inspect.ismethod(fn):
-            break
-        else:
-            fn = fn.__wrapped__  # as of `jax.vmap(model)`
-    if isinstance(fn, Node):
-        return fn, given
-    owner = getattr(fn, "__self__", None)
-    if inspect.ismethod(fn) and isinstance(owner, Node):
-        return owner, given
-    return None, given
-
-
-def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
-    """The Modules of a call, by the paths that people see.
-
-    One Module is the root itself; several are called by their arguments.
-    """
-    callee, given = callee_of(fn)
-    alone = [list(find_roots(value)) for value in (*given, *args, *kwargs.values())]
-    alone = [inner for inner in alone if inner]
-    if callee is None and len(alone) <= 1:
-        return tuple(root for inner in alone for root in inner)
-    if not alone:
-        return (Root((), callee),)
-    found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
-    found += named_arguments(fn, args, kwargs)
-    roots = [(name, list(find_roots(value))) for name, value in found]
-    own = () if callee is None else (Root((), callee),)
-    more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
-    return (*own, *(root for root in more if root.node is not callee))
-
-
-def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
-    """The arguments of a call by name, or by position where they have none."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    for place, value in enumerate(args):
-        name: Path = (place,)
-        if parameters:
-            last = parameters[min(place, len(parameters) - 1)]
-            starred = [p for p in parameters[: place + 1] if p.kind is p.VAR_POSITIONAL]
-            if starred:
-                name = (starred[0].name, place - parameters.index(starred[0]))
-            elif last.kind in (last.POSITIONAL_ONLY, last.POSITIONAL_OR_KEYWORD):
-                name = (last.name,)
-        yield name, value
-    for key, value in kwargs.items():
-        yield (key,), value
-
-
-FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
-
-
-class restored:
-    """A block after which, if a capture failed, the Variables are as they were.
-
-    It fails when it refuses something, or when a device does, for want of memory.
-
-    Where a program was given the buffers of the old values, the new ones stay.
-    """
-
-    def __init__(self, fn: Any, args: Any, kwargs: Any):
-        callee, given = callee_of(fn)
-        found = variables_below((callee, given, args, kwargs))
-        self._before = [(v, v._box, v._metadata) for v in found]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *exception: object) -> None:
-        if kind is None or not issubclass(kind, FAILURES):
-            return
-        boxes = (box for _, box, _ in self._before)
-        if not any(map(is_gone, jax.tree.leaves(list(boxes)))):
-            for variable, box, metadata in self._before:
-                write_boxes((variable,), (box,))
-                if variable._metadata is not metadata:
-                    variable._replace_metadata(metadata)
-
-
-def refuse_uncallable(fn: Any, name: str) -> None:
-    """Refuses what cannot be called, when it is wrapped."""
-    if not callable(fn):
-        raise TypeError(
-            f"{name}: expected a Module, a method or a function, got {fn!r}, which "
-            "cannot be called."
-        )
-
-
-def keep_name(wrapper: Any, fn: Any) -> Any:
-    """A wrapper with the name and text of what it wraps."""
-    if isinstance(fn, Node):
-        wrapper.__name__ = type(fn).__name__
-        wrapper.__doc__ = type(fn).__doc__
-        wrapper.__wrapped__ = fn  # another capture around it finds the Module
-        return wrapper
-    return functools.update_wrapper(wrapper, fn)
+from treetap._core.variables.variable import Variable, make
 
 
 def capture(
@@ -187,7 +80,7 @@ def capture(
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs, roots_of(fn, args, kwargs))
         with restored(fn, args, kwargs), contextlib.closing(work.session):
-            out = work.session.run(fn, *args, **kwargs)
+            out = listen(work.session, fn, *args, **kwargs)
             states = work.states()
         return (out, *states) if kinds else out
 
@@ -207,7 +100,7 @@ class _Capture:
         self.shapes: dict[Key, Any] = {}
         self.perturbed: dict[Key, Any] = {}
         heard = frozenset(kinds) | {kind for _, _, kind in self.init}
-        asked = Asked(heard, outputs, False)
+        asked = Listening(heard, outputs, False)
         self.session = Session(asked, roots, wants=self.wants, feeds=self.feeds)
 
     def wants(self, call: Call) -> bool:

@@ -11,18 +11,19 @@ from typing import Any
 
 import jax
 
-from treetap._capture.listening import Asked
+from treetap._capture.callee import keep_name, refuse_uncallable, restored, roots_of
+from treetap._capture.listener import listen
+from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing
 from treetap._capture.session import Call, Session
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._modules.methods import method_names
-from treetap._observe.capture import keep_name, refuse_uncallable, restored, roots_of
 from treetap._observe.observe import EVERYTHING, Heard, sites
 from treetap._observe.records import Site
 from treetap.edits import Edit, Target, apply, swap
 
-ALL_BUT_OUTPUTS, ALL = (Asked(frozenset(), None, False, edits) for edits in (1, 2))
+ALL_BUT_OUTPUTS, ALL = (Listening(frozenset(), None, False, edits) for edits in (1, 2))
 
 
 def _as_edits(given: Any) -> list[Edit]:
@@ -135,7 +136,7 @@ def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
         )
         try:
             with contextlib.closing(session):
-                session.run(fn, *args, **kwargs)
+                listen(session, fn, *args, **kwargs)
         except _Stop as found:
             return found.args[0]
         raise refuse_nothing(chosen, passed, "edit: stop_at")
@@ -181,7 +182,7 @@ def edit(
     def edited(*args: Any, **kwargs: Any) -> Any:
         work = _Edited(chosen, roots_of(fn, args, kwargs))
         with restored(fn, args, kwargs), contextlib.closing(work.session):
-            out = work.session.run(inner, *args, **kwargs)
+            out = listen(work.session, inner, *args, **kwargs)
             work.check(fn, args, kwargs)
             return out
 

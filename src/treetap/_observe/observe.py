@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from treetap._capture.listening import Asked
+from treetap._capture.callee import (
+    callee_of,
+    keep_name,
+    refuse_uncallable,
+    restored,
+    roots_of,
+)
+from treetap._capture.listener import listen
+from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
 from treetap._capture.session import Call, Session
 from treetap._capture.statistics.reduced import Reduction, measured
@@ -29,18 +37,11 @@ from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
-from treetap._observe.capture import (
-    callee_of,
-    keep_name,
-    refuse_uncallable,
-    restored,
-    roots_of,
-)
 from treetap._observe.records import Record, Site
 from treetap._transforms.lift.lift import Inside, inputs_of
 
-EVERYTHING = Asked(None, Intermediate, True)
-NO_OUTPUTS = Asked(None, None, True)
+EVERYTHING = Listening(None, Intermediate, True)
+NO_OUTPUTS = Listening(None, None, True)
 
 
 class Heard:
@@ -273,7 +274,7 @@ def observe(
         work = _Observation(select, grads, roots, **options)
         with restored(fn, args, kwargs), contextlib.closing(work.session):
             try:
-                out = work.session.run(fn, *args, **kwargs)
+                out = listen(work.session, fn, *args, **kwargs)
                 _await([call.values for call in work.session.calls])
             except jax.errors.JaxRuntimeError as error:
                 _add_bill(error, keeps, functools.partial(fn, *args, **kwargs), select)
@@ -350,7 +351,7 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
             inner = copy if owner is fn else types.MethodType(fn.__func__, copy)  # pyright: ignore[reportFunctionMemberAccess] - a method
         work = _Observation(select, False, roots_of(inner, rest, named))
         with contextlib.closing(work.session):
-            work.session.run(inner, *rest, **named)
+            listen(work.session, inner, *rest, **named)
             for call in work.session.calls:
                 call.values = [_abstract(value) for value in call.values or []]
                 call.flags = {}

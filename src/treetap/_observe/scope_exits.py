@@ -12,19 +12,22 @@ because such a value has one more axis, wherever JAX keeps it; `jvp` is left out
 is `transpose`d, or computed again for that, is the way back, and is no visit.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jax.core import ShapedArray
 from jax.extend.core import Literal
 
+from treetap._capture.name_stacks import (
+    is_backward,
+    is_differentiated,
+    is_of_module,
+    scopes_forward,
+)
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.run import MARK
-from treetap._core.paths import Path
 
 NAMED = "name"  # the operation that `jax.ad_checkpoint.checkpoint_name` leaves
-AGAIN = "rematted_computation"
 
 
 class Exit(NamedTuple):
@@ -39,61 +42,6 @@ class Exit(NamedTuple):
     depth: int
     variables: tuple[Any, ...]
     name: str | None = None
-
-
-def is_transform(part: Any) -> bool:
-    """Whether a part of a name stack is the mark of a transform, and no scope."""
-    return type(part).__name__ == "Transform"
-
-
-def _is_back(part: Any) -> bool:
-    return part.name == ("transpose" if is_transform(part) else AGAIN)
-
-
-def _is_marked(part: Any) -> bool:
-    return part.name.startswith(MARK)
-
-
-def is_backward(eqn: Any) -> bool:
-    """Whether an operation belongs to the way back of a differentiation."""
-    return any(map(_is_back, eqn.source_info.name_stack.stack))
-
-
-def _is_differentiated(eqn: Any) -> bool:
-    stack = eqn.source_info.name_stack.stack
-    return any(is_transform(part) and part.name == "jvp" for part in stack)
-
-
-def path_in(stack: Sequence[Any]) -> Path:
-    """The scopes of other libraries in a name stack, below the innermost Module."""
-    path: list[str] = []
-    marks: list[str] = []
-    for part in stack:
-        if is_transform(part):
-            marks += [part.name] if part.name != "jvp" else []
-        elif _is_marked(part):
-            path, marks = [], []
-        else:
-            first, *rest = [text for text in part.name.split("/") if text] or [""]
-            path += [_within(marks, first), *rest]
-            marks = []
-    return (*path, *([_within(marks, "")] if marks else []))
-
-
-def _within(marks: Iterable[str], text: str) -> str:
-    """A scope as JAX writes it after transforms, the outermost first."""
-    for mark in reversed(list(marks)):
-        text = f"{mark}({text})"
-    return text
-
-
-def _chain(eqn: Any) -> Iterator[tuple[int, Any]]:
-    """The scopes an operation is in, with how much of its name stack they close."""
-    for n, part in enumerate(eqn.source_info.name_stack.stack, 1):
-        if _is_back(part):
-            return
-        if not is_transform(part):
-            yield n, part
 
 
 class _Uses:
@@ -125,7 +73,7 @@ class _Uses:
 
     def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
         """Whether a result is used after an operation; residuals do not count."""
-        known = self._forward if _is_differentiated(eqn) else self._all
+        known = self._forward if is_differentiated(eqn) else self._all
         return known.get(variable, -1) > n
 
 
@@ -153,7 +101,7 @@ def exits(jaxpr: Any, live: Sequence[bool]) -> dict[int, list[Exit]]:
     def close(count: int, last: int) -> None:
         while len(visits) > count:
             depth, part, first = visits.pop()
-            if _is_marked(part):
+            if is_of_module(part):
                 continue
             variables = tuple(
                 var
@@ -165,7 +113,7 @@ def exits(jaxpr: Any, live: Sequence[bool]) -> dict[int, list[Exit]]:
                 found.setdefault(last, []).append(Exit(depth, variables))
 
     for n, eqn in enumerate(jaxpr.eqns):
-        chain = list(_chain(eqn))
+        chain = list(scopes_forward(eqn))
         pairs = zip(visits, chain)
         differ = [k for k, (old, new) in enumerate(pairs) if old[1] is not new[1]]
         same = differ[0] if differ else min(len(visits), len(chain))
@@ -193,7 +141,9 @@ def is_telling(jaxpr: Any) -> bool:
 def _tells(eqn: Any) -> bool:
     if is_backward(eqn):
         return False
-    if eqn.primitive.name == NAMED or any(not _is_marked(p) for _, p in _chain(eqn)):
+    if eqn.primitive.name == NAMED or any(
+        not is_of_module(p) for _, p in scopes_forward(eqn)
+    ):
         return True
     bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
     return any(is_telling(body.jaxpr) for body in bodies)

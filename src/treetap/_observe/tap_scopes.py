@@ -16,24 +16,16 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend import source_info_util
 
+from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.edit_points import editable
 from treetap._capture.emit import LEAF
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import below_text
+from treetap._capture.name_stacks import MARK, is_backward, is_transform, path_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.run import MARK
-from treetap._observe.capture import keep_name, refuse_uncallable
-from treetap._observe.scope_exits import (
-    Exit,
-    exits,
-    is_backward,
-    is_telling,
-    is_transform,
-    live_results,
-    path_in,
-)
+from treetap._observe.scope_exits import Exit, exits, is_telling, live_results
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Self, Unpack
 
+from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.statistics.reducers import (
     AbsMax,
     Histogram,
@@ -21,7 +22,6 @@ from treetap._capture.statistics.reducers import (
     as_reducers,
 )
 from treetap._core.trees.attributes import Node
-from treetap._observe.capture import keep_name, refuse_uncallable
 from treetap._observe.loggers import opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record

@@ -20,11 +20,12 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
-from treetap._capture.listening import Asked, around_methods, listening
+from treetap._capture.callee import roots_of
+from treetap._capture.listening import Listening, around_methods, listening
 from treetap._capture.marks import TICKET, Label, bind_tap, tap_p
 from treetap._capture.module_paths import Roots, inside, resolve, rooted
+from treetap._capture.name_stacks import scopes_in
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.run import scopes_in
 from treetap._core.paths import Path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
@@ -32,7 +33,6 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.sharing import places
 from treetap._core.variables.values import is_ref
 from treetap._modules.methods import is_wrapped
-from treetap._observe.capture import roots_of
 from treetap._report.texts import arguments_text, is_array, text_of
 from treetap._transforms.lift.lift import Inputs, inputs_of
 
@@ -85,7 +85,7 @@ class Start:
     note: Note = field(metadata={"static": True})
 
 
-CALLS = Asked(frozenset({Start}), None, False)
+CALLS = Listening(frozenset({Start}), None, False)
 
 
 class Call(NamedTuple):
@@ -180,10 +180,12 @@ class Run(NamedTuple):
     known: Roots
 
 
-QUIET = Asked(frozenset(), None, False)
+QUIET = Listening(frozenset(), None, False)
 
 
-def run_quietly(definition: Any, leaves: Any, method: str, asked: Asked = QUIET) -> Run:
+def run_quietly(
+    definition: Any, leaves: Any, method: str, asked: Listening = QUIET
+) -> Run:
     """Calls a method of an object that is built anew, as in a capture.
 
     So `sow` and `perturb` do not store anything, and do not complain.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import treetap as tt
 from meshes import mesh_of
-from treetap._capture.listening import Asked, listening
+from treetap._capture.listening import Listening, listening
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding
 from treetap._capture.walk.run import Choice, run, survey
@@ -25,7 +25,7 @@ FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 def marked(fn, *args):
     """The body of a function, with its taps."""
-    with listening(Asked(None, None, True)):
+    with listening(Listening(None, None, True)):
         return jax_compat.body_of(jax.make_jaxpr(fn)(*args))
 
 

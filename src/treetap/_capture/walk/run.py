@@ -22,8 +22,15 @@ import jax
 from jax.extend.core import Literal
 
 from treetap._capture.edit_points import edit_p, unedited
-from treetap._capture.marks import TICKET, Label, gradient_p, linear_p, tap_p
-from treetap._capture.marks_again import again_p
+from treetap._capture.marks import (
+    TICKET,
+    Label,
+    again_p,
+    gradient_p,
+    linear_p,
+    tap_p,
+)
+from treetap._capture.name_stacks import mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.plans import Feeds, flat_feeds, is_inexact, shaped_feeds
@@ -237,20 +244,6 @@ class Survey:
 
 def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
-
-
-MARK = "@"
-
-
-def scopes_in(name_stack: Any) -> tuple[str, ...]:
-    """The scopes in a name stack that Modules opened."""
-    names = (getattr(part, "name", "") for part in name_stack.stack)
-    return tuple(name[1:] for name in names if name.startswith(MARK))
-
-
-def mappings_in(name_stack: Any) -> int:
-    """How many mappings (`vmap`) a name stack speaks of."""
-    return sum(getattr(part, "name", "") == "vmap" for part in name_stack.stack)
 
 
 def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:

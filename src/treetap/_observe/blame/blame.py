@@ -22,12 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._capture.listening import Asked
+from treetap._capture.callee import (
+    callee_of,
+    keep_name,
+    named_arguments,
+    refuse_uncallable,
+    roots_of,
+)
+from treetap._capture.listener import listen
+from treetap._capture.listening import Listening
 from treetap._capture.module_paths import resolve
+from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.session import Session
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.run import Choice, is_inexact, scopes_in, survey
+from treetap._capture.walk.run import Choice, is_inexact, survey
 from treetap._core.paths import Path
 from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import has_hashable_statics
@@ -42,22 +51,14 @@ from treetap._observe.blame.search import (
     Findings,
     Frame,
     Node,
-    is_backward,
     looking,
     program,
-)
-from treetap._observe.capture import (
-    callee_of,
-    keep_name,
-    named_arguments,
-    refuse_uncallable,
-    roots_of,
 )
 from treetap._observe.observe import observe
 from treetap._transforms.lift.lift import Inside, inputs_of
 from treetap._transforms.lift.program import MAX_PROGRAMS
 
-SCOPES_ONLY = Asked(frozenset(), None, False)
+SCOPES_ONLY = Listening(frozenset(), None, False)
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class _Suspect:
                 inner = copy if owner is fn else types.MethodType(fn.__func__, copy)
             session = Session(SCOPES_ONLY, roots_of(inner, rest, named))
             with contextlib.closing(session):
-                out = session.run(inner, *rest, **named)
+                out = listen(session, inner, *rest, **named)
                 held.append(session.known)
             results = [*jax.tree.leaves(out), *raw_values(inside.leaves)]
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
@@ -294,7 +295,7 @@ class _Suspect:
             "kind": kind,
             "operation": eqn.primitive.name,
             "path": resolve(scopes, self.known).path,
-            "backward": is_backward(eqn) or findings.is_derivative(node),
+            "backward": is_transposed(eqn) or findings.is_derivative(node),
             "inputs_finite": not findings.before(node),
             **_turns(findings, node),
             **_written(eqn, node.frame),

@@ -22,13 +22,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from treetap._capture.marks import Label
+from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.statistics.reduced import Reduction
 from treetap._capture.statistics.reducers import flat_places
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import RULES
 from treetap._capture.walk.plans import is_inexact
-from treetap._capture.walk.run import Choice, Spot, Survey, lens, run, scopes_in
+from treetap._capture.walk.run import Choice, Spot, Survey, lens, run
 from treetap._capture.walk.run import survey as survey_of
 
 FINITE, INFINITE, NAN = 0, 1, 2
@@ -245,12 +246,6 @@ class Node(NamedTuple):
         return loops[0] if loops else None
 
 
-def is_backward(eqn: Any) -> bool:
-    """Whether an equation was made by transposing another."""
-    stack = eqn.source_info.name_stack.stack
-    return any(getattr(part, "name", "") == "transpose" for part in stack)
-
-
 WITH_AXIS = ("scan", "shard_map")
 
 
@@ -422,7 +417,7 @@ class Findings:
         waiting, seen = [node], set[Any]()
         while waiting:
             frame, turn, atom = waiting.pop()
-            if any(is_backward(one.equation) for one in frame.chain[1:]):
+            if any(is_transposed(one.equation) for one in frame.chain[1:]):
                 continue
             jaxpr = frame.body.jaxpr
             if any(var is atom for var in jaxpr.outvars):
@@ -437,7 +432,7 @@ class Findings:
                 if id(eqn) in seen or not any(var is atom for var in eqn.invars):
                     continue
                 seen.add(id(eqn))
-                if not is_backward(eqn):
+                if not is_transposed(eqn):
                     waiting += [Node(frame, turn, var) for var in eqn.outvars]
         return True
 

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listening: the trace under which a function runs with ears open.
+
+`listen` runs a function of a `Session` under a `Listener`: a trace that sees every
+operation at the level of the capture, hands it on and stops at taps; eager code stays
+eager. Where an operation holds a jaxpr with taps, the walk runs it by a plan that the
+session makes, and the session keeps what comes out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.source_info_util import current_name_stack
+
+from treetap._capture.listening import Listening, listening
+from treetap._capture.marks import Label, linear_p
+from treetap._capture.module_paths import rooted
+from treetap._capture.name_stacks import scopes_in
+from treetap._capture.session import Session
+from treetap._capture.walk import jax_compat, operations
+from treetap._capture.walk.run import (
+    MARKS,
+    RULES,
+    Spot,
+    Step,
+    at_spot,
+    is_spotless,
+    recorded,
+    run,
+    spot_of,
+    spots_below,
+    survey,
+)
+from treetap._core.trace_level import Through
+
+del operations  # imported for its rules
+
+
+def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a function and listens."""
+    outer = listening.value
+    session.keep = outer is not None
+    session.depth = len(scopes_in(current_name_stack()))
+    with take_current_trace() as parent:
+        listener = Listener(parent, session)
+        asked = session.asked if outer is None else _united(session.asked, outer)
+        with (
+            listening(outer),  # twice: see `listening`
+            rooted(session.roots) as session.known,
+            set_current_trace(listener),
+            listening(asked),
+        ):
+            return fn(*args, **kwargs)
+
+
+def _united(first: Listening, second: Listening) -> Listening:
+    """What is emitted when two captures listen, one inside the other."""
+    kinds = None
+    if first.kinds is not None and second.kinds is not None:
+        kinds = first.kinds | second.kinds
+    return Listening(
+        kinds,
+        first.outputs or second.outputs,
+        first.taps or second.taps,
+        max(first.edits, second.edits),
+    )
+
+
+class Listener(Through):
+    """The trace of a session; see the module's text."""
+
+    def __init__(self, parent: Any, session: Session):
+        super().__init__()
+        self.parent_trace = parent
+        self.session = session
+        self.is_outermost = not session.keep
+
+    def hear(self, label: Label, leaves: list[Any]) -> list[Any]:
+        """Does at once what a mark of these leads to."""
+        return self.session.heard_here(label, leaves)
+
+    def invalidate(self) -> None:
+        """Nothing is held that could go stale."""
+
+    def stage_value(self, val: Any) -> Any:
+        """Makes a value one of the trace that does the work."""
+        with set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(val)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        """Hands an operation on, or stops at it."""
+        parent = self.parent_trace
+        with set_current_trace(parent):
+            if primitive in MARKS:
+                return self._tap(primitive, list(tracers), params)
+            if primitive is linear_p:
+                self.session.is_forward = True
+                if not self.session.keep:
+                    return list(tracers[:-1])
+            if primitive.name == "jit":
+                params = self.session.sparing(params, tracers)
+            if is_spotless(primitive, params):
+                return parent.process_primitive(primitive, tracers, params)
+            parts = spots_below(primitive, params)
+            if parts:
+                return self._enter(primitive, list(tracers), params, parts)
+            return parent.process_primitive(primitive, tracers, params)
+
+    def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
+        session = self.session
+        spot = spot_of(primitive, params, values, current_name_stack())
+        spot = spot._replace(scopes=session.scopes(), outer=0)
+        if spot.is_tap:
+            spot = spot._replace(tickets=(len(values),))
+        else:
+            spot = spot._replace(source=len(values) - 1)
+        planned = session.planned([spot], values)
+        choice, feed = planned.plan[0], planned.feeds[0]
+        values, outs = at_spot(primitive, params, values, choice, feed, session.keep)
+        found = recorded(primitive, values, choice, spot)
+        session.settle([spot], planned, [found], outs, values)
+        return outs
+
+    def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
+        session = self.session
+        spots: list[Spot] = []
+        slices: list[slice] = []
+        here = session.scopes()
+        self.session.is_forward |= any(survey(b.jaxpr).is_forward for b, _ in parts)
+        for body, found in parts:
+            base = len(spots)
+            for spot in found:
+                moved: dict[str, Any] = {"scopes": (*here, *spot.scopes)}
+                if spot.of is not None:
+                    moved["of"] = base + spot.of
+                elif spot.source is not None:
+                    moved["source"] = body.first + spot.source
+                spots.append(spot._replace(**moved))
+            slices.append(slice(base, len(spots)))
+        handed = values if primitive.name == "jit" else None
+        planned = session.planned(spots, values, handed)
+        plan, feeds = planned.plan, planned.feeds
+        step = Step(
+            primitive,
+            params,
+            values,
+            [body for body, _ in parts],
+            [tuple(plan[part]) for part in slices],
+            [feeds[part] for part in slices],
+            session.keep,
+        )
+        outs, found = RULES[primitive.name].run(step)
+        flat = [values for part in found for values in part]
+        session.settle(spots, planned, flat, outs, values)
+        if session.edits:
+            session.follow([body for body, _ in parts], outs, values)
+        return outs if primitive.multiple_results else outs[0]
+
+    def process_custom_jvp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        jvp: Any,
+        tracers: Any,
+        /,
+        *,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """Runs a function with a rule of its own, keeping the rule where it matters."""
+        options = {"symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, jvp), tracers, options)
+
+    def process_custom_vjp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Any,
+        /,
+        *,
+        out_trees: Any,
+        symbolic_zeros: Any,
+    ) -> Any:
+        """As `process_custom_jvp_call`."""
+        options = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
+        return self._custom(primitive, (fun, fwd, bwd), tracers, options)
+
+    def process_call(
+        self, primitive: Any, fun: Any, tracers: Any, params: Any, /
+    ) -> Any:
+        """Runs a function that JAX hands over as a call."""
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=(fun,), **params)
+
+        return self._traced(bound, tracers)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        """Runs a function on shards."""
+        shapes: list[Any] = []  # of the result, without what is traced
+
+        def bound(*values: Any) -> Any:
+            out = primitive.bind(*values, subfuns=(fun,), **params)
+            flat = jax_compat.flat_values(out)
+            shapes.append(jax_compat.with_values(out, [None] * len(flat)))
+            return flat
+
+        outs = self._traced(bound, tracers)
+        return jax_compat.with_values(shapes[0], outs)
+
+    def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
+        if not any(isinstance(value, Tracer) for value in values):
+            # Nothing outside can differentiate this: the function is all that counts.
+            with set_current_trace(self):
+                return funs[0].call_wrapped(*values)
+
+        def bound(*values: Any) -> Any:
+            return primitive.bind(*values, subfuns=funs, **options)
+
+        outs = self._traced(bound, values)
+        jax_compat.settle_results(*funs[:2])
+        return outs
+
+    def _traced(self, bound: Any, values: Any) -> Any:
+        """Runs an operation whose jaxpr is not there yet: by tracing it."""
+        session = self.session
+        with set_current_trace(self.parent_trace):
+            made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
+            body = jax_compat.body_of(made)
+            spots = survey(body.jaxpr).spots
+            if not spots:
+                return jax_compat.evaluate(body.jaxpr, body.consts, values)
+            here = session.scopes()
+            spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
+            planned = session.planned(spots, values)
+            plan = tuple(planned.plan)
+            outs, found = run(body, list(values), plan, planned.feeds, session.keep)
+            session.settle(spots, planned, found, outs, list(values))
+            if session.edits:
+                session.follow([body], outs, values)
+            return outs

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name stacks: what an operation's own name stack says of where it was traced.
+
+JAX gives every operation of a jaxpr the stack of names it was traced in, outermost
+first. Its parts are of two sorts, told apart by their class:
+
+- *scopes*, from `jax.named_scope`. Those that Modules open begin with `MARK`, and their
+  text says where the Module is (see `module_paths`); all others are of the user, or of
+  another library;
+- *transforms*: `vmap`, `jvp`, `transpose`, left by the transforms that the operation
+  went through. A mapping is an axis in front of the operation's values. What was
+  `transpose`d, or is computed again for that (the scope `rematted_computation`), is on
+  the way back of a differentiation.
+
+A stack begins anew in every function that JAX traces on its own. So the whole story of
+an operation is that of the operations around it, followed by its own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from treetap._core.paths import Path
+
+MARK = "@"
+AGAIN = "rematted_computation"
+
+
+def is_transform(part: Any) -> bool:
+    """Whether a part of a name stack is the mark of a transform, and no scope."""
+    return type(part).__name__ == "Transform"
+
+
+def is_of_module(part: Any) -> bool:
+    """Whether a part of a name stack is a scope that a Module opened."""
+    return part.name.startswith(MARK)
+
+
+def scopes_in(name_stack: Any) -> tuple[str, ...]:
+    """The texts of the scopes in a name stack that Modules opened."""
+    names = (getattr(part, "name", "") for part in name_stack.stack)
+    return tuple(name[1:] for name in names if name.startswith(MARK))
+
+
+def mappings_in(name_stack: Any) -> int:
+    """How many mappings (`vmap`) a name stack speaks of."""
+    return sum(getattr(part, "name", "") == "vmap" for part in name_stack.stack)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an operation was made by transposing another."""
+    return any(part.name == "transpose" for part in eqn.source_info.name_stack.stack)
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an operation went through a forward differentiation."""
+    stack = eqn.source_info.name_stack.stack
+    return any(is_transform(part) and part.name == "jvp" for part in stack)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation is on the way back of a differentiation."""
+    return any(map(_is_back, eqn.source_info.name_stack.stack))
+
+
+def _is_back(part: Any) -> bool:
+    return part.name == ("transpose" if is_transform(part) else AGAIN)
+
+
+def scopes_forward(eqn: Any) -> Iterator[tuple[int, Any]]:
+    """The scopes around an operation, with how much of its name stack they close.
+
+    They end where the way back begins.
+    """
+    for depth, part in enumerate(eqn.source_info.name_stack.stack, 1):
+        if _is_back(part):
+            return
+        if not is_transform(part):
+            yield depth, part
+
+
+def path_in(stack: Sequence[Any]) -> Path:
+    """The scopes of other libraries in a name stack, below the innermost Module.
+
+    `vmap` stays in the path as JAX writes it, because such a value has one more axis;
+    `jvp` is left out.
+    """
+    path: list[str] = []
+    transforms: list[str] = []
+    for part in stack:
+        if is_transform(part):
+            transforms += [part.name] if part.name != "jvp" else []
+        elif is_of_module(part):
+            path, transforms = [], []
+        else:
+            first, *rest = [text for text in part.name.split("/") if text] or [""]
+            path += [_within(transforms, first), *rest]
+            transforms = []
+    return (*path, *([_within(transforms, "")] if transforms else []))
+
+
+def _within(transforms: Iterable[str], text: str) -> str:
+    """A scope as JAX writes it after transforms, the outermost first."""
+    for name in reversed(list(transforms)):
+        text = f"{name}({text})"
+    return text
