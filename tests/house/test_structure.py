@@ -34,7 +34,7 @@ ORDER = {
         calls selectors session listener emit
     """,
     "_capture.walk": "jax_compat plans run operations",
-    "_capture.statistics": "counts figures reducers reduced sums measures",
+    "_capture.statistics": "arithmetic figures reducers reduced measures",
     "_modules": "methods module containers random_streams random_rules views",
     "_transforms": """
         lift axis_names build_model cond grad custom_vjp inspect jit jit_partial loops

@@ -137,7 +137,7 @@ def test_variance_of_numbers_far_from_zero_is_right():
     )
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale", [1e-35, 1e-30, 1e30, 3e37])
 def test_norms_neither_overflow_nor_vanish(scale):
     value = np.float32(scale) * SAMPLE
     expected = np.linalg.norm(value.astype(np.float64))

@@ -7,8 +7,8 @@ known what each of them knows. `measures` makes the rows. All is done in float64
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,10 +81,15 @@ class Figures:
 UNMEASURED = Figures()
 
 
-class Row(NamedTuple):
-    """One part of one leaf, or several together; None where it was not measured."""
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What is known of one part of one array, or of several; None if not measured.
 
-    total: int | None = None
+    Attributes as of `Figures`, and besides how many numbers are finite, and of how many
+    units how many are dead.
+    """
+
+    count: int | None = None
     finite: int | None = None
     mean: float | None = None
     std: float | None = None
@@ -96,54 +101,41 @@ class Row(NamedTuple):
     units: int = 0
     nan: int | None = None
     infinite: int | None = None
+    bars: Bars | None = None
     unsorted: int | None = None
-    counts: np.ndarray | None = None
-    edges: np.ndarray | None = None
 
 
 Rows = list[Row | None]  # None: nothing was seen
 
+_COUNTS = ("count", "finite", "dead", "units", "nan", "infinite", "unsorted")
 
-def figures_from(by_leaf: list[Rows], rows: int, shared: Sequence[Any]) -> Figures:
-    """All rows together, and those of each part."""
-    every = [row for leaf in by_leaf for row in leaf]
-    parts = ()
-    if rows:
-        parts = tuple(
-            _as_figures(_together([leaf[n] for leaf in by_leaf])) for n in range(rows)
-        )
-    total = _together(every)
-    if total is not None and shared:
+
+def figures_from(by_leaf: list[Rows], parts: int, shared: Sequence[Any]) -> Figures:
+    """All rows together, and those of each part.
+
+    Args:
+        by_leaf: For each array the rows of its parts.
+        parts: How many parts are kept; 0 if only the whole is wanted.
+        shared: For each array how many units are dead in all parts, and of how many, if
+            the units of its parts are the same.
+    """
+    apart = [_together([rows[n] for rows in by_leaf]) for n in range(parts)]
+    whole = _together([row for rows in by_leaf for row in rows])
+    if whole is not None and shared:
         dead, units = (sum(int(pair[n]) for pair in shared) for n in (0, 1))
-        total = total._replace(dead=dead, units=units)
-    return _as_figures(total, parts)
+        whole = replace(whole, dead=dead, units=units)
+    return _as_figures(whole, tuple(map(_as_figures, apart)))
 
 
 def _as_figures(row: Row | None, parts: tuple[Figures, ...] = ()) -> Figures:
     if row is None:
         return Figures(count=0, nan=0, infinite=0, parts=parts)
-    if row.finite == 0:  # of nothing there is no mean
-        row = Row(
-            row.total, 0, nan=row.nan, infinite=row.infinite, unsorted=row.unsorted
-        )
-    bars = None
-    if row.counts is not None and row.edges is not None:
-        bars = Bars(row.counts, row.edges)
-    return Figures(
-        count=row.total,
-        mean=row.mean,
-        std=row.std,
-        low=row.low,
-        high=row.high,
-        abs_max=row.abs_max,
-        norm=row.norm,
-        dead=row.dead / row.units if row.units else None,
-        nan=row.nan,
-        infinite=row.infinite,
-        bars=bars,
-        parts=parts,
-        unsorted=row.unsorted,
-    )
+    known = dict(vars(row))
+    finite, dead, units = (known.pop(name) for name in ("finite", "dead", "units"))
+    if finite == 0:  # of nothing there is no mean
+        counts = {name: known[name] for name in _COUNTS if name in known}
+        return Figures(**counts, parts=parts)
+    return Figures(**known, dead=dead / units if units else None, parts=parts)
 
 
 def _together(given: Sequence[Row | None]) -> Row | None:
@@ -151,40 +143,28 @@ def _together(given: Sequence[Row | None]) -> Row | None:
     rows = [row for row in given if row is not None]
     if len(rows) < 2:
         return rows[0] if rows else None
-    found = Row(
-        total=_sum([row.total for row in rows]),
-        finite=_sum([row.finite for row in rows]),
-        dead=sum(row.dead for row in rows),
-        units=sum(row.units for row in rows),
-        nan=_sum([row.nan for row in rows]),
-        infinite=_sum([row.infinite for row in rows]),
-        unsorted=_sum([row.unsorted for row in rows]),
-    )
+    counts = {name: _joined(sum, rows, name) for name in _COUNTS}
     rows = [row for row in rows if row.finite != 0]
-    mean, std = _moments(rows)
-    norms: list[Any] = [row.norm for row in rows]
-    counts, edges = _bars_together(rows)
-    return found._replace(
+    mean, std = _moments_together(rows)
+    return Row(
+        **counts,
         mean=mean,
         std=std,
-        low=_best(min, [row.low for row in rows]),
-        high=_best(max, [row.high for row in rows]),
-        abs_max=_best(max, [row.abs_max for row in rows]),
-        norm=None if None in norms else math.hypot(*norms),
-        counts=counts,
-        edges=edges,
+        low=_joined(min, rows, "low"),
+        high=_joined(max, rows, "high"),
+        abs_max=_joined(max, rows, "abs_max"),
+        norm=_joined(lambda norms: math.hypot(*norms), rows, "norm"),
+        bars=_joined(_bars_together, rows, "bars"),
     )
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    return None if None in values else sum(values)
+def _joined(join: Callable[[list[Any]], Any], rows: Sequence[Row], name: str) -> Any:
+    """What all rows know, put together by a function."""
+    values = [getattr(row, name) for row in rows]
+    return None if None in values or not values else join(values)
 
 
-def _best(choose: Any, values: Sequence[Any]) -> Any:
-    return None if None in values or not values else choose(values)
-
-
-def _moments(rows: Sequence[Row]) -> tuple[float | None, float | None]:
+def _moments_together(rows: Sequence[Row]) -> tuple[float | None, float | None]:
     means: list[Any] = [row.mean for row in rows]
     stds: list[Any] = [row.std for row in rows]
     if None in means or None in stds or not rows:
@@ -197,15 +177,13 @@ def _moments(rows: Sequence[Row]) -> tuple[float | None, float | None]:
     return mean, math.hypot(*(math.sqrt(s) * each for s, each in zip(shares, away)))
 
 
-def _bars_together(rows: Sequence[Row]) -> tuple[Any, Any]:
-    edges: list[Any] = [row.edges for row in rows]
-    counts: list[Any] = [row.counts for row in rows]
-    if not rows or edges[0] is None or any(each is None for each in counts):
-        return None, None
-    for each in edges[1:]:
-        if each is not edges[0] and not np.array_equal(each, edges[0]):
-            return None, None
-    return np.sum(counts, axis=0), edges[0]
+def _bars_together(several: list[Bars]) -> Bars | None:
+    """The sums of histograms, if their edges are the same."""
+    edges = several[0].edges
+    for bars in several[1:]:
+        if bars.edges is not edges and not np.array_equal(bars.edges, edges):
+            return None
+    return Bars(np.sum([bars.counts for bars in several], axis=0), edges)
 
 
 # Flat, by tag: for loggers.

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring: the figures of arrays, computed where the arrays are.
+"""Measuring: the figures of arrays, and of what reducers know of arrays.
 
-They are computed where the array is, sharded or not, and only they are fetched: those
-of a whole record at once (`figures_of_all`). They are about finite numbers; the others
-are counted. Figures can also be had from what reducers know (`reduced`), as far as
-these have measured. `Site.figures` and `Record.figures` are made of this.
+Arrays are measured where they are, sharded or not, in one pass that leaves the states
+that reducers have, too: a few small arrays (`Measured`). Large arrays go through a
+compiled function, one for each shape and type; small ones on the host go through the
+same code with NumPy, since compiling would take longer. States are fetched, those of a
+whole record at once (`figures_of_all`), read as columns (what is known of each part of
+an array), and put together as rows (see `figures`).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +21,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from treetap._capture.statistics.arithmetic import (
+    Array,
+    alive_units,
+    as_real,
+    bars,
+    counted,
+    ends_of,
+    has_spread_axes,
+    largest_of,
+    moments,
+    scale_for,
+    zeroed,
+)
 from treetap._capture.statistics.figures import (
     UNMEASURED,
+    Bars,
     Figures,
     Row,
     Rows,
@@ -31,14 +49,16 @@ from treetap._capture.statistics.reducers import (
     DeadUnits,
     Histogram,
     Moments,
+    MomentsFound,
     NonFinite,
+    NonFiniteFound,
     Norm,
 )
-from treetap._capture.statistics.sums import How, Sums, sums_of
 from treetap._core.errors import CaptureError
 from treetap._core.variables.values import is_gone
 
 BINS = 40
+SMALL = 2**16  # up to so many numbers on the host are not worth a compilation
 
 
 class Wanted(NamedTuple):
@@ -56,7 +76,7 @@ class Wanted(NamedTuple):
     tree: Any
     apart: int = 0
     shards: tuple[int, ...] = ()
-    masks: tuple[Any, ...] = ()
+    masks: tuple[Array, ...] = ()
     has_units: bool = True
     where: str = "figures_of"
 
@@ -83,13 +103,10 @@ def figures_of_all(wanted: Sequence[Wanted], *, bins: int = BINS) -> list[Figure
     pending = [_asked(one, bins) for one in wanted]
     fetched = jax.device_get([arrays for arrays, _ in pending])
     with np.errstate(over="ignore", invalid="ignore"):
-        return [build(found) for (_, build), found in zip(pending, fetched)]
+        return [read(found) for (_, read), found in zip(pending, fetched)]
 
 
-_Build = Callable[[Any], Figures]
-
-
-def _asked(wanted: Wanted, bins: int) -> tuple[Any, _Build]:
+def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
     """Small arrays on their way, and what makes figures of them."""
     leaves = jax.tree.leaves(wanted.tree, is_leaf=_is_reduced)
     reduced = [leaf for leaf in leaves if _is_reduced(leaf)]
@@ -97,7 +114,7 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, _Build]:
         states = [(leaf.seen, leaf.states) for leaf in reduced]
         _refuse_traced(states, wanted.where)
         held = [[reducer for _, reducer in leaf.reducers] for leaf in reduced]
-        return states, functools.partial(_of_states, held, wanted)
+        return states, functools.partial(_read_reduced, held, wanted)
     leaves = [leaf for leaf in leaves if is_measured(leaf)]
     _refuse_traced(leaves, wanted.where)
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -111,8 +128,8 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, _Build]:
     shards = tuple(axis for axis in wanted.shards if axis < apart)
     how = How(apart, shards, bins, wanted.has_units)
     arrays = [leaf for leaf in arrays if leaf.size]
-    found = sums_of(how, arrays, wanted.masks) if arrays else []
-    return found, functools.partial(_of_sums, math.prod(shape) if apart else 0)
+    found = measured_arrays(how, arrays, wanted.masks) if arrays else []
+    return found, functools.partial(_read_measured, math.prod(shape) if apart else 0)
 
 
 def _is_reduced(value: Any) -> bool:
@@ -133,64 +150,259 @@ def _refuse_traced(tree: Any, where: str) -> None:
             )
 
 
-# What was fetched.
+# Arrays are measured.
 
 
-def _of_sums(rows: int, leaves: list[Sums]) -> Figures:
-    """The figures of values."""
-    shared = [sums.shared for sums in leaves if sums.shared is not None]
-    return figures_from([_rows_of(sums) for sums in leaves], rows, shared)
+class How(NamedTuple):
+    """How to measure arrays.
+
+    Attributes:
+        apart: How many first axes are kept apart.
+        shards: Which of these have the same units.
+        bins: How many bars there are.
+        has_units: Whether units can be dead.
+    """
+
+    apart: int
+    shards: tuple[int, ...]
+    bins: int
+    has_units: bool
 
 
-def _rows_of(sums: Sums) -> Rows:
-    numbers = sums.numbers.reshape(-1, sums.numbers.shape[-1]).tolist()
-    counts = sums.counts.reshape(-1, sums.counts.shape[-1]).astype(np.int64)
-    units, found = int(sums.units), []
-    for row, tallies in zip(numbers, counts):
-        kept, nan, infinite, dead = tallies[:4].tolist()
-        scale, mean, variance, squares, low, high, largest = row
-        finite = kept - nan - infinite
-        found.append(
-            Row(
-                total=kept,
-                finite=finite,
-                mean=mean / scale,
-                std=math.sqrt(variance) / scale,
-                low=low,
-                high=high,
-                abs_max=largest,
-                norm=math.sqrt(squares) / scale,
-                dead=dead if units else 0,
-                units=units,
-                nan=nan,
-                infinite=infinite,
-                counts=tallies[4:] if finite else None,
-                edges=sums.edges if finite else None,
-            )
-            if kept
-            else None
-        )
+class States(NamedTuple):
+    """What is measured of a part of an array, in the form that reducers have.
+
+    Attributes:
+        moments: As of `Moments`, of numbers in a unit: see `norm`.
+        nonfinite: As of `NonFinite`.
+        norm: As of `Norm`: the unit, and the sum of squares in it.
+        ends: The lowest and the highest number, and the largest magnitude.
+        bars: As of `Histogram`.
+    """
+
+    moments: MomentsFound
+    nonfinite: NonFiniteFound
+    norm: tuple[Array, Array]
+    ends: tuple[Array, Array, Array]
+    bars: Array
+
+
+class Measured(NamedTuple):
+    """What is measured of an array.
+
+    Attributes:
+        states: Of its parts; the axes that are kept apart come first.
+        dead: How many units are dead, in each part.
+        edges: Of the bars.
+        units: How many units there are, or 0.
+        shared: How many units are dead on all shards, of how many; or None.
+    """
+
+    states: States
+    dead: Array
+    edges: Any
+    units: Array
+    shared: Array | None
+
+
+def measured_arrays(
+    how: How, leaves: Sequence[Array], masks: Sequence[Array]
+) -> list[Measured]:
+    """What is measured of arrays that are not empty.
+
+    Args:
+        how: How to measure.
+        leaves: The arrays. Their bars have the same edges if all are on the same
+            devices.
+        masks: What counts of them; each has some of their first axes.
+    """
+    on_host = all(map(_is_at_hand, (*leaves, *masks)))
+    if on_host and sum(leaf.size for leaf in leaves) <= SMALL:
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        with np.errstate(all="ignore"):
+            return _measured(np, how, arrays, [np.asarray(mask) for mask in masks])
+    held = [leaf for leaf in (*leaves, *masks) if isinstance(leaf, jax.Array)]
+    places = {frozenset(each.sharding.device_set) for each in held if each.committed}
+    if len(places) < 2:
+        return _on_devices(how, tuple(leaves), tuple(masks))
+    flags = tuple(np.asarray(mask) for mask in masks)
+    groups = [_on_devices(how, (leaf,), flags) for leaf in leaves]
+    return [found for group in groups for found in group]
+
+
+def _is_at_hand(leaf: Array) -> bool:
+    """Whether an array can be read without a copy."""
+    if isinstance(leaf, np.ndarray):
+        return True
+    devices = leaf.sharding.device_set
+    return len(devices) == 1 and all(each.platform == "cpu" for each in devices)
+
+
+def _on_devices(
+    how: How, leaves: tuple[Array, ...], masks: tuple[Array, ...]
+) -> list[Measured]:
+    """What is measured of arrays where they are."""
+    mesh = _mesh_of(leaves)
+    with jax.set_mesh(mesh) if _has_explicit_axes(mesh) else nullcontext():
+        return _compiled(how, mesh, leaves, masks)
+
+
+def _mesh_of(leaves: Sequence[Array]) -> Any:
+    """The mesh that leaves are spread over, if there is one."""
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return sharding.mesh if len(sharding.device_set) > 1 else None
+    return None
+
+
+def _has_explicit_axes(mesh: Any) -> bool:
+    kinds = () if mesh is None else mesh.axis_types
+    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(how: How, mesh: Any, leaves: Any, masks: Any) -> list[Measured]:
+    found = _measured(jnp, how, leaves, masks)
+    return jax.tree.map(functools.partial(_everywhere, mesh), found)
+
+
+def _everywhere(mesh: Any, leaf: jax.Array) -> jax.Array:
+    """A small array on every device of the mesh, so that any process can read it."""
+    if mesh is None:
+        return leaf
+    whole = jax.sharding.NamedSharding(mesh, jax.P(*[None] * leaf.ndim))
+    if has_spread_axes(leaf):
+        return jax.sharding.reshard(leaf, whole)
+    if _has_explicit_axes(mesh):
+        return leaf
+    return jax.lax.with_sharding_constraint(leaf, whole)
+
+
+def _measured(
+    xp: ModuleType, how: How, leaves: Sequence[Any], masks: Sequence[Any]
+) -> list[Measured]:
+    kept = [_kept(xp, leaf, masks) for leaf in leaves]
+    reals = [as_real(xp, leaf) for leaf in leaves]
+    finite = [mask & xp.isfinite(real) for mask, real in zip(kept, reals)]
+    ends = [ends_of(xp, real, mask) for real, mask in zip(reals, finite)]
+    low = functools.reduce(xp.minimum, [low for low, _ in ends])
+    high = functools.reduce(xp.maximum, [high for _, high in ends])
+    edges = _edges(xp, low, high, how.bins)
+    found = []
+    for leaf, real, mask, is_finite in zip(leaves, reals, kept, finite):
+        part = functools.partial(_part, xp, edges.astype(real.dtype))
+        states, alive = _over_parts(xp, part, how.apart, (real, mask, is_finite))
+        has_axis = leaf.ndim > how.apart and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        units = leaf.shape[-1] if how.has_units and has_axis else 0
+        dead = xp.sum(~alive, axis=tuple(range(how.apart, alive.ndim)))
+        shared = None
+        if how.shards and units:
+            nowhere = ~xp.any(alive, axis=how.shards)
+            shared = xp.stack([xp.sum(nowhere), xp.asarray(nowhere.size)])
+        found.append(Measured(states, dead, edges, xp.asarray(units), shared))
     return found
 
 
-# What reducers know.
+def _over_parts(xp: ModuleType, part: Any, apart: int, arrays: Any) -> Any:
+    """What a function gives for each part along the axes that are kept apart."""
+    if xp is jnp:
+        for _ in range(apart):
+            part = jax.vmap(part)
+        return part(*arrays)
+    shape = arrays[0].shape[:apart]
+    found = [part(*(array[place] for array in arrays)) for place in np.ndindex(shape)]
+
+    def stacked(*column: Any) -> np.ndarray:
+        return np.reshape(column, (*shape, *np.shape(column[0])))
+
+    return jax.tree.map(stacked, *found)
 
 
-def _of_states(held: list[list[Any]], wanted: Wanted, found: list[Any]) -> Figures:
+def _kept(xp: ModuleType, leaf: Any, masks: Sequence[Any]) -> Any:
+    """Which numbers count."""
+    kept, shape = xp.equal(leaf, leaf) | True, leaf.shape  # spread as the leaf is
+    for mask in masks:
+        fits = mask.shape == shape[: mask.ndim]
+        fitting = mask if fits else xp.any(mask)
+        after = (1,) * (len(shape) - fitting.ndim)
+        kept = kept & xp.broadcast_to(fitting.reshape(fitting.shape + after), shape)
+    return kept
+
+
+def _edges(xp: ModuleType, low: Any, high: Any, bins: int) -> Any:
+    """Of equal width from the lowest to the highest number; never of no width."""
+    more = xp.maximum(xp.abs(low) / 1024, 0.5)
+    more = xp.where(low == high, more, xp.zeros_like(more))
+    share = xp.arange(bins + 1, dtype=low.dtype) / bins
+    return (low - more) * (1 - share) + (high + more) * share
+
+
+def _part(xp: ModuleType, edges: Any, real: Any, kept: Any, is_finite: Any) -> Any:
+    """What is measured of one part: the states, and which units are alive."""
+    numbers = zeroed(xp, real, is_finite)
+    largest = largest_of(xp, numbers)
+    scale = scale_for(xp, largest)
+    scaled = numbers * scale
+    others = [kept & mask(real) for mask in (xp.isnan, xp.isposinf, xp.isneginf)]
+    total, *bad = counted(xp, [kept, *others])
+    finite, bad_together = counted(xp, [is_finite, kept & ~is_finite])
+    states = States(
+        MomentsFound(finite, *moments(xp, scaled, is_finite, finite), bad_together),
+        NonFiniteFound(*bad, total=total),
+        (1 / scale, xp.sum(scaled * scaled)),
+        (*ends_of(xp, real, is_finite), largest),
+        bars(xp, edges, real, is_finite),
+    )
+    return states, alive_units(xp, kept & (real != 0))
+
+
+# What was fetched is read: as columns, by what is measured, then as rows, by part.
+
+Columns = dict[str, np.ndarray]
+
+
+def _read_measured(parts: int, leaves: list[Measured]) -> Figures:
+    """The figures of arrays."""
+    shared = [leaf.shared for leaf in leaves if leaf.shared is not None]
+    return figures_from([_rows_of(leaf) for leaf in leaves], parts, shared)
+
+
+def _rows_of(leaf: Measured) -> Rows:
+    flat = functools.partial(_flat, axes=leaf.dead.ndim)
+    states, dead = jax.tree.map(flat, (leaf.states, leaf.dead))
+    columns: dict[str, Any] = _of_moments(states.moments, unit=states.norm[0])
+    columns |= _of_nonfinite(states.nonfinite) | _of_norm(states.norm)
+    columns |= zip(("low", "high", "abs_max"), states.ends)
+    columns |= _of_bars(states.bars, leaf.edges)
+    del columns["unsorted"]  # NaN and infinities were told apart
+    if leaf.units:
+        columns |= {"dead": dead, "units": np.full(dead.size, leaf.units)}
+    return _as_rows(columns, columns["count"] > 0)
+
+
+def _read_reduced(
+    held: list[list[Any]], wanted: Wanted, found: list[tuple[Any, Any]]
+) -> Figures:
     """The figures that are in the states of reducers."""
-    by_leaf, shared = [], []
+    by_leaf: list[Rows] = []
+    shared: list[Any] = []
     apart = np.shape(found[0][0])
     for reducers, (flags, states) in zip(held, found):
         seen = np.asarray(flags)
-        known: list[dict[str, Any]] = [{} for _ in range(seen.size)]
-        flat = functools.partial(_flat, axes=seen.ndim)
+        columns: dict[str, Any] = {}
         for reducer, state in zip(reducers, states):
-            _read(reducer, jax.tree.map(flat, state), known)
-            if isinstance(reducer, DeadUnits) and wanted.has_units:
-                _read_dead(state, seen, wanted.shards, known, shared)
-        by_leaf.append(
-            [Row(**row) if is_seen else None for row, is_seen in zip(known, seen.flat)]
-        )
+            flat = jax.tree.map(functools.partial(_flat, axes=seen.ndim), state)
+            columns |= _columns_of(reducer, flat, columns)
+            has_units = isinstance(reducer, DeadUnits) and state.ndim > seen.ndim
+            if has_units and wanted.has_units:
+                parts, units = flat.shape
+                columns |= {"dead": (~flat).sum(1), "units": np.full(parts, units)}
+                axes = tuple(axis for axis in wanted.shards if axis < seen.ndim)
+                if axes:
+                    dead = ~np.any(state, axis=axes)
+                    shared.append((dead.sum(), dead.size))
+        by_leaf.append(_as_rows(columns, seen.ravel()))
         if seen.shape != apart:
             apart = ()
     return figures_from(by_leaf, math.prod(apart) if apart else 0, shared)
@@ -202,68 +414,71 @@ def _flat(part: Any, axes: int) -> np.ndarray:
     return part.reshape(math.prod(part.shape[:axes]), *part.shape[axes:])
 
 
-def _numbers(counts: Any) -> list[int]:
-    """Counts of two words each."""
-    words = np.asarray(counts).astype(object)
-    return (words[..., 0] * 2**32 + words[..., 1]).tolist()
+def _as_rows(columns: dict[str, Any], seen: np.ndarray) -> Rows:
+    lists = {
+        name: column.tolist() if isinstance(column, np.ndarray) else column
+        for name, column in columns.items()
+    }
+    return [
+        Row(**{name: column[n] for name, column in lists.items()}) if is_seen else None
+        for n, is_seen in enumerate(seen)
+    ]
 
 
-def _read(reducer: Any, state: Any, known: list[dict[str, Any]]) -> None:
-    """Adds what a reducer knows to each row."""
-    columns: dict[str, Any] = {}
+def _columns_of(reducer: Any, state: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """What a reducer knows of each part."""
     match reducer:
         case Moments():
-            finite, bad = _numbers(state.count), _numbers(state.nonfinite)
-            columns = {
-                "total": [a + b for a, b in zip(finite, bad)],
-                "finite": finite,
-                "unsorted": bad,
-                "mean": state.mean.astype(np.float64).tolist(),
-                "std": np.sqrt(state.variance.astype(np.float64)).tolist(),
-            }
+            return _of_moments(state)
         case NonFinite():
-            nan, total = _numbers(state.nan), _numbers(state.total)
-            signs = zip(_numbers(state.positive), _numbers(state.negative))
-            infinite = [a + b for a, b in signs]
-            columns = {"total": total, "nan": nan, "infinite": infinite}
-            counts = zip(total, nan, infinite)
-            columns["finite"] = [a - b - c for a, b, c in counts]
-        case AbsMax():
-            columns = {"abs_max": state.tolist()}
+            return _of_nonfinite(state)
         case Norm():
-            largest, squares = (part.astype(np.float64) for part in state)
-            columns = {"norm": (largest * np.sqrt(squares)).tolist()}
-        case AllFinite():
-            bad = [int(not good) for good in state.tolist()]
-            if "unsorted" not in known[0]:
-                columns = {"unsorted": bad}
+            return _of_norm(state)
+        case AbsMax():
+            return {"abs_max": state}
+        case AllFinite() if "unsorted" not in known:
+            return {"unsorted": (~state).astype(int)}
         case Histogram():
-            edges = _edges_of(reducer)
-            counts = np.asarray(_numbers(state), np.int64)
-            columns = {"counts": list(counts), "edges": [edges] * len(counts)}
+            return _of_bars(state, _edges_of(reducer))
         case _:
-            return
-    for name, column in columns.items():
-        for row, value in zip(known, column):
-            row[name] = value
+            return {}
+
+
+def _of_moments(state: MomentsFound, unit: Any = 1.0) -> Columns:
+    finite, bad = _numbers(state.count), _numbers(state.nonfinite)
+    mean, variance = (np.asarray(x, np.float64) for x in (state.mean, state.variance))
+    return {
+        "count": finite + bad,
+        "finite": finite,
+        "unsorted": bad,
+        "mean": mean * unit,
+        "std": np.sqrt(variance) * unit,
+    }
+
+
+def _of_nonfinite(state: NonFiniteFound) -> Columns:
+    nan, positive, negative, total = map(_numbers, state)
+    infinite = positive + negative
+    finite = total - nan - infinite
+    return {"count": total, "finite": finite, "nan": nan, "infinite": infinite}
+
+
+def _of_norm(state: tuple[Any, Any]) -> Columns:
+    unit, squares = (part.astype(np.float64) for part in state)
+    return {"norm": unit * np.sqrt(squares)}
+
+
+def _of_bars(state: Any, edges: np.ndarray) -> dict[str, list[Bars]]:
+    return {"bars": [Bars(counts, edges) for counts in _numbers(state)]}
+
+
+def _numbers(counts: Any) -> np.ndarray:
+    """Counts of two words each."""
+    words = np.asarray(counts).astype(np.int64)
+    return (words[..., 0] << 32) + words[..., 1]
 
 
 @functools.lru_cache(maxsize=64)
 def _edges_of(reducer: Histogram) -> np.ndarray:
     nothing = jnp.zeros((reducer.bins, 2), jnp.uint32)
     return np.asarray(reducer.finish(nothing).edges)
-
-
-def _read_dead(
-    alive: Any, seen: Any, shards: Any, known: list[dict[str, Any]], shared: list[Any]
-) -> None:
-    """Adds the dead units to each row, and those that are dead in all shards."""
-    if alive.ndim == seen.ndim:  # of a scalar
-        return
-    units = alive.shape[-1]
-    for row, mask in zip(known, alive.reshape(-1, units)):
-        row["dead"], row["units"] = int(np.sum(~mask)), units
-    axes = tuple(axis for axis in shards if axis < seen.ndim)
-    if axes:
-        dead = ~np.any(alive, axis=axes)
-        shared.append((dead.sum(), dead.size))

@@ -19,12 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._capture.statistics.counts import (
+from treetap._capture.statistics.arithmetic import (
+    alive_units,
     as_number,
+    as_real,
+    bars_by_edge,
     count_of,
     counted,
     counts_added,
+    largest_of,
+    moments,
     reduced_together,
+    scale_for,
+    zeroed,
 )
 from treetap._core.errors import CaptureError
 
@@ -67,20 +74,11 @@ class Reducer:
                 )
 
 
-def _as_real(value: Any) -> Any:
-    """A value in float32 or wider."""
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = jnp.abs(value)
-    is_narrow = value.dtype.itemsize < 4  # of some of these JAX knows no wider one
-    wide = jnp.float32 if is_narrow else jnp.promote_types(value.dtype, jnp.float32)
-    return value.astype(wide)
-
-
-def _finite(value: Any) -> tuple[Any, Any]:
+def _finite(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A value with zeros where it is not finite, and where it is."""
-    value = _as_real(value)
-    is_finite = jnp.isfinite(value)
-    return jnp.where(is_finite, value, jnp.zeros_like(value)), is_finite
+    real = as_real(jnp, value)
+    is_finite = jnp.isfinite(real)
+    return zeroed(jnp, real, is_finite), is_finite
 
 
 class MomentsFound(NamedTuple):
@@ -94,12 +92,12 @@ class MomentsFound(NamedTuple):
     """
 
     count: Any
-    mean: Any
-    variance: Any
-    nonfinite: Any
+    mean: jax.Array
+    variance: jax.Array
+    nonfinite: jax.Array
 
     @property
-    def std(self) -> Any:
+    def std(self) -> jax.Array:
         """The standard deviation."""
         return jnp.sqrt(self.variance)
 
@@ -122,12 +120,8 @@ class Moments:
     def measure(self, value: Any) -> Any:
         """The moments of one value."""
         numbers, is_finite = _finite(value)
-        count, bad = counted([is_finite, ~is_finite])
-        many = jnp.maximum(as_number(count), 1)
-        mean = jnp.sum(numbers) / many
-        away = jnp.where(is_finite, numbers - mean, jnp.zeros_like(numbers))
-        variance = jnp.sum(away * away) / many
-        return MomentsFound(count, mean, variance, bad)
+        count, bad = counted(jnp, [is_finite, ~is_finite])
+        return MomentsFound(count, *moments(jnp, numbers, is_finite, count), bad)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The moments of both."""
@@ -156,7 +150,7 @@ class AbsMax:
 
     def measure(self, value: Any) -> Any:
         """That of one value."""
-        return jnp.max(jnp.abs(_finite(value)[0]))
+        return largest_of(jnp, _finite(value)[0])
 
     def merge(self, first: Any, second: Any) -> Any:
         """The larger one."""
@@ -165,6 +159,9 @@ class AbsMax:
     def finish(self, state: Any) -> Any:
         """The result."""
         return state
+
+
+NormState = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -178,18 +175,19 @@ class Norm:
     name: str = "norm"
 
     def measure(self, value: Any) -> Any:
-        """The largest magnitude, and the sum of squares relative to it."""
+        """A unit, and the sum of squares of the numbers in that unit."""
         numbers, _ = _finite(value)
-        largest = jnp.max(jnp.abs(numbers))
-        numbers = numbers / jnp.where(largest > 0, largest, jnp.ones_like(largest))
-        return largest, jnp.sum(numbers * numbers)
+        scale = scale_for(jnp, largest_of(jnp, numbers))
+        scaled = numbers * scale
+        return 1 / scale, jnp.sum(scaled * scaled)
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The same for both."""
-        largest = jnp.maximum(first[0], second[0])
-        scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
-        parts = (first[0] / scale) ** 2 * first[1], (second[0] / scale) ** 2 * second[1]
-        return largest, parts[0] + parts[1]
+        """The same for both, in the larger unit."""
+        unit = jnp.maximum(first[0], second[0])
+        safe = jnp.where(unit > 0, unit, 1)  # nothing but zeros may be measured in 0
+        ratios = first[0] / safe, second[0] / safe  # whose squares may vanish
+        parts = [n * (n * squares) for n, (_, squares) in zip(ratios, (first, second))]
+        return unit, parts[0] + parts[1]
 
     def finish(self, state: Any) -> Any:
         """The norm."""
@@ -199,10 +197,10 @@ class Norm:
 class NonFiniteFound(NamedTuple):
     """What `NonFinite` gives: how many numbers were NaN, inf and -inf, of how many."""
 
-    nan: Any
-    positive: Any
-    negative: Any
-    total: Any
+    nan: jax.Array
+    positive: jax.Array
+    negative: jax.Array
+    total: jax.Array
 
 
 @dataclass(frozen=True)
@@ -213,9 +211,9 @@ class NonFinite:
 
     def measure(self, value: Any) -> Any:
         """Those of one value."""
-        value = _as_real(value)
+        value = as_real(jnp, value)
         masks = jnp.isnan(value), jnp.isposinf(value), jnp.isneginf(value)
-        return NonFiniteFound(*counted(masks), total=count_of(value.size))
+        return NonFiniteFound(*counted(jnp, masks), total=count_of(value.size))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
@@ -250,8 +248,8 @@ class AllFinite:
 class HistogramFound(NamedTuple):
     """What `Histogram` gives: counts, and the edges of the bins, one more."""
 
-    counts: Any
-    edges: Any
+    counts: jax.Array
+    edges: jax.Array
 
 
 @dataclass(frozen=True)
@@ -301,17 +299,11 @@ class Histogram:
         return [low + (high - low) * n / self.bins for n in range(self.bins + 1)]
 
     def measure(self, value: Any) -> Any:
-        """The counts of one value: how many lie above each edge, then differences."""
+        """The counts of one value."""
         numbers, is_finite = _finite(value)
         if self.limits is None:
             numbers = jnp.abs(numbers)
-        # Comparisons summed up: what is sharded stays where it is. In two halves, as
-        # two operands; the first edge counts all, the last one may count none.
-        edges = [-jnp.inf, *self._edges[1:-1], *[jnp.inf] * (self.bins % 2)]
-        halves = jnp.asarray(edges, numbers.dtype).reshape(2, -1, *[1] * numbers.ndim)
-        masks = [is_finite[None] & (numbers[None] >= half) for half in halves]
-        above = jnp.concatenate(counted(masks, range(1, numbers.ndim + 1)))[: self.bins]
-        return above - jnp.concatenate([above[1:], jnp.zeros_like(above[:1])])
+        return bars_by_edge(self._edges, numbers, is_finite)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
@@ -331,8 +323,8 @@ class TopKFound(NamedTuple):
             there were fewer numbers than asked for.
     """
 
-    values: Any
-    indices: Any
+    values: jax.Array
+    indices: jax.Array
 
 
 @dataclass(frozen=True)
@@ -388,7 +380,7 @@ class TopK:
         return state
 
 
-def flat_places(shape: tuple[int, ...]) -> Any:
+def flat_places(shape: tuple[int, ...]) -> jax.Array:
     """The index of each element in the flat array, without making it flat."""
     place, stride = jnp.zeros(shape, jnp.int32), 1
     for axis in reversed(range(len(shape))):
@@ -397,7 +389,7 @@ def flat_places(shape: tuple[int, ...]) -> Any:
     return place
 
 
-def _unravelled(indices: Any, value: Any) -> Any:
+def _unravelled(indices: jax.Array, value: jax.Array) -> jax.Array:
     columns, rest = [], indices
     for size in reversed(value.shape):
         columns.append(jnp.where(indices >= 0, rest % size, -1))
@@ -410,8 +402,8 @@ def _unravelled(indices: Any, value: Any) -> Any:
 class DeadUnitsFound(NamedTuple):
     """What `DeadUnits` gives: a mask of the dead units, and their share."""
 
-    dead: Any
-    fraction: Any
+    dead: jax.Array
+    fraction: jax.Array
 
 
 @dataclass(frozen=True)
@@ -439,12 +431,8 @@ class DeadUnits:
 
     def measure(self, value: Any) -> Any:
         """Which units are alive in one value."""
-        is_active = ~(jnp.abs(_as_real(value)) <= self.threshold)
-        if value.ndim == 0:
-            return is_active
-        unit = self.axis % value.ndim
-        others = tuple(n for n in range(value.ndim) if n != unit)
-        return jnp.any(is_active, axis=others)
+        is_active = ~(jnp.abs(as_real(jnp, value)) <= self.threshold)
+        return alive_units(jnp, is_active, self.axis)
 
     def merge(self, first: Any, second: Any) -> Any:
         """Alive in either."""

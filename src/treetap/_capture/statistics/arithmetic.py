@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of statistics: what is measured of numbers, each thing once.
+
+The reducers measure with it inside of a program, and figures are measured with it of
+arrays that are there. It is written for both NumPy and JAX: `xp` is one of them. NumPy
+is for small arrays on the host, where compiling would take longer than measuring.
+
+A count is exact beyond 32 bits: a high and a low word, along a last axis of two. What
+is counted is computed within the reduction: XLA does so with the operands of one that
+has several. Those of a single one it may write out first (for CPUs it cuts it into
+windows), and a mask of a value is then as large as the value.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array | np.ndarray
+
+_WIDE = (np.float64, np.int64, np.uint64)
+
+
+def as_real(xp: ModuleType, value: Array) -> Any:
+    """A value in float32, or float64 if it is as wide as that, or with NumPy.
+
+    Booleans are 0 and 1, complex numbers their magnitudes.
+    """
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = xp.abs(value)
+    is_wide = xp is np or value.dtype in _WIDE
+    return value.astype(xp.float64 if is_wide else xp.float32)
+
+
+def zeroed(xp: ModuleType, real: Array, is_finite: Array) -> Any:
+    """The numbers that count, and zeros where the others are."""
+    return xp.where(is_finite, real, xp.zeros_like(real))
+
+
+# Counts.
+
+
+def counted(
+    xp: ModuleType, masks: Sequence[Array], axes: Sequence[int] | None = None
+) -> list[Any]:
+    """How often each of two or more masks is true, over all axes or some."""
+    if xp is np:
+        lows = [np.sum(mask, axis=axes, dtype=np.uint32) for mask in masks]
+    else:
+        ones = [mask.astype(jnp.uint32) for mask in masks]
+        lows = reduced_together(ones, 0, jnp.add, axes)
+    return [as_count(xp, low) for low in lows]
+
+
+def reduced_together(
+    operands: Sequence[Any],
+    start: int,
+    how: Callable[[Any, Any], Any],
+    axes: Sequence[int] | None = None,
+) -> Sequence[Any]:
+    """Operands of one type, each reduced over all axes or some."""
+    return jax.lax.reduce(
+        operands,
+        [np.array(start, operands[0].dtype)] * len(operands),
+        lambda first, second: [how(a, b) for a, b in zip(first, second)],
+        range(operands[0].ndim) if axes is None else axes,
+    )
+
+
+def as_count(xp: ModuleType, low: Any) -> Any:
+    """A number below 2**32 as a count."""
+    zeros = low ^ low  # spread over a mesh as it is, which new zeros are not
+    return xp.stack([zeros, low], axis=-1)
+
+
+def count_of(number: int) -> jax.Array:
+    """A number that is known as a count."""
+    return jnp.array([number >> 32, number % 2**32], jnp.uint32)
+
+
+def counts_added(first: Any, second: Any) -> jax.Array:
+    """The sum of two counts."""
+    low = first[..., 1] + second[..., 1]
+    carried = (low < first[..., 1]).astype(jnp.uint32)
+    return jnp.stack([first[..., 0] + second[..., 0] + carried, low], axis=-1)
+
+
+def as_number(count: Any, dtype: Any = np.float32) -> Any:
+    """A count as one number, rounded."""
+    high, low = (count[..., n].astype(dtype) for n in (0, 1))
+    return high * 2.0**32 + low
+
+
+# Sizes.
+
+
+def moments(
+    xp: ModuleType, numbers: Array, is_finite: Array, count: Array
+) -> tuple[Any, Any]:
+    """Mean and variance of the numbers that count; 0 where there are none."""
+    many = xp.maximum(as_number(count, numbers.dtype), 1)
+    mean = xp.sum(numbers) / many
+    away = zeroed(xp, numbers - mean, is_finite)
+    return mean, xp.sum(away * away) / many
+
+
+# By type: from which power of two on numbers are large, by which they are then made
+# smaller, and by which those are made larger that are as small.
+_SCALES = {np.dtype(np.float32): (40, 90, 80), np.dtype(np.float64): (400, 600, 600)}
+
+
+def scale_for(xp: ModuleType, largest: Any) -> Any:
+    """What to multiply numbers with before they are squared.
+
+    It is a power of two, so that nothing is rounded, and mostly 1. Squares of what is
+    multiplied neither overflow, nor does their sum; nor do all of them vanish.
+    """
+    limit, down, up = _SCALES[np.dtype(largest.dtype)]
+    scale = xp.where(largest > 2.0**limit, 2.0**-down, 1.0)
+    scale = xp.where(largest < 2.0**-limit, 2.0**up, scale)
+    return scale.astype(largest.dtype)
+
+
+def largest_of(xp: ModuleType, numbers: Array) -> Any:
+    """The largest magnitude."""
+    return xp.max(xp.abs(numbers))
+
+
+def ends_of(xp: ModuleType, real: Array, is_finite: Array) -> tuple[Any, Any]:
+    """The lowest and the highest number; infinities the wrong way if there is none."""
+    low = xp.min(xp.where(is_finite, real, xp.full_like(real, xp.inf)))
+    high = xp.max(xp.where(is_finite, real, xp.full_like(real, -xp.inf)))
+    return low, high
+
+
+def alive_units(xp: ModuleType, is_active: Array, axis: int = -1) -> Any:
+    """Which units, along an axis, are active anywhere; a scalar is one unit."""
+    if is_active.ndim == 0:
+        return is_active
+    unit = axis % is_active.ndim
+    return xp.any(is_active, axis=tuple(n for n in range(is_active.ndim) if n != unit))
+
+
+# Histograms: a number on an edge is in the upper bin, one outside in the outermost.
+
+
+def bars(xp: ModuleType, edges: Array, real: Array, is_finite: Array) -> Any:
+    """How many numbers are in each bin of equal width, in the way that is quickest."""
+    if xp is np:
+        places = np.searchsorted(edges[1:-1], real[is_finite], side="right")
+        found = np.bincount(places, minlength=len(edges) - 1)
+        return as_count(np, found.astype(np.uint32))
+    if has_spread_axes(real):
+        return bars_by_edge(edges, real, is_finite)
+    return jax.lax.platform_dependent(
+        edges, real, is_finite, cpu=bars_by_place, default=bars_by_edge
+    )
+
+
+def bars_by_edge(edges: Any, real: Array, is_finite: Array) -> jax.Array:
+    """Compares with every edge, whatever widths are; quick where that is at once.
+
+    How many numbers lie above each edge is counted, and bars are differences. What is
+    sharded stays where it is. The edges are in two halves, as two operands of one
+    reduction; the first edge counts all, the last one may count none.
+    """
+    bins = len(edges) - 1
+    ends = jnp.array([-jnp.inf]), jnp.full(bins % 2, jnp.inf)
+    lower = jnp.concatenate([ends[0], jnp.asarray(edges)[1:-1], ends[1]])
+    halves = lower.astype(real.dtype).reshape(2, -1, *[1] * real.ndim)
+    masks = [is_finite[None] & (real[None] >= half) for half in halves]
+    axes = range(1, real.ndim + 1)
+    above = jnp.concatenate(counted(jnp, masks, axes))[:bins]
+    return above - jnp.concatenate([above[1:], jnp.zeros_like(above[:1])])
+
+
+def bars_by_place(edges: Any, real: Any, is_finite: Any) -> jax.Array:
+    """Computes the place of every number, which may be off by one; quick on a CPU."""
+    last = len(edges) - 2
+    width = (edges[-1] / 2 - edges[0] / 2) / (last + 1)
+    place = (jnp.where(is_finite, real / 2, edges[0] / 2) - edges[0] / 2) / width
+    place = jnp.clip(place, 0, last).astype(jnp.int32)
+    place = jnp.where(real >= edges[place + 1], place + 1, place)
+    place = jnp.where(real < edges[place], place - 1, place)
+    place = jnp.clip(place, 0, last)
+    ones = is_finite.astype(jnp.uint32)
+    return as_count(jnp, jnp.zeros(last + 1, jnp.uint32).at[place].add(ones))
+
+
+def has_spread_axes(leaf: Any) -> bool:
+    """Whether the type of an array says how it is spread over a mesh."""
+    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec)
