@@ -172,7 +172,7 @@ MODULES: dict[str, Mapping[str, Any]] = {
         "Filter": filters.Filter,
         "PathIn": filters.PathIn,
         "Predicate": filters.Predicate,
-        "filters_to_predicates": lambda filters: tuple(filters.predicates_of(filters)),
+        "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
         "to_predicate": filters.predicate_of,
     },
     "flax.nnx.graph": NNX,

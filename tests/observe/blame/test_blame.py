@@ -424,7 +424,7 @@ def test_nothing_to_blame_is_falsy_and_says_so():
 def test_the_message_is_a_paragraph():
     text = str(tt.blame(jax.jit(deep))(ONES, BROKEN))
     assert "made by `mul`" in text
-    assert "test_blaming.py" in text
+    assert "test_blame.py" in text
     assert "iteration 37 of a scan" in text
     assert "at most 3e+38 in magnitude" in text
     assert "\n" not in text
