@@ -94,40 +94,45 @@ def other(**changes):
 
 
 BROKEN = {
-    "empty file": (b"", "has 0 bytes"),
-    "a few bytes": (b"123", "has 3 bytes"),
-    "cut in the header": (file_of({"a": ONE})[:30], "should have"),
-    "cut in the data": (file_of({"a": ONE}, b"123"), "'a' lies at bytes 0 to 4 of 3"),
-    "bytes left over": (file_of({"a": ONE}, b"12345"), "end at byte 4 of the data"),
-    "a long header": (file_of({"a": ONE}, length=10**6), "should have 1,000,000"),
-    "a huge header": (file_of({"a": ONE}, length=2**63), "should have 9,223"),
-    "no JSON": (file_of(b"hello"), "no readable JSON"),
-    "not UTF-8": (file_of(b'{"\xff": 1}'), "no readable JSON"),
-    "a list": (file_of(b"[]"), "is a list"),
+    "empty file": (b"", "too small"),
+    "a few bytes": (b"123", "too small"),
+    "cut in the header": (file_of({"a": ONE})[:30], "header length"),
+    "cut in the data": (file_of({"a": ONE}, b"123"), "tensor 'a'"),
+    "bytes left over": (file_of({"a": ONE}, b"12345"), "not fully covered"),
+    "a long header": (file_of({"a": ONE}, length=10**6), "header length"),
+    "a huge header": (file_of({"a": ONE}, length=2**63), "too large"),
+    "no JSON": (file_of(b"hello"), "JSON"),
+    "not UTF-8": (file_of(b'{"\xff": 1}'), "UTF-8"),
+    "a list": (file_of(b"[]"), "sequence"),
     "deep lists": (file_of(b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}"), "JSON"),
     "digits": (file_of(b'{"a":' + b"1" * 10**5 + b"}"), "JSON"),
-    "not an object": (file_of({"a": 3}), "'a' is not described by an object"),
-    "no dtype": (file_of({"a": {"shape": [1], "data_offsets": [0, 4]}}), "dtype: None"),
-    "dtype unknown": (file_of(other(dtype="F99"), b"1234"), "dtype: 'F99'"),
-    "negative shape": (file_of(other(shape=[-1]), b"1234"), "'a' has no good shape"),
-    "float shape": (file_of(other(shape=[1.0]), b"1234"), "'a' has no good shape"),
-    "huge shape": (file_of(other(shape=[2**62] * 4), b"1234"), "'a' is said to be"),
-    "larger shape": (file_of(other(shape=[2**64]), b"1234"), "'a' has no good shape"),
-    "wrong size": (file_of(other(shape=[2]), b"1234"), "'a' is said to be F32"),
-    "reversed": (file_of(other(data_offsets=[4, 0]), b"1234"), "bytes 4 to 0 of 4"),
+    "not an object": (file_of({"a": 3}), "tensor 'a' is described as 3"),
+    "no dtype": (file_of({"a": {"shape": [1], "data_offsets": [0, 4]}}), "tensor 'a'"),
+    "dtype unknown": (file_of(other(dtype="F99"), b"1234"), "tensor 'a'.*`F99`"),
+    "dtype no text": (file_of(other(dtype=[]), b"1234"), "tensor 'a'"),
+    "negative shape": (file_of(other(shape=[-1]), b"1234"), r"tensor 'a'.*\[-1\]"),
+    "float shape": (file_of(other(shape=[1.0]), b"1234"), r"tensor 'a'.*\[1.0\]"),
+    "huge shape": (file_of(other(shape=[2**62] * 4), b"1234"), "tensor 'a'"),
+    "larger shape": (file_of(other(shape=[2**64]), b"1234"), "tensor 'a'"),
+    "wrong size": (file_of(other(shape=[2]), b"1234"), r"tensor 'a'.*\[2\]"),
+    "wrong size of less than a byte": (
+        file_of(other(dtype="F4", shape=[3]), b"1234"),
+        "tensor 'a'.*'F4'",
+    ),
+    "reversed": (file_of(other(data_offsets=[4, 0]), b"1234"), "tensor 'a'"),
     "beyond the end": (
         file_of(other(data_offsets=[0, 400], shape=[100]), b"1234"),
-        "'a' lies at bytes 0 to 400 of 4",
+        r"tensor 'a'.*\[0, 400\]",
     ),
-    "three offsets": (file_of(other(data_offsets=[0, 2, 4]), b"1234"), "data_offsets"),
+    "three offsets": (file_of(other(data_offsets=[0, 2, 4]), b"1234"), "tensor 'a'"),
     "overlap": (
         file_of({"a": ONE, "b": {**ONE, "data_offsets": [2, 6]}}, b"123456"),
-        "'b' overlaps another",
+        "offset for tensor `b`",
     ),
-    "same place": (file_of({"a": ONE, "b": ONE}, b"1234"), "'b' overlaps another"),
+    "same place": (file_of({"a": ONE, "b": ONE}, b"1234"), "offset for tensor `b`"),
     "gap": (
         file_of({"a": ONE, "b": {**ONE, "data_offsets": [8, 12]}}, bytes(12)),
-        "'b' leaves a gap",
+        "offset for tensor `b`",
     ),
     "name twice": (
         file_of(b'{"a":%b,"a":%b}' % ((json.dumps(ONE).encode(),) * 2), b"1234"),
@@ -147,11 +152,9 @@ BROKEN = {
 def test_broken_files_are_refused_with_file_and_reason(written, case):
     content, reason = BROKEN[case]
     path = written(content)
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsError, match=reason) as caught:
         stored_tensors(path, "load_weights")
-    assert reason in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert str(caught.value).startswith("load_weights: ")
+    assert str(caught.value).startswith(f"load_weights: {path} is broken: ")
 
 
 def test_names_from_a_file_are_shown_safely(written):
@@ -186,7 +189,7 @@ def test_hostile_headers_cost_neither_time_nor_memory(written):
                 stored_tensors(written(content), "load_weights")
         big = written(file_of(b"{}", length=150_000_001))
         os.truncate(big, 200_000_000)
-        with pytest.raises(WeightsError, match="more than the"):
+        with pytest.raises(WeightsError, match="too large"):
             stored_tensors(big, "load_weights")
         peak = tracemalloc.get_traced_memory()[1]
     finally:

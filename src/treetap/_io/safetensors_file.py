@@ -8,6 +8,7 @@ say; `Stored.view` maps a tensor's bytes when it is asked to. `write_tensors` re
 a file in one step, or leaves it alone.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -17,14 +18,14 @@ import pathlib
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from treetap._core.errors import WeightsError
-from treetap._core.wording import quoted, words_of
+from treetap._core.wording import first_few, quoted, words_of
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -129,36 +130,19 @@ def stored_tensors(path: str | os.PathLike[str], name: str) -> dict[str, Stored]
 
 def _of_file(file: pathlib.Path, name: str) -> dict[str, Stored]:
     refuse_other_formats(file, name)
-    size = _size_of(file, name)
-    length = _header_length(file, size, name)
-    _validate(file, size, length, name)
-    with file.open("rb") as opened:
-        opened.seek(8)
-        header = _parsed(opened.read(length), file, name)
+    _size_of(file, name)
+    header, data = _header_of(file, name)
     header.pop("__metadata__", None)
-    _refuse_shapes(header, file, name)
-    data = 8 + length
-    return {
-        key: Stored(
-            file,
-            key,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            data + entry["data_offsets"][0],
-            data + entry["data_offsets"][1],
-        )
-        for key, entry in header.items()
-    }
-
-
-def _refuse_shapes(header: Mapping[str, Any], file: pathlib.Path, name: str) -> None:
+    found: dict[str, Stored] = {}
     for key, entry in header.items():
-        shape = entry["shape"]
+        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
         if not is_shape(shape):
             raise WeightsError(
                 f"{name}: {file} is broken: tensor {quoted(key)} has the shape "
-                f"{shape!r:.60}, which no array can have."
+                f"{entry['shape']!r:.60}, which no array can have."
             )
+        found[key] = Stored(file, key, entry["dtype"], shape, data + start, data + stop)
+    return found
 
 
 def is_shape(shape: Sequence[int]) -> bool:
@@ -176,6 +160,7 @@ def is_shape(shape: Sequence[int]) -> bool:
 
 
 def refuse_other_formats(file: pathlib.Path, name: str) -> None:
+    """Refuses a file whose name says that it is of another format."""
     suffix = file.suffix.lower()
     if suffix in _PICKLES:
         raise WeightsError(
@@ -192,6 +177,7 @@ def refuse_other_formats(file: pathlib.Path, name: str) -> None:
 
 
 def _size_of(file: pathlib.Path, name: str) -> int:
+    """How many bytes a file has, which must be there, and regular."""
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -201,129 +187,86 @@ def _size_of(file: pathlib.Path, name: str) -> int:
     return found.st_size
 
 
-def _header_length(file: pathlib.Path, size: int, name: str) -> int:
-    with file.open("rb") as opened:
-        start = opened.read(32)
-    length = int.from_bytes(start[:8], "little")
-    if size >= 8 and length <= min(size - 8, HEADER_LIMIT):
-        return length
-    looks = [what for magic, what in _STARTS.items() if start.startswith(magic)]
-    if looks:
-        why = f"it looks like {looks[0]}"
-    elif size < 8:
-        why = f"it has {size} bytes, and a header alone needs 8"
-    elif length > size - 8:
-        why = f"its header should have {length:,} bytes, but {size - 8:,} follow"
-    else:
-        why = f"its header has {length:,} bytes, more than the {HEADER_LIMIT:,} allowed"
-    raise WeightsError(
-        f"{name}: {file} is no safetensors file, or was cut short: {why}."
-    )
+def _header_of(file: pathlib.Path, name: str) -> tuple[dict[str, Any], int]:
+    """The header of a file, and where the data begin.
 
-
-def _validate(file: pathlib.Path, size: int, length: int, name: str) -> None:
-    """Lets the safetensors library look at the header; it allocates nothing else."""
+    The safetensors library checks it: sizes, types, and that the tensors fill the data
+    without gaps or overlaps. It allocates nothing else. It lets one of two entries with
+    the same name win, so the text is read here once more.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np"):
-            return
+            pass
     except SafetensorError as error:
         reason = words_of(error).removeprefix("Error while deserializing header: ")
-        if length <= DIAGNOSED:
-            with file.open("rb") as opened:
-                opened.seek(8)
-                header = _parsed(opened.read(length), file, name)
-            reason = next(_faults(header, size - 8 - length), reason)
-        raise WeightsError(f"{name}: {file} is broken: {reason}.") from error
+        what = _diagnosis(file, reason.rstrip("."))
+        raise WeightsError(f"{name}: {file} is broken: {what}.") from error
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return _parsed(opened.read(length), file, name), 8 + length
+
+
+def _diagnosis(file: pathlib.Path, reason: str) -> str:
+    """Why the library refused a file; with the tensor's name, if it did not say it."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(32)
+        for magic, what in _STARTS.items():
+            if start.startswith(magic):
+                return f"it looks like {what}"
+        length = int.from_bytes(start[:8], "little")
+        opened.seek(8)
+        text = opened.read(length) if length <= DIAGNOSED else b""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        return reason
+    for key, entry in header.items() if isinstance(header, dict) else ():
+        if key != "__metadata__" and not _is_fit(entry, size - 8 - length):
+            return f"tensor {quoted(key)} is described as {entry!a:.200}: {reason}"
+    return reason
+
+
+def _is_fit(entry: Any, size: int) -> bool:
+    """Whether the description of a tensor agrees with itself and with the data."""
+    try:
+        code, shape, (start, stop) = (
+            entry[field] for field in ("dtype", "shape", "data_offsets")
+        )
+        if not all(type(number) is int for number in (*shape, start, stop)):
+            return False
+        if not (is_shape(shape) and 0 <= start <= stop <= size):
+            return False
+        is_small = code.startswith(("F4", "F6"))  # as in F6_E2M3: six bits a number
+        bits = int(code[1]) if is_small else 8 * DTYPES[code].itemsize
+        return math.prod(shape) * bits == 8 * (stop - start)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no name stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        (twice, _), *_ = counts.most_common(1)
+        raise ValueError(f"it has {quoted(twice)} twice")
+    return found
 
 
 def _parsed(text: bytes, file: pathlib.Path, name: str) -> dict[str, Any]:
-    """A JSON object from bytes, in which no name stands twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(k for k, _ in pairs if k in seen or seen.add(k))
-            raise WeightsError(
-                f"{name}: {file} is broken: it has {quoted(twice)} twice."
-            )
-        return found
-
+    """An object from JSON, whatever the text is."""
     try:
-        parsed = json.loads(text, object_pairs_hook=unique)
-    except WeightsError:
-        raise
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:  # of UTF-8, of JSON, or of numbers with many digits
-        reason = str(error)
-    else:
-        if isinstance(parsed, dict):
-            return parsed
-        reason = f"it is a {type(parsed).__name__}, not an object"
-    raise WeightsError(
-        f"{name}: {file} is broken: it has no readable JSON header: {reason}."
-    )
-
-
-def _faults(header: dict[str, Any], size: int) -> Iterator[str]:
-    """What is wrong with a header that the library refused, tensor by tensor."""
-    ends: list[tuple[int, int, str]] = []
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        fault, span = _fault_of(entry, size)
-        if fault:
-            yield f"tensor {quoted(key)} {fault}"
-        else:
-            ends.append((*span, key))
-    reached = 0
-    for start, stop, key in sorted(ends):
-        if start != reached:
-            how = "overlaps another" if start < reached else "leaves a gap before it"
-            yield f"tensor {quoted(key)} {how}: it starts at {start}, not {reached}"
-        reached = stop
-    if reached != size:
-        yield f"the tensors end at byte {reached:,} of the data, which has {size:,}"
-
-
-def _fault_of(entry: Any, size: int) -> tuple[str, tuple[int, int]]:
-    """What is wrong with the entry of one tensor, and where its bytes are."""
-    if not isinstance(entry, dict):
-        return "is not described by an object", (0, 0)
-    code, shape = entry.get("dtype"), entry.get("shape")
-    span = entry.get("data_offsets")
-    if not _are_sizes(shape):
-        return f"has no good shape: {shape!r:.60}", (0, 0)
-    if not _are_sizes(span) or len(span) != 2:
-        return f"has no good data_offsets: {span!r:.60}", (0, 0)
-    if not isinstance(code, str) or not _is_code(code):
-        return f"has an unknown dtype: {code!r:.60}", (0, 0)
-    start, stop = span
-    if not start <= stop <= size:
-        return f"lies at bytes {start} to {stop} of {size}", (0, 0)
-    if code in DTYPES:
-        count, room = DTYPES[code].itemsize, stop - start
-        for length in sorted(shape):  # a zero first: then nothing overflows
-            count *= length
-            if count == 0 or count > room:
-                break
-        if count != room:
-            told = f"{code}{shape_text(tuple(shape))}"
-            return f"is said to be {told}, but has {room} bytes", (0, 0)
-    return "", (start, stop)
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < 2**63 for size in value
-    )
-
-
-def _is_code(code: str) -> bool:
-    return code in DTYPES or code.startswith(("F4", "F6"))
+        parsed = json.loads(text, object_pairs_hook=_unique)
+        if not isinstance(parsed, dict):
+            raise ValueError(f"it is a {type(parsed).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{name}: {file} is broken: it has no readable JSON: {words_of(error)}."
+        ) from error
+    return parsed
 
 
 # Several files.
@@ -394,13 +337,15 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
         file: _of_file(_inside(index.parent, file, index, name), name)
         for file in sorted(set(places.values()))
     }
-    lost = [key for key, file in places.items() if key not in files[file]]
+    lost = [
+        f"{quoted(key)} in {file}"
+        for key, file in places.items()
+        if key not in files[file]
+    ]
     if lost:
-        shown = ", ".join(f"{quoted(key)} in {places[key]}" for key in lost[:8])
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         raise WeightsError(
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
-            f"{shown}{more}. The files belong to another index, or are incomplete."
+            f"{first_few(lost)}. The files belong to another index, or are incomplete."
         )
     found = {key: files[file][key] for key, file in places.items()}
     for file, tensors in files.items():
