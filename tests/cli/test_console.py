@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that fit, numbers in few letters, histograms in a line."""
+"""Numbers in few letters, histograms in a line."""
 
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
 
-from treetap._cli.console import (
-    BLOCKS,
-    Column,
-    Listing,
-    many,
-    number_text,
-    share_text,
-    spark,
-)
+from treetap._cli.console import BLOCKS, many, number_text, share_text, spark
 
 
 @pytest.mark.parametrize(
@@ -53,47 +43,3 @@ def test_sparks():
     assert spark([1, 1, 2, 2, 4, 4], 3, " .:#") == ".:#"
     assert len(spark(range(1, 65), 12)) == 12
     assert set(spark([1, 1000], 2)) == {BLOCKS[1], BLOCKS[-1]}  # what is rare is seen
-
-
-def listing(name):
-    rows = 3
-    return Listing(
-        [
-            Column("site", [name] * rows, 0, False, 20, "3 sites"),
-            Column("memory", ["1.0 KB"] * rows, 3, total="1,023.0 KB"),
-            Column("histogram", ["▁▂▃▄▅▆▇█▇▆▅▄"] * rows, 2, False),
-            Column("mean", ["-1.3e-05"] * rows, 1),
-        ]
-    )
-
-
-def drawn(table, width):
-    console = Console(width=width, color_system=None, file=None)
-    with console.capture() as text:
-        console.print(table)
-    return text.get()
-
-
-@pytest.mark.parametrize("width", range(20, 90, 3))
-@pytest.mark.parametrize("name", ["short", "blocks/10/attention/query:__call__#3"])
-def test_tables_fit_and_say_what_is_left_out(width, name):
-    text = drawn(listing(name), width)
-    assert max(map(cell_len, text.splitlines())) <= width
-    assert "…" not in text
-    heads = text.splitlines()[0].split()
-    told = " ".join(text.split())
-    left_out = [head for head in ("memory", "histogram", "mean") if head not in heads]
-    assert ("Too narrow" in told) == bool(left_out)
-    if left_out:
-        assert f"Too narrow to show: {', '.join(left_out)};" in told
-    order = ["mean", "histogram", "memory"]  # by what matters
-    assert [head for head in order if head in heads] == order[: 3 - len(left_out)]
-
-
-def test_a_long_name_is_folded_not_cut():
-    text = drawn(listing("a" * 50), 40)
-    assert text.replace("\n", "").count("a") - text.count("mean") >= 150
-
-
-def test_names_are_not_markup():
-    assert "[bold]x[/bold]" in drawn(listing("[bold]x[/bold]"), 80)

@@ -15,7 +15,8 @@ from rich.cells import cell_len
 
 import treetap as tt
 from treetap._cli import inspecting
-from treetap._cli.looking import look_at, plain
+from treetap._cli.looking import look_at
+from treetap._core.wording import json_number
 
 
 def test_figures_are_those_of_the_values():
@@ -91,8 +92,8 @@ def test_the_iteration_of_a_scan_is_named():
 
 
 def test_numbers_that_are_not_finite_are_texts_in_json():
-    assert [plain(x) for x in (1.5, math.inf, -math.inf)] == [1.5, "inf", "-inf"]
-    assert plain(math.nan) == "nan"
+    assert [json_number(x) for x in (1.5, math.inf, -math.inf)] == [1.5, "inf", "-inf"]
+    assert json_number(math.nan) == "nan"
 
 
 def test_bits_say_that_something_is_not_finite_but_not_what():

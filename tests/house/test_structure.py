@@ -60,8 +60,8 @@ ORDER = {
         weight_rules weight_targets checkpoints weights_in weights_out weights
     """,
     "_io.store": "arrays axes journals contents stores writers",
-    "_report": "texts calls flops pictures rows payload html table summary",
-    "_compare": "measures sources tables tolerances unroll align comparison",
+    "_report": "table texts calls flops pictures rows payload html summary",
+    "_compare": "measures sources tolerances unroll align comparison",
     "nnx": "compat contexts deprecated traversals flax_parts as_flax",
     "_cli": """
         console demo failures run_nnx targets inputs programs looking options comparing

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import treetap as tt
 from treetap._report.rows import sizes_of
-from treetap._report.table import count_text, short_types
+from treetap._report.summary import count_text
 
 PLAIN = {"force_terminal": False, "width": 200}
 NARROW = {"force_terminal": False, "width": 80}
@@ -369,14 +369,6 @@ def test_unknown_figures_are_shown_as_such():
 )
 def test_numbers_of_operations_are_readable(count, text):
     assert count_text(count) == text
-
-
-def test_short_types_are_those_of_jaxprs():
-    given = (
-        "float32[1] bfloat16[2] int8[] uint32[3] complex64[] bool[4] float8_e4m3fn[]"
-    )
-    short = "f32[1] bf16[2] i8[] u32[3] c64[] bool[4] f8_e4m3fn[]"
-    assert short_types(given) == short
 
 
 # tabulate.

@@ -6,13 +6,11 @@ value and gradient, and the first of them that is not finite.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.reducers import (
@@ -26,9 +24,6 @@ from treetap._capture.statistics.reducers import (
 from treetap._cli.console import (
     BLOCKS,
     LETTERS,
-    SITE_WIDTH,
-    Column,
-    Listing,
     many,
     number_text,
     share_text,
@@ -36,12 +31,16 @@ from treetap._cli.console import (
 )
 from treetap._cli.programs import Program
 from treetap._core import display
+from treetap._core.wording import json_number, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
-from treetap._report.table import short_types
+from treetap._report.payload import NUMBERS
+from treetap._report.table import Column, Listing, short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
 SPARK = 12
+SITE_WIDTH = 26  # what a name gets before other columns do
+REMEDY = "; --json has everything"
 
 
 class Row(NamedTuple):
@@ -180,9 +179,7 @@ def type_text(site: Site) -> str:
     """Shapes and types of a site's value; each once."""
     leaves = jax.tree.leaves(site.value)
     texts = [
-        f"{leaf.dtype}[{','.join(map(str, np.shape(leaf)))}]"
-        if hasattr(leaf, "dtype")
-        else type(leaf).__name__
+        typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
         for leaf in leaves
     ]
     counts = {text: texts.count(text) for text in texts}
@@ -196,34 +193,33 @@ def figures_listing(look: Look, *, ascii_only: bool = False) -> Listing:
     """The table of a look."""
     rows = look.rows
     signs = LETTERS if ascii_only else BLOCKS
-    has_gradients = any(row.gradient is not None for row in rows)
-    has_types = any(row.type for row in rows)
 
-    def column(head: str, rank: int, cells: Iterator[str]) -> Column:
-        return Column(head, tuple(cells), rank)
+    def number(head: str, rank: int, texts: Iterator[str]) -> Column:
+        return Column(head, list(texts), True, rank=rank)
 
-    names = tuple(row.site.text for row in rows)
-    columns = [Column("site", names, 0, False, SITE_WIDTH)]
+    columns = [Column("site", [row.site.text for row in rows], least=SITE_WIDTH)]
     if look.first is not None:
-        bad = tuple(_mark(row, look.first) for row in rows)
-        columns.append(Column("not finite", bad, 1, False, 12))
-    if has_types:
-        types = tuple(short_types(row.type) for row in rows)
-        columns.append(Column("type", types, 8, False, 18))
+        marks = [_mark(row, look.first) for row in rows]
+        columns.append(Column("not finite", marks, rank=1, least=12))
+    if any(row.type for row in rows):
+        types = [short_types(row.type) for row in rows]
+        columns.append(Column("type", types, rank=8, least=18, style="dim"))
         sizes = (display.readable_bytes(row.nbytes) for row in rows)
-        columns.append(column("memory", 10, sizes))
-    bars = tuple(_bars_text(row.value, signs) for row in rows)
-    columns.append(Column("histogram", bars, 5, False))
+        columns.append(number("memory", 10, sizes))
+    bars = [_bars_text(row.value, signs) for row in rows]
     values = [row.value for row in rows]
-    columns.append(column("mean", 6, (number_text(f.mean) for f in values)))
-    columns.append(column("std", 3, (number_text(f.std) for f in values)))
-    columns.append(column("max", 2, (number_text(f.abs_max) for f in values)))
-    columns.append(column("dead", 7, (share_text(f.dead) for f in values)))
-    if has_gradients:
+    columns += [
+        Column("histogram", bars, rank=5, style="cyan"),
+        number("mean", 6, (number_text(f.mean) for f in values)),
+        number("std", 3, (number_text(f.std) for f in values)),
+        number("max", 2, (number_text(f.abs_max) for f in values)),
+        number("dead", 7, (share_text(f.dead) for f in values)),
+    ]
+    if any(row.gradient is not None for row in rows):
         slopes = [row.gradient or Figures() for row in rows]
-        columns.append(column("grad", 4, (number_text(f.norm) for f in slopes)))
-        columns.append(column("ratio", 9, (number_text(r.ratio) for r in rows)))
-    return Listing(columns, _styles(look))
+        columns.append(number("grad", 4, (number_text(f.norm) for f in slopes)))
+        columns.append(number("ratio", 9, (number_text(r.ratio) for r in rows)))
+    return Listing(columns, _styles(look), REMEDY)
 
 
 def _mark(row: Row, first: First) -> str:
@@ -248,52 +244,39 @@ def _styles(look: Look) -> dict[int, str]:
 def sites_listing(record: Record) -> Listing:
     """The table of sites, with the memory that a capture of them takes."""
     found = list(record)
-
-    def cells(text: Any) -> tuple[str, ...]:
-        return tuple(map(text, found))
-
-    count, size = many(len(found), "site"), display.readable_bytes(record.nbytes)
-    sizes = cells(lambda site: display.readable_bytes(site.nbytes))
+    types = [short_types(type_text(site)) for site in found]
+    sizes = [display.readable_bytes(site.nbytes) for site in found]
+    under = [", ".join(site.wraps) for site in found]
+    count, total = many(len(found), "site"), display.readable_bytes(record.nbytes)
     columns = [
-        Column("site", cells(lambda site: site.text), 0, False, SITE_WIDTH, count),
-        Column("how", cells(lambda site: site.how), 4, False),
-        Column("type", cells(lambda s: short_types(type_text(s))), 2, False, 18),
-        Column("memory", sizes, 1, total=size),
-        Column("under", cells(lambda site: ", ".join(site.wraps)), 3, False, 8),
+        Column("site", [site.text for site in found], least=SITE_WIDTH, total=count),
+        Column("how", [site.how for site in found], rank=4, style="dim"),
+        Column("type", types, rank=2, least=18, style="dim"),
+        Column("memory", sizes, True, rank=1, total=total),
     ]
-    if not any(columns[-1].cells):
-        columns.pop()
-    return Listing(columns)
+    if any(under):
+        columns.append(Column("under", under, rank=3, least=8))
+    return Listing(columns, remedy=REMEDY)
 
 
 # For programs.
 
 
-def plain(value: Any) -> Any:
-    """A number as JSON has it: one that is not finite is a text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-_NUMBERS = (
-    *("count", "mean", "std", "low", "high", "abs_max", "norm", "dead"),
-    *("nan", "infinite", "nonfinite"),
-)
+_NUMBERS = (*NUMBERS.values(), "nonfinite")
 
 
 def figures_dict(figures: Figures) -> dict[str, Any]:
     """Figures as JSON has them."""
-    found = {name: plain(getattr(figures, name)) for name in _NUMBERS}
+    found = {name: json_number(getattr(figures, name)) for name in _NUMBERS}
     if figures.bars is not None:
         bars = figures.bars
         found["histogram"] = {
             "counts": bars.counts.tolist(),
-            "edges": [plain(edge) for edge in bars.edges.tolist()],
+            "edges": [json_number(edge) for edge in bars.edges.tolist()],
         }
     if figures.parts:
         found["parts"] = [
-            {name: plain(getattr(part, name)) for name in _NUMBERS}
+            {name: json_number(getattr(part, name)) for name in _NUMBERS}
             for part in figures.parts
         ]
     return found
@@ -319,7 +302,7 @@ def look_dict(look: Look) -> dict[str, Any]:
             "bytes": row.nbytes,
             "value": figures_dict(row.value),
             "gradient": None if row.gradient is None else figures_dict(row.gradient),
-            "ratio": plain(row.ratio),
+            "ratio": json_number(row.ratio),
         }
         for row in look.rows
     ]
@@ -332,7 +315,7 @@ def look_dict(look: Look) -> dict[str, Any]:
     return {
         "finite": look.first is None,
         "first_nonfinite": first,
-        "loss": plain(look.loss),
+        "loss": json_number(look.loss),
         "bytes": sum(row.nbytes for row in look.rows),
         "sites": rows,
     }

@@ -14,7 +14,7 @@ from treetap._cli.comparing import compare
 from treetap._cli.console import console_of
 from treetap._cli.failures import FOUND, Failure
 from treetap._cli.inspecting import inspect
-from treetap._cli.looking import plain, site_dict, sites_listing
+from treetap._cli.looking import site_dict, sites_listing
 from treetap._cli.options import (
     debug_option,
     given_from,
@@ -31,6 +31,7 @@ from treetap._cli.options import (
     work,
 )
 from treetap._core.trees.attributes import Node
+from treetap._core.wording import json_number
 from treetap._observe.blame.blame import blame as blame_fn
 from treetap._observe.observe import sites as sites_of
 from treetap._report.summary import summary as summary_of
@@ -151,7 +152,7 @@ def blame(
         run = blame_fn(program.fn, everywhere=everywhere)
         found = run(*program.args, **program.kwargs)
     if as_json:
-        about = {key: plain(value) for key, value in asdict(found).items()}
+        about = {key: json_number(value) for key, value in asdict(found).items()}
         told = {"target": target, "found": bool(found), "text": str(found)}
         print_json({**told, **about, "path": [*map(str, found.path)]})
     else:

@@ -6,6 +6,7 @@ The result is in order of execution, so its first line that differs is where to 
 Sites without a partner are part of the result, and of whether the two agree.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +18,20 @@ from treetap._capture.selectors import as_select, refuse_nothing
 from treetap._compare.align import Aligned, Aligner
 from treetap._compare.measures import Measures, measure
 from treetap._compare.sources import Side, side_of
-from treetap._compare.tables import alone_text, number, plain, table_of
 from treetap._compare.tolerances import FACTOR, Limits, refuse_noise
 from treetap._compare.unroll import Pair, in_order
 from treetap._core.errors import CaptureError
-from treetap._core.wording import near_to, quoted, shown
+from treetap._core.wording import (
+    first_few,
+    json_number,
+    near_to,
+    quoted,
+    shown,
+    type_text,
+)
 from treetap._io.weight_rules import Tensor
 from treetap._observe.records import Record
-from treetap._report.table import printed
+from treetap._report.table import Column, Listing, printed_plainly, short_types
 
 NAN = float("nan")
 Comparable = Record | Mapping[str, Any] | str | os.PathLike[str]
@@ -126,7 +133,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has; numbers that are not finite are texts."""
         lines = [
-            {key: plain(value) for key, value in asdict(each).items()}
+            {key: json_number(value) for key, value in asdict(each).items()}
             for each in self.differences
         ]
         first = None if self.first is None else self.first.site
@@ -144,7 +151,7 @@ class Comparison:
         return f"{count} {'site' if count == 1 else 'sites'} compared, {differ}"
 
     def _caption(self) -> str:
-        texts = [alone_text(self.only_a, "a"), alone_text(self.only_b, "b")]
+        texts = [_alone_text(self.only_a, "a"), _alone_text(self.only_b, "b")]
         first = self.first
         if first is not None:
             texts.insert(0, f"First to differ: {first.site} ({first.reason}).")
@@ -154,21 +161,71 @@ class Comparison:
         from rich.text import Text
 
         yield Text(self._title(), "italic")
-        yield table_of(self.differences)
+        yield _listing(self.differences)
         if caption := self._caption():
             yield Text(caption)
 
     def __str__(self) -> str:
-        return printed(self, {"force_terminal": False, "color_system": None})
+        return printed_plainly(self)
 
     def __repr__(self) -> str:
         first = self.first
         told = self._title()
         if first is not None:
-            told += f"; first {first.site}, relative {number(first.relative)}"
+            told += f"; first {first.site}, relative {_number(first.relative)}"
         alone = len(self.only_a), len(self.only_b)
         told += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
         return f"Comparison({told})"
+
+
+def _listing(lines: Sequence[Difference]) -> Listing:
+    """The table of a comparison."""
+
+    def number(head: str, texts: Iterator[str], rank: int) -> Column:
+        return Column(head, list(texts), True, rank=rank)
+
+    columns = [Column("site", [line.site for line in lines], least=16)]
+    if any(line.other != line.site for line in lines):
+        others = [line.other for line in lines]
+        columns.append(Column("in b", others, rank=5, least=16))
+    columns += [
+        Column("type", [_types_text(line) for line in lines], rank=6, least=18),
+        number("max abs", (_number(line.max_abs) for line in lines), 2),
+        number("relative", (_number(line.relative) for line in lines), 1),
+        number("cosine", (_cosine(line.cosine) for line in lines), 8),
+        number("ulp", (_steps(line.ulp) for line in lines), 7),
+        number("limit", (_number(line.limit) for line in lines), 3),
+        Column("", [line.reason for line in lines], least=9),
+    ]
+    far = {n: "bold red" for n, line in enumerate(lines) if line.reason}
+    return Listing(columns, far)
+
+
+def _types_text(line: Difference) -> str:
+    """Shapes and types of both sides, once where they are the same."""
+    pairs = zip(line.shapes, line.dtypes)
+    texts = [type_text(dtype, shape) for shape, dtype in pairs]
+    return short_types(" / ".join(dict.fromkeys(texts)))
+
+
+def _number(value: float | None) -> str:
+    """A distance in a few letters."""
+    if value is None or math.isnan(value):
+        return "-"
+    return "0" if value == 0 else "inf" if math.isinf(value) else f"{value:.1e}"
+
+
+def _steps(value: float | None) -> str:
+    return f"{value:.0f}" if value is not None and value < 1e5 else _number(value)
+
+
+def _cosine(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.6f}"
+
+
+def _alone_text(names: Sequence[str], side: str) -> str:
+    """A sentence on sites that only one side has; empty when there are none."""
+    return f"Only in {side} ({len(names)}): {first_few(names)}." if names else ""
 
 
 def compare(

@@ -8,6 +8,7 @@ that was meant takes bounded time.
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,5 +85,17 @@ def typed(value: Any) -> str:
         'float32[2,3]'
     """
     dtype = getattr(value, "dtype", None)
-    kind = type(value).__name__ if dtype is None else str(dtype)
-    return f"{kind}[{','.join(map(str, np.shape(value)))}]"
+    kind = type(value).__name__ if dtype is None else dtype
+    return type_text(kind, np.shape(value))
+
+
+def type_text(dtype: Any, shape: Iterable[int]) -> str:
+    """The same, for a type and a shape."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def json_number(value: Any) -> Any:
+    """A number as JSON has it: one that is not finite is a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

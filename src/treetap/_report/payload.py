@@ -17,9 +17,9 @@ import numpy as np
 from treetap._capture.module_paths import class_named
 from treetap._capture.statistics.figures import Bars, Figures
 from treetap._core.display import readable_bytes
+from treetap._core.wording import typed
 from treetap._observe.records import Record, Site
 from treetap._report.rows import leaves_below, parameters_of
-from treetap._report.texts import array_text
 
 Entry = dict[str, Any]
 Pair = tuple[Figures, Figures | None]  # of a value, and of its gradient
@@ -178,7 +178,7 @@ def _type(site: Site) -> str:
     if not leaves:
         return ""
     more = f" +{len(leaves) - 1}" if len(leaves) > 1 else ""
-    return array_text(leaves[0]) + more
+    return typed(leaves[0]) + more
 
 
 def _figures(figures: Figures, has_bars: bool = True) -> Entry | None:

@@ -22,8 +22,8 @@ from jax.core import Tracer
 
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.reduced import is_measurable
+from treetap._core.wording import typed
 from treetap._observe.records import Site
-from treetap._report.texts import array_text
 
 SIDE = 64  # of a tile, at most
 MOST_TILES = 16
@@ -92,7 +92,7 @@ def pictures_of(
     drawn = {}
     for number, (plans, _) in pending.items():
         value = _matrix(sites[number].value)
-        drawn[number] = _picture(array_text(value), plans, fetched[number])
+        drawn[number] = _picture(typed(value), plans, fetched[number])
     return drawn, left_out
 
 

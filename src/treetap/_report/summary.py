@@ -8,31 +8,42 @@ Parameters" counts Params; other kinds of Variable are shown apart.
 """
 
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from treetap._core.display import readable_bytes
+from treetap._core.paths import Path
+from treetap._core.variables.metadata import REQUIRED
+from treetap._core.variables.variable import Variable
 from treetap._modules.random_streams import RngStream
 from treetap._report.rows import (
+    Entry,
     Row,
     Size,
     entries_of,
+    kind_name,
     leaves_below,
+    own_leaves,
     parameters_of,
     sizes_dict,
     sizes_of,
 )
 from treetap._report.table import (
-    FIGURES,
-    HEADS,
-    others_text,
+    Column,
+    Fitting,
+    compact_frame,
     printed,
-    summary_cells,
-    summary_table,
-    total_cells,
-    variables_table,
+    printed_plainly,
+    short_types,
+    table_of,
 )
+from treetap._report.texts import text_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -87,32 +98,128 @@ class Summary:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def _total(self) -> list[str]:
-        return total_cells(Size(self.parameters, self.nbytes), self.flops)
+    def _columns(self, compact: bool) -> list[Column]:
+        rows = self.rows
+
+        def types(texts: Iterable[str]) -> list[str]:
+            return [short_types(text) if compact else text for text in texts]
+
+        counted = [row.parameters for row in rows]
+        params = [count_text(n) if compact else f"{n:,}" for n in counted]
+        sizes = [readable_bytes(row.nbytes) for row in rows]
+        flops = [count_text(row.flops) for row in rows]
+        nbytes, total = readable_bytes(self.nbytes), count_text(self.flops)
+        return [
+            Column("path", labels(rows, compact, "(root)"), total="Total"),
+            Column("type", [class_text(row, compact) for row in rows]),
+            Column("inputs", types(row.inputs for row in rows)),
+            Column("outputs", types(row.outputs for row in rows)),
+            Column("params", params, is_number=True, total=f"{self.parameters:,}"),
+            Column("size", sizes, is_number=True, total=nbytes),
+            Column("FLOPs", flops, is_number=True, total=total),
+        ]
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        others = others_text(self.sizes, ", ")
-        yield summary_table(f"{self.name} summary", others, self.rows, self._total())
+        from rich import box
+
+        def draw(compact: bool) -> "Table":
+            return table_of(
+                self._columns(compact),
+                styles={n: "bold" for n, row in enumerate(self.rows) if not row.path},
+                highlights=HIGHLIGHTS,
+                title=f"{self.name} summary",
+                caption=others_text(self.sizes, ", ") or None,
+                **(compact_frame() if compact else {"box": box.ROUNDED}),
+            )
+
+        yield Fitting(draw)
 
     def __str__(self) -> str:
-        return printed(self, {"force_terminal": False, "color_system": None})
+        return printed_plainly(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        columns = self._columns(False)
+
         def line(cells: Sequence[str], tag: str = "td") -> str:
             found = []
-            for head, cell in zip(HEADS, cells):
-                side = "right" if head in FIGURES else "left"
+            for column, cell in zip(columns, cells):
+                side = "right" if column.is_number else "left"
                 text = html.escape(cell).replace("\n", "<br>")
                 found.append(f'<{tag} style="text-align:{side}">{text}</{tag}>')
             return f"<tr>{''.join(found)}</tr>"
 
-        body = "".join(line(summary_cells(row, row.text)) for row in self.rows)
+        body = "".join(map(line, zip(*(column.cells for column in columns))))
         others = others_text(self.sizes, ", ")
         caption = html.escape(". ".join(filter(None, [f"{self.name} summary", others])))
-        table = f"{line(HEADS, 'th')}{body}{line(self._total(), 'th')}"
-        return f"<table><caption>{caption}</caption>{table}</table>"
+        heads = line([column.head for column in columns], "th")
+        totals = line([str(column.total) for column in columns], "th")
+        return f"<table><caption>{caption}</caption>{heads}{body}{totals}</table>"
+
+
+# Texts of cells. A compact table writes types of numbers as jaxprs do (`f32[4,8]`),
+# large numbers in powers of a thousand, long names of classes over two lines, and paths
+# as an outline: a Module below the one that holds it, by its key there.
+
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+HIGHLIGHTS = {
+    r"\b[a-z]\w*(<\w+>)?(?=\[)": "dim",  # the type of an array
+    rf" {TIMES}[\d?]+$": "yellow",
+}
+
+
+def count_text(count: int | None) -> str:
+    """A number of operations in powers of a thousand; `-` if it is not known."""
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("", " K", " M", " G", " T"):
+        if size < 999.95:
+            return f"{size:.1f}{unit}" if unit else str(count)
+        size /= 1000
+    return f"{size:.1f} P"
+
+
+def labels(rows: Sequence[Row], compact: bool, root: str = "") -> list[str]:
+    """What rows are called: by path, or compact, below the row of what holds it.
+
+    How often a row is called follows, unless it is once.
+    """
+    around: list[Path] = []
+    found: list[str] = []
+    for row in rows:
+        while around and not _is_inside(row.path, around[-1]):
+            around.pop()
+        level = len(around[-1]) if around and compact else 0
+        indent = "  " * len(around) if compact else ""
+        times = "?" if row.calls is None else row.calls
+        text = indent + row.text_below(level) or root
+        found.append(text + (f" {TIMES}{times}" if times != 1 else ""))
+        around += [row.path] if row.path else []
+    return found
+
+
+def _is_inside(path: Path, other: Path) -> bool:
+    return len(path) > len(other) and path[: len(other)] == other
+
+
+def class_text(row: Row, compact: bool) -> str:
+    """The name of a class; compact, a long one is broken before a capital."""
+    name = row.type.__name__
+    parts = re.findall(r"[^A-Z]+|[A-Z]+[^A-Z]*", name)
+    if not compact or len(name) <= 12 or len(parts) < 2:
+        return name
+    ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
+    middle = min(ends, key=lambda end: max(end, len(name) - end))
+    return f"{name[:middle]}\n{name[middle:]}"
+
+
+def others_text(sizes: Sequence[tuple[str, Size]], separator: str) -> str:
+    """What a model holds beside Params."""
+    texts = (f"{kind}: {size}" for kind, size in sizes if kind != "Param")
+    return separator.join(texts)
 
 
 def summary(
@@ -245,15 +352,81 @@ def tabulate(
         flops=compute_flops,
         vjp_flops=compute_vjp_flops,
     )
-    columns = ["path", "type", "inputs", "outputs"]
-    columns += ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
-    table = variables_table(
-        type(obj).__name__,
-        [entry for entry in entries if row_filter(entry.row)],
-        columns,
-        sizes=sizes_of(obj),
-        parameters=parameters_of(leaves_below(obj)),
-        table_options=table_kwargs,
-        column_options=column_kwargs,
-    )
-    return printed(table, {"force_terminal": True, **console_kwargs})
+    shown = [entry for entry in entries if row_filter(entry.row)]
+    figures = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
+    sizes, parameters = sizes_of(obj), parameters_of(leaves_below(obj))
+    caption = f"\nTotal Parameters: {parameters}\n{others_text(sizes, chr(10))}"
+
+    def draw(compact: bool) -> "Table":
+        given = {
+            "title": f"{type(obj).__name__} Summary",
+            "caption": caption.rstrip(),
+            **(compact_frame() if compact else {}),
+            "show_lines": True,
+            "show_footer": True,
+            **table_kwargs,
+        }
+        return table_of(
+            _columns_of(shown, figures, sizes, compact),
+            highlights=HIGHLIGHTS,
+            column_options=column_kwargs,
+            **given,
+        )
+
+    return printed(Fitting(draw), {"force_terminal": True, **console_kwargs})
+
+
+def _columns_of(
+    entries: Sequence[Entry],
+    figures: Sequence[str],
+    sizes: Sequence[tuple[str, Size]],
+    compact: bool,
+) -> list[Column]:
+    """The columns of `tabulate`: what rows tell, then one for each kind of Variable."""
+    from rich.text import Text
+
+    def short(text: str) -> str:
+        if not compact:
+            return text
+        return re.sub(r"(?m)^([\d,]+) \(", r"\1\n(", short_types(text))
+
+    rows = [entry.row for entry in entries]
+    columns = [
+        Column("path", labels(rows, compact)),
+        Column("type", [class_text(row, compact) for row in rows]),
+        Column("inputs", [short(row.inputs) for row in rows]),
+        Column("outputs", [short(row.outputs) for row in rows]),
+    ]
+    for head in figures:
+        counts = (getattr(row, head) for row in rows)
+        texts = ["-" if count is None else f"{count:,}" for count in counts]
+        columns.append(Column(head, texts, is_number=True))
+    columns[-1] = columns[-1]._replace(total=Text("Total", justify="right"))
+    for kind, size in sizes:
+        texts = [short(_kind_text(entry, kind)) for entry in entries]
+        columns.append(Column(kind, texts, total=short(str(size))))
+    return columns
+
+
+def _kind_text(entry: Entry, kind: str) -> str:
+    """The Variables of one kind that a Module holds itself, and the size of all."""
+    size = dict(entry.row.sizes).get(kind)
+    if size is None:
+        return ""
+    own = [(name, x) for name, x in own_leaves(entry.node) if kind_name(x) == kind]
+    lines = [_variable_text(name, value) for name, value in own]
+    return "\n".join([*lines, *[""] * bool(lines), str(size)])
+
+
+def _variable_text(name: str, value: Any) -> str:
+    """A Variable by name and type, with what its metadata say."""
+    if not isinstance(value, Variable):
+        return f"{name}: {text_of(value)}"
+    text = text_of(value.get_raw_value())
+    hidden = {*REQUIRED, "mesh"}
+    told = {k: x for k, x in value.get_metadata().items() if k not in hidden}
+    if not told and "\n" not in text:
+        return f"{name}: {text}"
+    body = text.replace("\n", "\n    ")
+    lines = [f"  {key}: {told[key]}" for key in sorted(told)]
+    return "\n".join([f"{name}:", *lines, f"  value: {body}"])

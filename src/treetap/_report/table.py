@@ -1,49 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: rows as rich draws them, in full or, where that is too wide, compact.
+"""Tables, as rich draws them: all that the library prints in rows and columns.
 
-A compact table writes types of numbers as jaxprs do (`f32[4,8]`), large numbers in
-powers of a thousand, long names of classes over two lines; it has no frame, and shows
-paths as an outline: a Module below the one that holds it, by its key there.
+A table is a list of `Column`s. Two things may happen where it would be too wide. A
+`Fitting` table is drawn anew, by whatever its maker calls compact. A `Listing` leaves
+out the columns that matter least, and says which; it is never garbled.
 """
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treetap._core import display
-from treetap._core.paths import Path
-from treetap._core.variables.metadata import REQUIRED
-from treetap._core.variables.variable import Variable
-from treetap._report.rows import Entry, Row, Size, kind_name, own_leaves
-from treetap._report.texts import text_of
+from treetap._core.wording import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
 
-Draw = Callable[[bool], "Table"]  # from whether to be compact
 Options = Mapping[str, Any]
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+GAP = 2  # between the columns of a listing
 
-HEADS = ("path", "type", "inputs", "outputs", "params", "size", "FLOPs")
-TIMES = "\N{MULTIPLICATION SIGN}"
-FIGURES = frozenset({"params", "size", "FLOPs", "flops", "vjp_flops"})
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        head: Its title.
+        cells: Its texts, one for each row.
+        is_number: Whether it is set flush right, and never broken.
+        total: What stands below it.
+        rank: In a listing, how little it matters: the highest ranks go first.
+        least: In a listing, what it may be narrowed to, by folding; 0 if it may not.
+        style: Of its cells; rich's.
+    """
+
+    head: str
+    cells: Sequence[str]
+    is_number: bool = False
+    total: "str | Text" = ""
+    rank: int = 0
+    least: int = 0
+    style: str = ""
+
+    @property
+    def full(self) -> int:
+        """How wide it would be."""
+        from rich.cells import cell_len
+
+        return max(map(cell_len, (self.head, str(self.total), *self.cells)))
+
+    @property
+    def needed(self) -> int:
+        """How wide it has to be."""
+        return min(self.full, self.least) if self.least else self.full
+
+
+def table_of(
+    columns: Sequence[Column],
+    *,
+    widths: Sequence[int | None] | None = None,
+    styles: Mapping[int, str] = NOTHING,
+    highlights: Mapping[str, str] = NOTHING,
+    column_options: Options = NOTHING,
+    **options: Any,
+) -> "Table":
+    """A table of columns; no text is read as markup, or steers a terminal.
+
+    Args:
+        columns: In their order.
+        widths: Of the columns, where they are settled.
+        styles: Of rows, by number; rich's.
+        highlights: Styles of parts of texts, by regular expressions.
+        column_options: Options of rich's `add_column`, instead of those here.
+        **options: Options of rich's `Table`.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    def cell(text: str, style: str) -> Text:
+        made = Text("\n".join(map(printable, text.split("\n"))), style)
+        for pattern, look in highlights.items():
+            made.highlight_regex(pattern, look)
+        return made
+
+    table = Table(**{"show_footer": any(column.total for column in columns), **options})
+    for column, width in zip(columns, widths or [None] * len(columns)):
+        given: dict[str, Any] = {
+            "justify": "right" if column.is_number else "left",
+            "no_wrap": column.is_number,
+            "overflow": "ellipsis" if column.is_number else "fold",
+            "width": width,
+        }
+        table.add_column(column.head, column.total, **{**given, **column_options})
+    for n, texts in enumerate(zip(*(column.cells for column in columns))):
+        looks = [styles.get(n) or column.style for column in columns]
+        table.add_row(*map(cell, texts, looks))
+    return table
+
+
+def compact_frame() -> dict[str, Any]:
+    """Options of a table that has no frame, only a line below its heads."""
+    from rich import box
+
+    return {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": 0}
 
 
 class Fitting:
-    """A table that is compact where it would be too wide."""
+    """A table that is compact where it would be too wide.
 
-    def __init__(self, draw: Draw):
+    Args:
+        draw: Makes the table; told whether it is to be compact.
+    """
+
+    def __init__(self, draw: Callable[[bool], "Table"]):
         self._draw = draw
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Any:
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator[Any]:
         from rich.measure import Measurement
 
         table = self._draw(False)
         unbounded = options.update(max_width=100_000)
         width = Measurement.get(console, unbounded, table).maximum
         yield table if width <= options.max_width else self._draw(True)
+
+
+class Listing:
+    """A table that leaves out columns until it fits.
+
+    Args:
+        columns: In their order.
+        styles: Of rows, by number; rich's.
+        remedy: What to say of where the columns that were left out can be seen.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        styles: Mapping[int, str] = NOTHING,
+        remedy: str = "",
+    ):
+        self.columns, self.styles, self.remedy = columns, styles, remedy
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator[Any]:
+        from rich.text import Text
+
+        kept = list(self.columns)
+        while len(kept) > 1 and _width(kept) > options.max_width:
+            kept.remove(max(kept, key=lambda column: column.rank))
+        yield self._table(kept, options.max_width)
+        left_out = [each.head for each in self.columns if each not in kept]
+        if left_out:
+            told = f"Too narrow to show: {', '.join(left_out)}{self.remedy}."
+            yield Text(told, "dim")
+
+    def _table(self, kept: Sequence[Column], width: int) -> "Table":
+        """The table: what room there is beyond what is needed goes to the first."""
+        spare = max(0, width - _width(kept))
+        widths: list[int] = []
+        for column in kept:
+            size = min(column.full, column.needed + spare)
+            spare -= size - column.needed
+            widths.append(min(size, width))
+        frame = {**compact_frame(), "padding": (0, GAP - 1, 0, 0), "pad_edge": False}
+        return table_of(kept, widths=widths, styles=self.styles, **frame)
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.needed + GAP for column in columns) - GAP
 
 
 def printed(table: Any, options: Options) -> str:
@@ -57,222 +187,15 @@ def printed(table: Any, options: Options) -> str:
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
-# Cells.
+def printed_plainly(table: Any) -> str:
+    """The same, without colours."""
+    return printed(table, {"force_terminal": False, "color_system": None})
 
 
 _TYPES = re.compile(r"\b(b?float|u?int|complex)(\d+)")
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-_STYLES = (
-    (r"\b[a-z]\w*(<\w+>)?(?=\[)", "dim"),  # the type of an array
-    (rf" {TIMES}[\d?]+$", "yellow"),
-)
+SHORT_TYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def short_types(text: str) -> str:
-    """A text with types of numbers as jaxprs write them."""
-    return _TYPES.sub(lambda found: _SHORT[found[1]] + found[2], text)
-
-
-def styled(text: str, style: str = "") -> "Text":
-    """A text with its parts in colours; it is not read as markup."""
-    from rich.text import Text
-
-    made = Text(text, style=style)
-    for pattern, look in _STYLES:
-        made.highlight_regex(pattern, look)
-    return made
-
-
-def count_text(count: int | None) -> str:
-    """A number of operations in powers of a thousand; `-` if it is not known."""
-    if count is None:
-        return "-"
-    size = float(count)
-    for unit in ("", " K", " M", " G", " T"):
-        if size < 999.95:
-            return f"{size:.1f}{unit}" if unit else str(count)
-        size /= 1000
-    return f"{size:.1f} P"
-
-
-def labels(rows: Sequence[Row], compact: bool) -> list[str]:
-    """What rows are called: by path, or compact, below the row of what holds it."""
-    if not compact:
-        return [row.text for row in rows]
-    around: list[Path] = []
-    found: list[str] = []
-    for row in rows:
-        while around and not _is_inside(row.path, around[-1]):
-            around.pop()
-        level = len(around[-1]) if around else 0
-        found.append("  " * len(around) + row.text_below(level))
-        around += [row.path] if row.path else []
-    return found
-
-
-def _is_inside(path: Path, other: Path) -> bool:
-    return len(path) > len(other) and path[: len(other)] == other
-
-
-def times_text(row: Row) -> str:
-    """How often a row is called, unless it is once."""
-    if row.calls == 1:
-        return ""
-    return f" {TIMES}{'?' if row.calls is None else row.calls}"
-
-
-def class_text(row: Row, compact: bool) -> str:
-    """The name of a class; compact, a long one is broken before a capital."""
-    name = row.type.__name__
-    parts = re.findall(r"[^A-Z]+|[A-Z]+[^A-Z]*", name)
-    if not compact or len(name) <= 12 or len(parts) < 2:
-        return name
-    ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
-    middle = min(ends, key=lambda end: max(end, len(name) - end))
-    return f"{name[:middle]}\n{name[middle:]}"
-
-
-def summary_cells(row: Row, label: str, compact: bool = False) -> list[str]:
-    """A row of a summary, as text."""
-    cells = [
-        (label or "(root)") + times_text(row),
-        class_text(row, compact),
-        row.inputs,
-        row.outputs,
-        count_text(row.parameters) if compact else f"{row.parameters:,}",
-        display.readable_bytes(row.nbytes),
-        count_text(row.flops),
-    ]
-    if compact:
-        cells[2:4] = map(short_types, cells[2:4])
-    return cells
-
-
-def total_cells(parameters: Size, flops: int | None) -> list[str]:
-    """The last row of a summary."""
-    size = display.readable_bytes(parameters.nbytes)
-    return ["Total", "", "", "", f"{parameters.elements:,}", size, count_text(flops)]
-
-
-def others_text(sizes: Sequence[tuple[str, Size]], separator: str) -> str:
-    """What a model holds beside Params."""
-    texts = (f"{kind}: {size}" for kind, size in sizes if kind != "Param")
-    return separator.join(texts)
-
-
-# Tables.
-
-
-def summary_table(
-    title: str, caption: str, rows: Sequence[Row], total: Sequence[str]
-) -> Fitting:
-    """The table of a summary."""
-    from rich import box
-    from rich.table import Table
-
-    def draw(compact: bool) -> Table:
-        table = Table(
-            title=title,
-            caption=caption or None,
-            box=box.SIMPLE_HEAD if compact else box.ROUNDED,
-            show_footer=True,
-            show_edge=not compact,
-            padding=0 if compact else (0, 1),
-        )
-        for head, text in zip(HEADS, total):
-            if head in FIGURES:
-                table.add_column(head, text, justify="right", no_wrap=True)
-            else:
-                table.add_column(head, text, overflow="fold")
-        for row, label in zip(rows, labels(rows, compact)):
-            cells = summary_cells(row, label, compact)
-            style = "" if row.path else "bold"
-            table.add_row(*(styled(cell, style) for cell in cells))
-        return table
-
-    return Fitting(draw)
-
-
-def variables_table(
-    name: str,
-    entries: Sequence[Entry],
-    columns: Sequence[str],
-    *,
-    sizes: Sequence[tuple[str, Size]],
-    parameters: Size,
-    table_options: Options,
-    column_options: Options,
-) -> Fitting:
-    """The table of `tabulate`: a column for each kind of Variable."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = [entry.row for entry in entries]
-    caption = f"\nTotal Parameters: {parameters}\n{others_text(sizes, chr(10))}"
-
-    def draw(compact: bool) -> Table:
-        frame: dict[str, Any] = {}
-        if compact:
-            frame = {"box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
-        given = {"title": f"{name} Summary", "caption": caption.rstrip(), **frame}
-        flags = {"show_lines": True, "show_footer": True}
-        table = Table(**{**given, **flags, **table_options})
-        for head in columns:
-            justify = "right" if head in FIGURES else "left"
-            choices: Options = {"justify": justify, "overflow": "fold"}
-            footer = Text("Total", justify="right") if head == columns[-1] else ""
-            table.add_column(head, footer, **{**choices, **column_options})
-        for kind, size in sizes:
-            total = _two_lines(str(size), compact)
-            table.add_column(kind, total, **{"overflow": "fold", **column_options})
-        for entry, label in zip(entries, labels(rows, compact)):
-            cells = [_cell(entry.row, head, label, compact) for head in columns]
-            for kind, _ in sizes:
-                cells.append(_two_lines(_kind_cell(entry, kind), compact))
-            if compact:
-                cells[2:] = map(short_types, cells[2:])
-            table.add_row(*map(styled, cells))
-        return table
-
-    return Fitting(draw)
-
-
-def _two_lines(text: str, compact: bool) -> str:
-    """A size over two lines where there is little room."""
-    return re.sub(r"(?m)^([\d,]+) \(", r"\1\n(", text) if compact else text
-
-
-def _cell(row: Row, head: str, label: str, compact: bool) -> str:
-    if head == "path":
-        return label + times_text(row)
-    if head == "type":
-        return class_text(row, compact)
-    value = getattr(row, head)
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else f"{value:,}"
-
-
-def _kind_cell(entry: Entry, kind: str) -> str:
-    """The Variables of one kind that a Module holds itself, and the size of all."""
-    size = dict(entry.row.sizes).get(kind)
-    if size is None:
-        return ""
-    own = [(name, x) for name, x in own_leaves(entry.node) if kind_name(x) == kind]
-    lines = [_variable_text(name, value) for name, value in own]
-    return "\n".join([*lines, *[""] * bool(lines), str(size)])
-
-
-def _variable_text(name: str, value: Any) -> str:
-    """A Variable by name and type, with what its metadata say."""
-    if not isinstance(value, Variable):
-        return f"{name}: {text_of(value)}"
-    text = text_of(value.get_raw_value())
-    hidden = {*REQUIRED, "mesh"}
-    told = {k: x for k, x in value.get_metadata().items() if k not in hidden}
-    if not told and "\n" not in text:
-        return f"{name}: {text}"
-    body = text.replace("\n", "\n    ")
-    lines = [f"  {key}: {told[key]}" for key in sorted(told)]
-    return "\n".join([f"{name}:", *lines, f"  value: {body}"])
+    """A text with types of numbers as jaxprs write them: `f32[4,8]`."""
+    return _TYPES.sub(lambda found: SHORT_TYPES[found[1]] + found[2], text)

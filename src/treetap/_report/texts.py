@@ -19,16 +19,12 @@ from treetap._core.paths import (
 from treetap._core.trees.attributes import Node
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
+from treetap._core.wording import typed
 
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array, concrete, traced or abstract."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def array_text(value: Any) -> str:
-    """An array as people write its type: `float32[2,3]`."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def arguments_text(args: Any, kwargs: Any) -> str:
@@ -47,7 +43,7 @@ def arguments_text(args: Any, kwargs: Any) -> str:
 def text_of(value: Any) -> str:
     """A value by its types: arrays by shape, structures item by item."""
     if is_array(value) or is_ref(value):
-        return array_text(value)
+        return typed(value)
     if isinstance(value, Variable):
         return f"{type(value).__name__} {text_of(value.get_raw_value())}"
     if isinstance(value, Node | type):
