@@ -19,12 +19,22 @@ from treetap._compare.sources import Entry, Side
 from treetap._compare.unroll import Pair
 from treetap._core.errors import CaptureError
 from treetap._core.wording import near_to, shown
-from treetap._io.weight_layouts import Gathered, Misfit, Shape, Step, assembled, needs
+from treetap._io.weight_layouts import (
+    Bound,
+    Gathered,
+    Misfit,
+    Shape,
+    Step,
+    assembled,
+    needs,
+)
 from treetap._io.weight_rules import Rules, Source, Tensor
 from treetap._io.weight_targets import section
 
 NUMBERS = ("value", "grad")
 Turn = tuple[Step, ...] | Callable[[np.ndarray], Any]
+Key = tuple[tuple[str, str], ...]
+_CALL = re.compile(r"#\d+")
 
 
 def dotted(text: str) -> str:
@@ -37,22 +47,21 @@ class Names:
     """The entries of a side by name."""
 
     def __init__(self, side: Side):
-        self._exact = {(entry.text, entry.part): entry for entry in side}
         self._alike: dict[tuple[str, str], list[Entry]] = {}
         for entry in side:
             self._alike.setdefault((dotted(entry.text), entry.part), []).append(entry)
 
     def find(self, text: str, part: str) -> Entry | None:
         """The entry of a name; None if there is none, or several that read alike."""
-        found = self._exact.get((text, part))
-        if found is None:
-            alike = self._alike.get((dotted(text), part), [])
-            found = alike[0] if len(alike) == 1 else None
-        return found
+        alike = self._alike.get((dotted(text), part), [])
+        exact = [entry for entry in alike if entry.text == text]
+        if exact:
+            return exact[-1]
+        return alike[0] if len(alike) == 1 else None
 
     def near(self, text: str) -> list[str]:
         """Names that look like one."""
-        forms = {dotted(entry.text): entry.text for entry in self._exact.values()}
+        forms = {form: alike[-1].text for (form, _), alike in self._alike.items()}
         return [shown(forms[form]) for form in near_to(dotted(text), forms, 3, 0.5)]
 
 
@@ -92,22 +101,25 @@ class Aligner:
     def align(self, a: Side, b: Side) -> Aligned:
         """Finds the partner of each entry of `a`."""
         names = Names(b)
-        parts = {entry.part for entry in b}
+        parts_a, parts_b = ({entry.part for entry in side} for side in (a, b))
         pairs: list[Pair] = []
         alone: list[Entry] = []
         used: set[int] = set()
         lost: list[str] = []
         for entry in a:
-            if entry.part not in parts:
+            if entry.part not in parts_b:
                 continue
-            source = self._source(entry)
-            found = _Found(entry, names, source, used)
-            if found.is_there():
-                pairs.append(found.pair(self._turn(entry)))
+            match = _Match(entry, self._source(entry), self._turn(entry), names)
+            used.update(id(found) for found, _ in match.pieces.values())
+            missing = match.missing()
+            if missing is None:
+                pairs.append(match.pair())
             elif entry.part not in NUMBERS:
                 continue  # a flag, of a branch that the other does not have
-            elif source is not None and not source.tensor.is_optional:
-                lost.append(f"{shown(entry.label)}: {found.missing(names)}")
+            elif match.is_required:
+                near = ", ".join(names.near(missing))
+                where = f" (near it: {near})" if near else ""
+                lost.append(f"{shown(entry.label)}: {shown(missing)}{where}")
             else:
                 alone.append(entry)
         if lost:
@@ -116,9 +128,8 @@ class Aligner:
                 + section("what was looked for", lost)
                 + "\nCorrect them, or say `tensor(...).optional()`."
             )
-        ours = {entry.part for entry in a}
-        rest = [e for e in b if id(e) not in used and e.part in ours]
-        return Aligned(pairs, alone, [e for e in rest if e.part in NUMBERS])
+        rest = [e for e in b if e.part in NUMBERS and e.part in parts_a]
+        return Aligned(pairs, alone, [e for e in rest if id(e) not in used])
 
     def refuse_unused(self, a: Side) -> None:
         """Refuses rules and layouts that no entry of a side needs."""
@@ -137,18 +148,12 @@ class Aligner:
             if not any(select(entry.site) for entry in a):
                 raise refuse_nothing(select, texts, f"{self._name}: `layout`")
 
-    def _source(self, entry: Entry) -> Source | None:
+    def _source(self, entry: Entry) -> Source:
         """What the first rule that matches says; without a call index, for each."""
-        found: list[tuple[int, Source]] = []
-        for form in entry.forms:
-            bare = re.sub(r"#\d+", "", form)
-            for text in dict.fromkeys((form, bare)):
-                source = self._rules.find((text,))
-                if source.rule is not None:
-                    found.append((self._order[source.rule], source))
-        if not found:
-            return None
-        return min(found, key=lambda item: item[0])[1]
+        texts = [text for form in entry.forms for text in (form, _CALL.sub("", form))]
+        found = [self._rules.find((text,)) for text in texts]
+        matched = [source for source in found if source.rule is not None]
+        return min(matched, key=lambda x: self._order[x.rule], default=found[0])
 
     def _turn(self, entry: Entry) -> Turn:
         for select, turn in self._layout:
@@ -164,137 +169,121 @@ def _pattern(key: Any) -> Any:
     return key.removeprefix(":") or "__call__"
 
 
-class _Found:
-    """The entries of `b` that one entry of `a` is to be compared with."""
+class _Match:
+    """One entry of `a`, and the entries of `b` that it is to be compared with.
 
-    def __init__(
-        self, entry: Entry, names: Names, source: Source | None, used: set[int]
-    ):
-        self._a, self._names, self._used = entry, names, used
-        self._source = source
-        number = re.search(r"#\d+", entry.text)
-        rule = source.rule if source is not None else None
-        self._call = number[0] if number and rule and "#" not in rule else ""
+    Without steps in its rule it has one partner; a stack has one for each layer. Steps
+    are undone from the shape in `a`, so that tells the shape of each. If they cannot
+    give that shape there is a misfit, and only the first partner is looked for.
 
-    def _look(self, bound: Mapping[str, str]) -> Entry | None:
-        if self._source is None:
-            texts = [self._a.text]
-        else:
-            texts = [f"{text}{self._call}" for text in self._source.names(bound)]
-        for text in texts:
-            if (found := self._names.find(text, self._a.part)) is not None:
-                self._used.add(id(found))
-                return found
+    Attributes:
+        entry: Of `a`.
+        pieces: Entries of `b`, or None where there is none, with the shapes that are
+            wanted; by what the names in braces stand for.
+        misfit: Why the shape of `a` cannot be had; empty if it can.
+    """
+
+    def __init__(self, entry: Entry, source: Source, turn: Turn, names: Names):
+        self.entry = entry
+        self._source, self._turn = source, turn
+        self._steps = source.tensor.steps + (() if callable(turn) else turn)
+        call = _CALL.search(entry.text)
+        is_of_all_calls = source.rule is not None and "#" not in source.rule
+        self._call = call[0] if call and is_of_all_calls else ""
+        self.misfit = ""
+        try:
+            wanted = list(needs(self._steps, entry.shape, source.bound))
+        except Misfit as error:
+            self.misfit = str(error)
+            wanted = [(self._some_bound(), entry.shape)]
+        self.pieces: dict[Key, tuple[Entry | None, Shape]] = {}
+        for bound, shape in wanted:
+            found = (names.find(text, entry.part) for text in self._texts(bound))
+            self.pieces[_key(bound)] = next(filter(None, found), None), shape
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a rule says that there is a partner."""
+        return self._source.rule is not None and not self._source.tensor.is_optional
+
+    def _texts(self, bound: Bound) -> list[str]:
+        return [f"{text}{self._call}" for text in self._source.names(bound)]
+
+    def _some_bound(self) -> Bound:
+        """Some meaning for names in braces when shapes do not tell."""
+        gathered = [step for step in self._steps if isinstance(step, Gathered)]
+        labels = {str(g.field): g.over[0] if g.over else "0" for g in gathered}
+        return {**self._source.bound, **labels}
+
+    def missing(self) -> str | None:
+        """The first name that `b` does not have."""
+        for key, (found, _) in self.pieces.items():
+            if found is None:
+                return self._texts(dict(key))[0]
         return None
 
-    def _steps(self) -> tuple[Step, ...]:
-        return self._source.tensor.steps if self._source is not None else ()
+    def _piece(self, bound: Bound) -> tuple[Entry, Shape]:
+        found, shape = self.pieces[_key(bound)]
+        assert found is not None, bound
+        return found, shape
 
-    def _bound(self) -> Mapping[str, str]:
-        return self._source.bound if self._source is not None else {}
-
-    def _wanted(self, turn: Turn) -> tuple[tuple[Step, ...], list[Any]]:
-        steps = self._steps() + (turn if isinstance(turn, tuple) else ())
-        return steps, list(needs(steps, self._a.shape, self._bound()))
-
-    def is_there(self) -> bool:
-        """Whether `b` has all that is needed."""
-        try:
-            _, wanted = self._wanted(())
-        except Misfit:
-            wanted = [(self._first_bound(), None)]
-        return all(self._look(bound) is not None for bound, _ in wanted)
-
-    def _first_bound(self) -> Mapping[str, str]:
-        """Some meaning for names in braces when shapes do not tell."""
-        gathered = [step for step in self._steps() if isinstance(step, Gathered)]
-        labels = {str(g.field): g.over[0] if g.over else "0" for g in gathered}
-        return {**self._bound(), **labels}
-
-    def missing(self, names: Names) -> str:
-        """The first name that is not there, and what is near it."""
-        try:
-            _, wanted = self._wanted(())
-        except Misfit:
-            wanted = [(self._first_bound(), None)]
-        assert self._source is not None
-        for bound, _ in wanted:
-            if self._look(bound) is None:
-                text = self._source.names(bound)[0] + self._call
-                near = names.near(text)
-                return shown(text) + (f" (near it: {', '.join(near)})" if near else "")
-        return ""
-
-    def pair(self, turn: Turn) -> Pair:
-        """Both, the second in the layout of the first."""
-        try:
-            steps, wanted = self._wanted(turn)
-        except Misfit as error:
-            entry = self._look(self._first_bound())
-            assert entry is not None
-            return Pair(self._a, entry, str(error))
-        pieces = {_keyed(bound): (self._look(bound), shape) for bound, shape in wanted}
-        first = next(iter(pieces.values()))[0]
-        assert first is not None
-        if callable(turn):
-            return self._called(first, turn)
-        for entry, shape in pieces.values():
-            assert entry is not None
-            if not is_fold(entry.shape, shape):
-                told = f"{shown(entry.text)} has {entry.shape}, and {shape} is needed"
-                return Pair(self._a, first, told if steps else "their shapes differ")
-
-        def read_piece(bound: Mapping[str, str]) -> np.ndarray:
-            entry, shape = pieces[_keyed(bound)]
-            assert entry is not None
-            return entry.read().reshape(shape)
-
-        bound, shape = self._bound(), self._a.shape
-        b = replace(
+    def pair(self) -> Pair:
+        """Both, the second in the layout of the first; of a match that misses none."""
+        pieces = [self._piece(dict(key)) for key in self.pieces]
+        first = pieces[0][0]
+        if self.misfit:
+            return Pair(self.entry, first, self.misfit)
+        if callable(self._turn):
+            return self._called(first, self._turn)
+        for found, shape in pieces:
+            if not is_fold(found.shape, shape):
+                told = f"{shown(found.text)} has {found.shape}, and {shape} is needed"
+                reason = told if self._steps else "their shapes differ"
+                return Pair(self.entry, first, reason)
+        shape, bound = self.entry.shape, self._source.bound
+        made = replace(
             first,
-            read=lambda: assembled(steps, shape, bound, read_piece),
+            read=lambda: assembled(self._steps, shape, bound, self._read),
             shape=shape,
             own_shape=first.shape,
             text=first.text if len(pieces) == 1 else f"{first.text}, …",
-            pieces=self._apart(steps, read_piece),
+            pieces=self._layers(),
         )
-        return Pair(self._a, b)
+        return Pair(self.entry, made)
 
-    def _apart(
-        self, steps: tuple[Step, ...], read: Callable[[Mapping[str, str]], np.ndarray]
-    ) -> tuple[tuple[str, Callable[[], np.ndarray]], ...]:
+    def _read(self, bound: Bound) -> np.ndarray:
+        found, shape = self._piece(bound)
+        return found.read().reshape(shape)
+
+    def _layers(self) -> tuple[tuple[str, Callable[[], np.ndarray]], ...]:
         """The layers of a stack, each by itself."""
-        last, shape = steps[-1] if steps else None, self._a.shape
+        *steps, last = self._steps or (None,)
         if not isinstance(last, Gathered) or not last.is_new or last.axis != 0:
             return ()
-        found: list[tuple[str, Callable[[], np.ndarray]]] = []
-        for label, below in last.pieces(shape):
-            bound = {**self._bound(), str(last.field): label}
-            entry = self._look(next(needs(steps[:-1], below, bound))[0])
-            assert entry is not None
-            layer = functools.partial(assembled, steps[:-1], below, bound, read)
-            found.append((entry.text, layer))
-        return tuple(found)
+        layers: list[tuple[str, Callable[[], np.ndarray]]] = []
+        for label, shape in last.pieces(self.entry.shape):
+            bound = {**self._source.bound, str(last.field): label}
+            first, _ = self._piece(next(needs(steps, shape, bound))[0])
+            read = functools.partial(assembled, steps, shape, bound, self._read)
+            layers.append((first.text, read))
+        return tuple(layers)
 
     def _called(self, first: Entry, turn: Callable[[np.ndarray], Any]) -> Pair:
         """With a layout that is a function."""
-        if self._steps():
+        if self._steps:
             raise CaptureError(
-                f"compare: {shown(self._a.label)} has a rule with steps and a `layout` "
-                "that is a function; put the steps into the function."
+                f"compare: {shown(self.entry.label)} has a rule with steps and a "
+                "`layout` that is a function; put the steps into the function."
             )
-        array = np.asarray(turn(first.read()))
-        shape = self._a.shape
+        array, shape = np.asarray(turn(first.read())), self.entry.shape
         if not is_fold(array.shape, shape):
             turned = replace(first, shape=array.shape)
-            return Pair(self._a, turned, "their shapes differ")
-        read = lambda: array.reshape(shape)  # noqa: E731 - a field
-        own = first.shape
-        found = replace(first, dtype=array.dtype, read=read)
-        return Pair(self._a, replace(found, shape=shape, own_shape=own))
+            return Pair(self.entry, turned, "their shapes differ")
+        found = replace(first, dtype=array.dtype, read=lambda: array.reshape(shape))
+        return Pair(self.entry, replace(found, shape=shape, own_shape=first.shape))
 
 
-def _keyed(bound: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _key(bound: Bound) -> Key:
     return tuple(sorted(bound.items()))
 
 

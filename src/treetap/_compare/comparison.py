@@ -16,9 +16,14 @@ import numpy as np
 
 from treetap._capture.selectors import as_select, refuse_nothing
 from treetap._compare.align import Aligned, Aligner
-from treetap._compare.measures import Measures, measure
 from treetap._compare.sources import Side, side_of
-from treetap._compare.tolerances import FACTOR, Limits, refuse_noise
+from treetap._compare.tolerances import (
+    FACTOR,
+    Limits,
+    Measures,
+    measure,
+    refuse_noise,
+)
 from treetap._compare.unroll import Pair, in_order
 from treetap._core.errors import CaptureError
 from treetap._core.wording import (

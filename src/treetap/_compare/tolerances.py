@@ -1,27 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits: how far apart two arrays may be before they count as different.
+"""How far two arrays are from each other, and how far they may be.
 
-Without more knowledge the limit depends on the type of numbers. A third run of the same
-computation, in float64 or in another order, tells what rounding alone does to each
-site: then the limit is a multiple of that.
+`measure` computes distances in float64. Arrays are gone through in pieces, so a large
+one that is mapped from a file never stands in memory whole. Values that are not finite
+are equal when both are the same; one that has no equal makes every distance infinite.
+
+`Limits` says when two arrays count as different. Without more knowledge the limit
+depends on the type of numbers. A third run of the same computation, in float64 or in
+another order, tells what rounding alone does to each site: then the limit is a multiple
+of that.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from treetap._capture.selectors import as_select
-from treetap._compare.measures import Measures, coarser, is_exact
 from treetap._compare.sources import Entry
 from treetap._core.errors import CaptureError
-from treetap._core.wording import shown
+from treetap._core.wording import first_few, shown
 
 FACTOR = 8.0
 PEAK = 4.0
 _TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+PIECE = 2**18  # numbers at a time
+
+
+class Measures(NamedTuple):
+    """Distances between two arrays `a` and `b` of one shape.
+
+    Attributes:
+        max_abs: The largest difference of two numbers.
+        relative: The norm of the difference over the norm of `b`.
+        peak: The largest difference over the largest number of `b`.
+        cosine: Of the angle between them; 1 when both are zero.
+        ulp: The largest distance in steps of the coarser type; None for integers.
+        unequal: How many numbers are not the same.
+        size: How many there are.
+    """
+
+    max_abs: float
+    relative: float
+    peak: float
+    cosine: float
+    ulp: float | None
+    unequal: int
+    size: int
+
+
+def is_exact(dtype: Any) -> bool:
+    """Whether numbers of a type are equal or not, without a distance in steps."""
+    return not jnp.issubdtype(dtype, jnp.inexact)
+
+
+def coarser(a: Any, b: Any) -> np.dtype[Any]:
+    """Of two types of numbers the one with fewer digits; floats before integers."""
+    floats = [dtype for dtype in (a, b) if not is_exact(dtype)]
+    if not floats:
+        return np.dtype(a)
+    return np.dtype(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps)))
+
+
+class _Sums:
+    """What one pass over two arrays gathers."""
+
+    def __init__(self, step: np.dtype[Any], scale: float):
+        self.step, self.scale = step, scale
+        self.squares = np.zeros(4)  # of difference², a², b², a·b
+        self.most = self.largest = self.steps = 0.0
+        self.unequal = 0
+        self.is_torn = False  # by a value that is not finite
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Takes a piece of each."""
+        same = a == b
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not finite.all():
+            same |= np.isnan(a) & np.isnan(b)
+            self.is_torn = self.is_torn or bool((~finite & ~same).any())
+            a, b = a[finite], b[finite]
+        unequal = int(same.size - np.count_nonzero(same))
+        self.unequal += unequal
+        self.largest = max(self.largest, float(np.abs(b).max(initial=0)))
+        with np.errstate(over="ignore"):
+            apart = a - b
+        if unequal and apart.size:
+            self.most = max(self.most, float(np.abs(apart).max()))
+            if not is_exact(self.step):
+                self.steps = max(self.steps, _steps(a, b, self.step))
+        if self.scale != 1:
+            a, b = a * self.scale, b * self.scale
+            apart = a - b
+        pairs = ((apart, apart), (a, a), (b, b), (a, b))
+        # without the threads of a matrix library, which wait for each other
+        self.squares += [np.einsum("i,i->", *pair) for pair in pairs]
+
+
+def measure(a: np.ndarray, b: np.ndarray) -> Measures:
+    """How far `a` is from `b`, which have the same shape."""
+    step = _real(coarser(a.dtype, b.dtype))
+    wide = [side for side in (a, b) if side.dtype in (np.float64, np.complex128)]
+    sums = _Sums(step, _scale(max(map(_largest, wide), default=1.0)))
+    for pieces in _pieces(a, b):
+        sums.add(*pieces)
+    if is_exact(a.dtype) and is_exact(b.dtype):  # float64 has not all integers
+        sums.unequal = int(np.count_nonzero(a != b))
+        sums.most = max(sums.most, float(sums.unequal > 0))
+    ulp = None if is_exact(step) else sums.steps
+    if sums.is_torn:
+        lost, worst = math.inf, None if ulp is None else math.inf
+        return Measures(lost, lost, lost, math.nan, worst, sums.unequal, a.size)
+    apart, first, second, product = (float(each) for each in sums.squares)
+    norms = math.sqrt(first) * math.sqrt(second)
+    cosine = product / norms if norms else 0.0
+    return Measures(
+        max_abs=sums.most,
+        relative=_ratio(math.sqrt(apart), math.sqrt(second)),
+        peak=_ratio(sums.most, sums.largest),
+        cosine=min(1.0, max(-1.0, cosine)) if apart else 1.0,
+        ulp=ulp,
+        unequal=sums.unequal,
+        size=a.size,
+    )
+
+
+def _ratio(above: float, below: float) -> float:
+    if above == 0:
+        return 0.0
+    return above / below if below else math.inf
+
+
+def _scale(largest: float) -> float:
+    """By what to multiply so that squares neither overflow nor vanish."""
+    if largest == 0 or 1e-140 < largest < 1e140:
+        return 1.0
+    return 2.0 ** -max(-1000, min(1000, round(math.log2(largest))))
+
+
+def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.float32 if dtype == np.complex64 else np.float64)
+    return dtype
+
+
+def _flat(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Pieces of an array in float64; a complex number is two."""
+    rows: Any = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    for start in range(0, array.size, PIECE):
+        piece = np.asarray(rows[start : start + PIECE])
+        wide = np.complex128 if np.iscomplexobj(piece) else np.float64
+        with np.errstate(invalid="ignore"):  # of NaNs that signal
+            piece = np.ascontiguousarray(piece, wide)
+        yield piece.view(np.float64)
+
+
+def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    types = [np.iscomplexobj(side) for side in (a, b)]
+    if types[0] != types[1]:  # then both have two parts
+        with np.errstate(invalid="ignore"):
+            a, b = (side.astype(np.complex128) for side in (a, b))
+    return zip(_flat(a), _flat(b))
+
+
+def _largest(array: np.ndarray) -> float:
+    found = 0.0
+    for piece in _flat(array):
+        size = np.abs(piece)
+        found = max(found, float(size.max(initial=0, where=np.isfinite(size))))
+    return found
+
+
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def _steps(x: np.ndarray, y: np.ndarray, dtype: np.dtype[Any]) -> float:
+    """The largest number of steps of a type of floats between two finite numbers."""
+    if x.size == 0:
+        return 0.0
+    bits = _BITS[dtype.itemsize]
+    with np.errstate(over="ignore", invalid="ignore"):
+        raw = [side.astype(dtype).view(bits) for side in (x, y)]
+    if (raw[0] ^ raw[1]).min() >= 0:  # all on the same side of zero
+        return float((np.maximum(*raw) - np.minimum(*raw)).max())
+    places = [(side & np.iinfo(bits).max).astype(np.uint64) for side in raw]
+    apart = np.maximum(*places) - np.minimum(*places)
+    across = (raw[0] ^ raw[1]) < 0
+    return float(np.where(across, places[0] + places[1], apart).max())
+
+
+# Limits.
 
 
 class Limit(NamedTuple):
@@ -97,7 +267,7 @@ class Limits:
 
 def refuse_noise(missing: list[str], name: str) -> CaptureError:
     """The error for a third run that lacks sites."""
-    told = ", ".join(map(shown, missing[:8])) + (" …" if len(missing) > 8 else "")
+    told = first_few([*map(shown, missing)])
     return CaptureError(
         f"{name}: `noise` lacks {len(missing)} of the sites compared: {told}. It is a "
         "run of the same computation as `a` or as `b`, with the same names."

@@ -123,13 +123,14 @@ class Summary:
         from rich import box
 
         def draw(compact: bool) -> "Table":
+            frame: dict[str, Any] = {"box": box.ROUNDED}
             return table_of(
                 self._columns(compact),
                 styles={n: "bold" for n, row in enumerate(self.rows) if not row.path},
                 highlights=HIGHLIGHTS,
                 title=f"{self.name} summary",
                 caption=others_text(self.sizes, ", ") or None,
-                **(compact_frame() if compact else {"box": box.ROUNDED}),
+                **(compact_frame() if compact else frame),
             )
 
         yield Fitting(draw)

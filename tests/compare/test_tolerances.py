@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from treetap._compare import measures
-from treetap._compare.measures import coarser, measure
+from treetap._compare import tolerances
+from treetap._compare.tolerances import coarser, measure
 
 BF16 = np.dtype(jnp.bfloat16)
 sides = arrays.arrays(
@@ -44,7 +44,7 @@ def test_pieces_make_no_difference(monkeypatch):
     random = np.random.default_rng(0)
     a, b = random.normal(size=(2, 7, 11))
     whole = measure(a, b)
-    monkeypatch.setattr(measures, "PIECE", 5)
+    monkeypatch.setattr(tolerances, "PIECE", 5)
     for x, y in ((a, b), (np.asfortranarray(a), b), (a[::-1][::-1], b.T.copy().T)):
         found = measure(x, y)
         assert found.relative == pytest.approx(whole.relative, rel=1e-13)
