@@ -51,7 +51,7 @@ ORDER = {
     "_observe.blame": "search blame",
     "_nn": """
         /initializers dtypes parameters activations attention decoding dropout embedding
-        linear adapters carries cells convolution moments normalization grouping
+        linear adapters cells convolution normalization
         multihead pooling recurrence reparametrization
     """,
     "_train": "/metrics comparable_functions optimizer ema model_and_optimizer",

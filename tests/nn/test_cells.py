@@ -197,7 +197,9 @@ def test_inputs_that_do_not_fit_are_refused(cls):
 def test_a_carry_of_other_features_is_refused(cls):
     cell = placed(made(cls, 3, 4))
     carry = jax.tree.map(lambda h: h[:, :3], carry_of(cls))
-    message = rf"{cls.__name__} at blocks/1/up: the carry is .*\(2, 4\), got .*\[2,3\]"
+    message = (
+        rf"{cls.__name__} at blocks/1/up: the carry must .*\(2, 4\), got .*\[2,3\]"
+    )
     with pytest.raises(tt.StructureError, match=message):
         cell(carry, array(*X))
 
@@ -206,7 +208,7 @@ def test_a_carry_of_other_features_is_refused(cls):
 def test_a_carry_that_is_no_pair_is_refused(cls):
     cell, one = placed(made(cls, 3, 4)), array(*H)
     for carry in (one, None, (one,), (one, one, one), {"c": one, "h": one}):
-        message = rf"{cls.__name__} at blocks/1/up: the carry is a pair .*initialize_"
+        message = rf"{cls.__name__} at blocks/1/up: .* must be a pair .*initialize_"
         with pytest.raises(tt.StructureError, match=message):
             cell(carry, array(*X))
 

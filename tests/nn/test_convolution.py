@@ -386,7 +386,7 @@ PADDINGS = ["FULL", None, [(1, 1), (1, 1)], [(1, 2, 3)], (), [1, 2]]
 @pytest.mark.parametrize("cls", [tt.Conv, tt.ConvTranspose])
 def test_padding_of_another_form_is_refused(cls):
     for padding in PADDINGS:
-        message = rf"{cls.__name__} at blocks/1/up: `padding` is one of SAME, VALID"
+        message = rf"{cls.__name__} at blocks/1/up: `padding` must be one of SAME, "
         with pytest.raises(tt.StructureError, match=message):
             placed(made(cls, 2, 6, 3, padding=padding))(array(2, 5, 2))
 

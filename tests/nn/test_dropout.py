@@ -126,7 +126,7 @@ def test_gradients_are_those_of_what_is_kept():
 def test_a_rate_is_a_share(rate):
     rngs = tt.Rngs(0)
     with pytest.raises(
-        tt.StructureError, match=r"^Dropout: `rate` .* from 0 to 1, not"
+        tt.StructureError, match=r"^Dropout: `rate` .* from 0 to 1, got"
     ):
         tt.Dropout(rate, rngs=rngs)
     assert int(rngs.default.count[...]) == 0

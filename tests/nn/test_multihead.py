@@ -231,8 +231,8 @@ def test_a_stream_is_kept_only_where_weights_are_dropped():
         ((0, 4), {}, "num_heads=0 must divide"),
         ((4, 8), {"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ((4, 8), {"num_kv_heads": 0}, "num_kv_heads=0 must divide"),
-        ((2, -4), {}, "`in_features` is a number of elements, not -4"),
-        ((2, 4, -4), {}, "`qkv_features` is a number of elements"),
+        ((2, -4), {}, "`in_features` must be a non-negative integer, got -4"),
+        ((2, 4, -4), {}, "`qkv_features` must be a non-negative integer"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(args, options, words):

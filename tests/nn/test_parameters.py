@@ -10,8 +10,9 @@ import pytest
 from formulas import Model, array, made, placed
 
 import treetap as tt
+from treetap._core.wording import typed
 from treetap._nn.convolution import FixedArray
-from treetap._nn.parameters import canonical_axes, text_of, where
+from treetap._nn.parameters import canonical_axes, where
 
 
 def linear():
@@ -92,7 +93,7 @@ def test_a_stream_that_is_missing_is_named():
 def test_sizes_are_whole_numbers_and_not_negative(cls, args, name, size):
     rngs = tt.Rngs(0)
     args = [size if arg is ... else arg for arg in args]
-    message = f"^{cls.__name__}: `{name}` is a number of elements, not {size!r}"
+    message = f"^{cls.__name__}: `{name}` must be a non-negative integer, got {size!r}"
     with pytest.raises(tt.StructureError, match=message):
         cls(*args, rngs=rngs)
     assert int(rngs.default.count[...]) == 0
@@ -162,14 +163,14 @@ def test_errors_say_it_inside_transforms_and_on_copies():
 
 
 def test_arrays_in_the_words_of_an_error():
-    assert text_of(jnp.ones((2, 3), jnp.bfloat16)) == "bfloat16[2,3]"
-    assert text_of(np.ones(2, bool)) == "bool[2]"
-    assert text_of(None) == "NoneType[]"
-    assert text_of([1.0, 2.0]) == "list[2]"
+    assert typed(jnp.ones((2, 3), jnp.bfloat16)) == "bfloat16[2,3]"
+    assert typed(np.ones(2, bool)) == "bool[2]"
+    assert typed(None) == "NoneType[]"
+    assert typed([1.0, 2.0]) == "list[2]"
 
 
 def test_keys_in_the_words_of_an_error():
-    assert text_of(jax.random.key(0)).startswith("key<")
+    assert typed(jax.random.key(0)).startswith("key<")
 
 
 def test_axes_are_counted_from_the_front_in_the_order_given():
@@ -205,9 +206,9 @@ def one_per_element(key, shape, dtype):
             lambda r: tt.SpectralNorm(tt.Linear(3, 4, rngs=r), n_steps=1.5, rngs=r),
             "n_steps",
         ),
-        (lambda r: tt.BatchNorm(3, axis=(0, 1), rngs=r), "`axis` is the one axis"),
-        (lambda r: tt.Dropout("a"), "`rate` is a share"),
-        (lambda r: tt.Dropout(None), "`rate` is a share"),
+        (lambda r: tt.BatchNorm(3, axis=(0, 1), rngs=r), "`axis` must be the one axis"),
+        (lambda r: tt.Dropout("a"), "`rate` must be a number from 0 to 1, got 'a'"),
+        (lambda r: tt.Dropout(None), "`rate` must be a number from 0 to 1"),
         (lambda r: tt.Einsum("ab,bc->ac", (3, -4), rngs=r), "kernel_shape"),
         (
             lambda r: tt.Linear(0, 4, kernel_init=one_per_element, rngs=r),

@@ -35,12 +35,12 @@ from jax.nn import (
 from jax.numpy import tanh
 
 from treetap._core.variables.kinds import Param
-from treetap._modules.module import Module
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.parameters import (
     NO_METADATA,
     Array,
     Dtype,
+    Layer,
     Metadata,
     Promote,
 )
@@ -52,14 +52,15 @@ FUNCTIONS = (
 )
 
 
-class PReLU(Module):
-    """A rectifier with a learned slope for negative values.
+class PReLU(Layer):
+    """Rectify: keep what is positive, and multiply the rest by a learned slope.
 
     Args:
         negative_slope_init: The slope to begin with.
         dtype: The dtype to compute in; that of the inputs without it.
         param_dtype: The dtype of the slope.
-        promote_dtype: What brings inputs and slope to one dtype, as for `Linear`.
+        promote_dtype: What brings inputs and slope to one dtype, called as
+            `promote_dtype`.
         negative_slope_metadata: Metadata of the slope.
 
     Examples:
@@ -80,12 +81,10 @@ class PReLU(Module):
         self.negative_slope = Param(
             jnp.asarray(negative_slope_init, param_dtype), **negative_slope_metadata
         )
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
 
     def __call__(self, inputs: Array) -> jax.Array:
-        """The rectified `inputs`.
+        """Rectify `inputs`.
 
         Args:
             inputs: An array.

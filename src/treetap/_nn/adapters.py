@@ -16,7 +16,7 @@ from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.variable import A, Variable
-from treetap._modules.module import Module
+from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.linear import Linear
@@ -25,12 +25,13 @@ from treetap._nn.parameters import (
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
+    ParameterSpec,
     Promote,
     check_features,
     check_sizes,
-    parameter,
-    text_of,
+    make_parameters,
     where,
 )
 from treetap.initializers import he_uniform, zeros
@@ -42,22 +43,24 @@ class LoRAParam(Param[A]):
     """A parameter of a low-rank adapter."""
 
 
-class LoRA(Module):
-    """A map of low rank, `inputs @ lora_a @ lora_b`, beside another module if given.
+class LoRA(Layer):
+    """Map by two thin matrices, `inputs @ lora_a @ lora_b`, beside a module if given.
 
     Args:
         in_features: The size of the last axis of the inputs.
         lora_rank: The rank.
         out_features: The size of the last axis of the outputs.
         base_module: A module whose result is added.
-        dtype: This and the next, as for `Linear`.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         a_initializer: The initializer of the first matrix.
         b_initializer: The initializer of the second: zeros, so that the adapter begins
             by changing nothing.
         lora_param_type: The kind of Variable of both.
-        promote_dtype: What brings inputs and parameters to one dtype.
-        rngs: Random streams.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
+        rngs: Random streams; `params` gives one key to each matrix.
         a_metadata: Metadata of the first matrix.
         b_metadata: Metadata of the second.
 
@@ -70,6 +73,9 @@ class LoRA(Module):
         >>> bool((adapted(x) == base(x)).all())
         True
     """
+
+    lora_a: Variable[Any]
+    lora_b: Variable[Any]
 
     def __init__(
         self,
@@ -88,8 +94,8 @@ class LoRA(Module):
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,
     ):
-        in_features, lora_rank, out_features = check_sizes(
-            *(self,),
+        in_features, rank, out_features = check_sizes(
+            self,
             in_features=in_features,
             lora_rank=lora_rank,
             out_features=out_features,
@@ -101,62 +107,58 @@ class LoRA(Module):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.lora_param_type = lora_param_type
         self.base_module = data(base_module)
-        self.promote_dtype = promote_dtype
-        self.lora_a = parameter(
-            *(self, "lora_a", a_initializer, (in_features, lora_rank), param_dtype),
-            *(rngs, a_metadata),
-            kind=lora_param_type,
+        lora_a = ParameterSpec(
+            a_initializer, (in_features, rank), a_metadata, kind=lora_param_type
         )
-        self.lora_b = parameter(
-            *(self, "lora_b", b_initializer, (lora_rank, out_features), param_dtype),
-            *(rngs, b_metadata),
-            kind=lora_param_type,
+        lora_b = ParameterSpec(
+            b_initializer, (rank, out_features), b_metadata, kind=lora_param_type
         )
+        make_parameters(self, rngs, param_dtype, lora_a=lora_a, lora_b=lora_b)
 
     def __call__(self, x: Array, **kwargs: Any) -> jax.Array:
-        """The map of `x`.
+        """Map `x`, and add what the base module makes of it.
 
         Args:
             x: An array with `in_features` on its last axis.
             **kwargs: For the base module.
         """
         check_features(self, x, self.in_features)
-        inputs, lora_a, lora_b = self.promote_dtype(
-            (x, self.lora_a.get_value(), self.lora_b.get_value()), dtype=self.dtype
-        )
+        inputs, lora_a, lora_b = self._promoted(x, self.lora_a, self.lora_b)
         out = inputs @ lora_a @ lora_b
         if self.base_module is None:
             return out
         base = self.base_module(x, **kwargs)
         if np.shape(base) != out.shape:
             raise StructureError(
-                f"{where(self)}: `base_module` returned {text_of(base)}, which the map "
+                f"{where(self)}: `base_module` returned {typed(base)}, which the map "
                 f"of shape {out.shape} cannot be added to."
             )
         return out + base
 
 
 class LoRALinear(Linear):
-    """A Linear with a low-rank adapter beside it.
+    """Map linearly, with a low-rank adapter beside the kernel.
 
     Args:
         in_features: The size of the last axis of the inputs.
         out_features: The size of the last axis of the outputs.
-        lora_rank: The rank of the adapter; this and those that follow, as for `LoRA`.
-        lora_dtype: The dtype the adapter computes in.
+        lora_rank: The rank of the adapter.
+        lora_dtype: The dtype the adapter computes in; without it, the one that inputs
+            and parameters promote to.
         lora_param_dtype: The dtype of its parameters.
         a_initializer: The initializer of its first matrix.
-        b_initializer: The initializer of its second.
+        b_initializer: The initializer of its second: zeros, so that the adapter begins
+            by changing nothing.
         lora_param_type: The kind of Variable of both.
-        lora_promote_dtype: What brings its inputs and parameters to one dtype.
-        rngs: Random streams.
+        lora_promote_dtype: What brings its inputs and parameters to one dtype, called
+            as `promote_dtype`.
+        rngs: Random streams; `params` gives one key to each parameter.
         a_metadata: Metadata of the first matrix.
         b_metadata: Metadata of the second.
-        **kwargs: As for `Linear`.
+        **kwargs: Options of `Linear`, such as `use_bias` and `dtype`.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class LoRALinear(Linear):
         )
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
-        """The sum of both maps.
+        """Map `inputs`, and add what the adapter makes of them.
 
         Args:
             inputs: An array with `in_features` on its last axis.

@@ -18,6 +18,7 @@ from jax import lax
 from treetap._capture.listening import listening
 from treetap._core.errors import StructureError
 from treetap._core.variables.kinds import Intermediate
+from treetap._core.wording import typed
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.parameters import (
     Array,
@@ -25,7 +26,6 @@ from treetap._nn.parameters import (
     Precision,
     Promote,
     check_rate,
-    text_of,
 )
 
 Implementation = Literal["xla", "cudnn"] | None
@@ -115,7 +115,7 @@ def _tap() -> Callable[..., Any]:
 
 def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
     """Refuses arrays that do not fit together, in the words for what does not."""
-    texts = f"query {text_of(query)}, key {text_of(key)}, value {text_of(value)}"
+    texts = f"query {typed(query)}, key {typed(key)}, value {typed(value)}"
 
     def refuse(what: str) -> StructureError:
         return StructureError(f"{name}: {what}; got {texts}.")
@@ -143,7 +143,7 @@ def broadcastable(layer: str, name: str, given: Any, shape: tuple[int, ...]) -> 
     if len(padded) != len(shape) or any(n not in (1, m) for n, m in zip(padded, shape)):
         raise StructureError(
             f"{layer}: `{name}` must broadcast to [batch..., heads, queries, keys], "
-            f"here {shape}; got {text_of(given)}."
+            f"here {shape}; got {typed(given)}."
         )
     given = jnp.reshape(given, padded)
     return given.astype(bool) if name == "mask" else given
@@ -285,7 +285,7 @@ def make_attention_mask(
     if not fits:
         raise StructureError(
             "make_attention_mask: expected [batch..., queries] and [batch..., keys], "
-            f"got {text_of(one)} and {text_of(two)}."
+            f"got {typed(one)} and {typed(two)}."
         )
     mask = pairwise_fn(jnp.expand_dims(one, -1), jnp.expand_dims(two, -2))
     axes = (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2)
@@ -331,7 +331,7 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Any:
     arrays = [jnp.asarray(mask) for mask in masks if mask is not None]
     if not arrays:
         return None
-    texts = ", ".join(map(text_of, arrays))
+    texts = ", ".join(map(typed, arrays))
     if len({array.ndim for array in arrays}) != 1:
         raise StructureError(f"combine_masks: masks must have the same rank: {texts}.")
     if not all(_broadcast(arrays[0].shape, array.shape) for array in arrays):

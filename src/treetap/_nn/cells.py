@@ -1,40 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent cells: one step in time, from a carry and an input to both anew.
 
-A cell says how its carry begins; `RNN` runs it over a sequence. `LSTMCell` tells what
-the common arguments mean.
+A cell says how its carry begins, and `RNN` runs it over a sequence. The cells here have
+a carry of one or two vectors, and linear maps of the inputs and of the carry; what they
+have in common, and the checks of the carry, is in `Cell`.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from treetap._modules.random_streams import Rngs
-from treetap._nn.carries import (
-    Cell,
-    Denses,
-    default_recurrent_init,
-    float32_orthogonal,
-)
+from treetap._core.errors import StructureError
+from treetap._core.trees.attributes import data
+from treetap._core.wording import typed
+from treetap._modules.module import Module
+from treetap._modules.random_streams import Rngs, RngStream
+from treetap._nn.dropout import forked, next_key
 from treetap._nn.dtypes import promote_dtype as default_promote
+from treetap._nn.linear import Linear
 from treetap._nn.parameters import (
     NO_METADATA,
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
     Promote,
+    check_rngs,
+    check_sizes,
     default_kernel_init,
+    where,
 )
-from treetap.initializers import zeros
+from treetap.initializers import orthogonal, zeros
 
 Activation = Callable[..., Any]
+_Made = tuple[Initializer, Metadata]  # how a parameter is made
+
+_orthogonal = orthogonal()
+
+
+def float32_orthogonal(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Return an orthogonal matrix, made in float32 and then cast."""
+    return _orthogonal(key, shape, jnp.float32).astype(dtype)
+
+
+def default_recurrent_init(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Return an orthogonal matrix, made in float32 if the dtype is narrower."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return _orthogonal(key, shape, wide).astype(dtype)
+
+
+class RNNCellBase(Module):
+    """Base of recurrent cells: `cell(carry, inputs) -> (carry, outputs)`."""
+
+    @property
+    def num_feature_axes(self) -> int:
+        """How many of the last axes of the inputs belong to one step."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: give the cell a property `num_feature_axes`, for "
+            "instance 1 for inputs that are vectors."
+        )
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: Rngs | RngStream | None = None,
+        carry_init: Initializer | None = None,
+    ) -> Any:
+        """Return the carry to begin with.
+
+        Args:
+            input_shape: The shape of the inputs of one step.
+            rngs: Random streams, or a stream; the initializer of zeros needs none.
+            carry_init: The initializer; zeros without it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: give the cell a method `initialize_carry(shape, "
+            "rngs, carry_init)`, or call the RNN with `initial_carry`."
+        )
+
+
+class Cell(RNNCellBase, Layer):
+    """A cell whose carry is one or more vectors of `hidden_features`."""
+
+    _carries = 1
+
+    in_features: int
+    hidden_features: int
+    carry_init: Initializer | None
+    rngs: RngStream | None
+
+    @property
+    def num_feature_axes(self) -> int:
+        """How many of the last axes of the inputs belong to one step: one."""
+        return 1
+
+    def _begin(
+        self,
+        in_features: int,
+        hidden_features: int,
+        carry_init: Initializer | None,
+        keep_rngs: bool,
+        rngs: Any,
+    ) -> None:
+        """Check sizes and streams, and keep what older programs let a cell keep."""
+        self.in_features, self.hidden_features = check_sizes(
+            self, in_features=in_features, hidden_features=hidden_features
+        )
+        check_rngs(self, rngs)
+        name = type(self).__name__
+        if keep_rngs:
+            _deprecated(f"`{name}(keep_rngs=True)`", "`rngs` of the call")
+        if carry_init is not None:
+            _deprecated(f"`{name}(carry_init=...)`", "`carry_init` of the call")
+        self.rngs = forked(self, rngs, "carry") if keep_rngs else data(None)
+        self.carry_init = carry_init
+
+    def _linear_maps(
+        self, rngs: Rngs, of_inputs: _Made, of_carry: _Made, of_bias: _Made
+    ) -> list[Callable[..., Linear]]:
+        """Return what makes linear maps of the inputs, and what makes the carry's.
+
+        Both are called with the sizes of a map and with `use_bias`.
+        """
+        bias_init, bias_metadata = of_bias
+        return [
+            functools.partial(
+                Linear,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                promote_dtype=self.promote_dtype,
+                rngs=rngs,
+                kernel_init=kernel_init,
+                kernel_metadata=kernel_metadata,
+                bias_init=bias_init,
+                bias_metadata=bias_metadata,
+            )
+            for kernel_init, kernel_metadata in (of_inputs, of_carry)
+        ]
+
+    def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
+        """Refuse a carry that is not for inputs of a batch.
+
+        Args:
+            carry: The carry.
+            batch: The shape of the inputs of one step, without the features.
+        """
+        shape = (*batch, self.hidden_features)
+        if self._carries == 1:
+            given, what = (carry,), f"an array of shape {shape}"
+        else:
+            given = carry if isinstance(carry, tuple | list) else ()
+            what = f"a pair of arrays of shape {shape}"
+        is_good = len(given) == self._carries
+        if not is_good or any(getattr(part, "shape", None) != shape for part in given):
+            found = jax.tree.map(typed, carry)
+            raise StructureError(
+                f"{where(self)}: the carry must be {what}, got {found}. Begin with "
+                "`cell.initialize_carry(...)`."
+            )
+
+    def initialize_carry(
+        self,
+        input_shape: tuple[int, ...],
+        rngs: Rngs | RngStream | None = None,
+        carry_init: Initializer | None = None,
+    ) -> Any:
+        """Return the carry to begin with.
+
+        Args:
+            input_shape: The shape of the inputs of one step.
+            rngs: Random streams, or a stream; the initializer of zeros needs none.
+            carry_init: The initializer; zeros without it.
+        """
+        shape = (*input_shape[:-1], self.hidden_features)
+        init = self.carry_init if carry_init is None else carry_init
+        rngs = self.rngs if rngs is None else rngs
+        if init is not None and rngs is None:
+            raise StructureError(
+                f"{where(self)}: the carry is drawn by `carry_init`, but no `rngs` are "
+                "provided. Give them to `initialize_carry`, or to the RNN."
+            )
+        if rngs is not None and not isinstance(rngs, Rngs | RngStream | jax.Array):
+            next_key(self, rngs, "carry")  # says what is wrong
+        if init is None:
+            made = [jnp.zeros(shape, self.param_dtype) for _ in range(self._carries)]
+        else:
+            keys = [next_key(self, rngs, "carry") for _ in range(self._carries)]
+            made = [init(key, shape, self.param_dtype) for key in keys]
+        return made[0] if self._carries == 1 else tuple(made)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=5)
 
 
 class LSTMCell(Cell):
-    """A long short-term memory, with a matrix for each gate.
+    """Step a long short-term memory, with a matrix for each gate.
 
     The carry is a pair: what is remembered, and the outputs.
 
@@ -46,12 +212,14 @@ class LSTMCell(Cell):
         kernel_init: The initializer of the matrices for the inputs.
         recurrent_kernel_init: The initializer of those for the carry.
         bias_init: The initializer of the biases.
-        dtype: The dtype to compute in, as for `Linear`.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         carry_init: Deprecated; give it to `initialize_carry`.
-        promote_dtype: What brings inputs and parameters to one dtype.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
         keep_rngs: Deprecated; whether to keep a stream for the carry.
-        rngs: Random streams.
+        rngs: Random streams; `params` gives one key to each parameter.
         kernel_metadata: Metadata of the matrices for the inputs.
         recurrent_kernel_metadata: Metadata of those for the carry.
         bias_metadata: Metadata of the biases.
@@ -87,31 +255,28 @@ class LSTMCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._set_sizes(in_features, hidden_features)
+        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.gate_fn = gate_fn
         self.activation_fn = activation_fn
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
-        self._begin(keep_rngs, rngs, carry_init)
-        denses = Denses(
-            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
+        of_inputs, of_carry = self._linear_maps(
+            rngs,
             (kernel_init, kernel_metadata),
             (recurrent_kernel_init, recurrent_kernel_metadata),
+            (bias_init, bias_metadata),
         )
-        sizes = (in_features, hidden_features)
+        sizes, size = (in_features, hidden_features), hidden_features
         self.ii, self.if_, self.ig, self.io = (
-            denses.make(denses.of_inputs, sizes, use_bias=False) for _ in range(4)
+            of_inputs(*sizes, use_bias=False) for _ in range(4)
         )
-        sizes = (hidden_features, hidden_features)
         self.hi, self.hf, self.hg, self.ho = (
-            denses.make(denses.of_carry, sizes, use_bias=True) for _ in range(4)
+            of_carry(size, size, use_bias=True) for _ in range(4)
         )
 
     def __call__(
         self, carry: tuple[Array, Array], inputs: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """One step.
+        """Take one step.
 
         Args:
             carry: What is remembered, and the outputs of the step before.
@@ -154,45 +319,44 @@ class FusedCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._set_sizes(in_features, hidden_features)
+        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.gate_fn = gate_fn
         self.activation_fn = activation_fn
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
-        self._begin(keep_rngs, rngs, carry_init)
-        denses = Denses(
-            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
+        of_inputs, of_carry = self._linear_maps(
+            rngs,
             (kernel_init, kernel_metadata),
             (recurrent_kernel_init, recurrent_kernel_metadata),
+            (bias_init, bias_metadata),
         )
         width = self._gates * self.hidden_features
-        sizes, bias = (self.in_features, width), self._bias_of_inputs
-        self.dense_i = denses.make(denses.of_inputs, sizes, use_bias=bias)
-        sizes = (self.hidden_features, width)
-        self.dense_h = denses.make(denses.of_carry, sizes, use_bias=not bias)
+        bias = self._bias_of_inputs
+        self.dense_i = of_inputs(self.in_features, width, use_bias=bias)
+        self.dense_h = of_carry(self.hidden_features, width, use_bias=not bias)
 
 
 class OptimizedLSTMCell(FusedCell):
-    """A long short-term memory, with one matrix for all gates.
+    """Step a long short-term memory, with one matrix for all gates.
 
     The same function as `LSTMCell`, faster; the parameters are arranged otherwise
     (gates i, f, g, o side by side), so those of one do not fit the other.
 
     Args:
-        in_features: This and those that follow, as for `LSTMCell`.
+        in_features: The features of the inputs.
         hidden_features: The features of the carry and the outputs.
         gate_fn: The activation of the gates.
         activation_fn: The activation of what is remembered and put out.
         kernel_init: The initializer of the matrix for the inputs.
         recurrent_kernel_init: The initializer of the one for the carry.
         bias_init: The initializer of the bias.
-        dtype: The dtype to compute in.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         carry_init: Deprecated; give it to `initialize_carry`.
-        promote_dtype: What brings inputs and parameters to one dtype.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
         keep_rngs: Deprecated; whether to keep a stream for the carry.
-        rngs: Random streams.
+        rngs: Random streams; `params` gives one key to each parameter.
         kernel_metadata: Metadata of the matrix for the inputs.
         recurrent_kernel_metadata: Metadata of the one for the carry.
         bias_metadata: Metadata of the bias.
@@ -204,7 +368,7 @@ class OptimizedLSTMCell(FusedCell):
     def __call__(
         self, carry: tuple[Array, Array], inputs: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """One step.
+        """Take one step.
 
         Args:
             carry: What is remembered, and the outputs of the step before.
@@ -219,22 +383,24 @@ class OptimizedLSTMCell(FusedCell):
 
 
 class GRUCell(FusedCell):
-    """A gated recurrent unit; the bias is on the side of the inputs.
+    """Step a gated recurrent unit; the bias is on the side of the inputs.
 
     Args:
-        in_features: This and those that follow, as for `LSTMCell`.
+        in_features: The features of the inputs.
         hidden_features: The features of the carry and the outputs.
         gate_fn: The activation of the gates.
         activation_fn: The activation of what is new.
         kernel_init: The initializer of the matrix for the inputs.
         recurrent_kernel_init: The initializer of the one for the carry.
         bias_init: The initializer of the bias.
-        dtype: The dtype to compute in.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         carry_init: Deprecated; give it to `initialize_carry`.
-        promote_dtype: What brings inputs and parameters to one dtype.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
         keep_rngs: Deprecated; whether to keep a stream for the carry.
-        rngs: Random streams.
+        rngs: Random streams; `params` gives one key to each parameter.
         kernel_metadata: Metadata of the matrix for the inputs.
         recurrent_kernel_metadata: Metadata of the one for the carry.
         bias_metadata: Metadata of the bias.
@@ -244,7 +410,7 @@ class GRUCell(FusedCell):
     _bias_of_inputs = True
 
     def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
-        """One step.
+        """Take one step.
 
         Args:
             carry: The outputs of the step before.
@@ -260,12 +426,13 @@ class GRUCell(FusedCell):
 
 
 class SimpleCell(Cell):
-    """The plain recurrent cell: an activation of the sum of two linear maps.
+    """Step the plain recurrent cell: an activation of the sum of two linear maps.
 
     Args:
-        in_features: This and those that follow, as for `LSTMCell`.
+        in_features: The features of the inputs.
         hidden_features: The features of the carry and the outputs.
-        dtype: The dtype to compute in.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         carry_init: Deprecated; give it to `initialize_carry`.
         residual: Whether to add the carry as well.
@@ -273,9 +440,10 @@ class SimpleCell(Cell):
         kernel_init: The initializer of the matrix for the inputs.
         recurrent_kernel_init: The initializer of the one for the carry.
         bias_init: The initializer of the bias.
-        promote_dtype: What brings inputs and parameters to one dtype.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
         keep_rngs: Deprecated; whether to keep a stream for the carry.
-        rngs: Random streams.
+        rngs: Random streams; `params` gives one key to each parameter.
         kernel_metadata: Metadata of the matrix for the inputs.
         recurrent_kernel_metadata: Metadata of the one for the carry.
         bias_metadata: Metadata of the bias.
@@ -301,24 +469,21 @@ class SimpleCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._set_sizes(in_features, hidden_features)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.residual = residual
         self.activation_fn = activation_fn
-        self.promote_dtype = promote_dtype
-        self._begin(keep_rngs, rngs, carry_init)
-        denses = Denses(
-            *(dtype, param_dtype, promote_dtype, rngs, bias_init, bias_metadata),
+        of_inputs, of_carry = self._linear_maps(
+            rngs,
             (kernel_init, kernel_metadata),
             (recurrent_kernel_init, recurrent_kernel_metadata),
+            (bias_init, bias_metadata),
         )
-        size = hidden_features
-        self.dense_h = denses.make(denses.of_carry, (size, size), False)
-        self.dense_i = denses.make(denses.of_inputs, (in_features, size), True)
+        self.dense_h = of_carry(hidden_features, hidden_features, use_bias=False)
+        self.dense_i = of_inputs(in_features, hidden_features, use_bias=True)
 
     def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
-        """One step.
+        """Take one step.
 
         Args:
             carry: The outputs of the step before.

@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
+from treetap._core.wording import typed
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.parameters import (
     Array,
     canonical_axes,
     check_rate,
-    text_of,
     where,
 )
 
@@ -53,7 +53,7 @@ def next_key(layer: Any, rngs: Any, name: str) -> Any:
         return rngs
     raise TypeError(
         f"{where(layer)}: `rngs` must be an Rngs, an RngStream or a key, got "
-        f"{text_of(rngs)}."
+        f"{typed(rngs)}."
     )
 
 
@@ -121,7 +121,7 @@ class Dropout(Module):
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
             raise StructureError(
                 f"{where(self)}: elements that are kept are scaled, so inputs must be "
-                f"floating or complex, not {text_of(inputs)}."
+                f"floating or complex, not {typed(inputs)}."
             )
         keep = 1.0 - self.rate
         shared = canonical_axes(self, self.broadcast_dims, inputs.ndim)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from treetap._core.errors import StructureError
-from treetap._modules.module import Module
+from treetap._core.variables.kinds import Param
+from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.parameters import (
@@ -19,12 +20,13 @@ from treetap._nn.parameters import (
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
+    ParameterSpec,
     Promote,
     check_features,
     check_sizes,
-    parameter,
-    text_of,
+    make_parameters,
     where,
 )
 from treetap.initializers import variance_scaling
@@ -32,8 +34,8 @@ from treetap.initializers import variance_scaling
 default_embed_init = variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-class Embed(Module):
-    """A table of vectors, looked up by number.
+class Embed(Layer):
+    """Look up vectors in a table, by number.
 
     A number past the end gives NaN, a negative one counts from the end.
 
@@ -43,8 +45,9 @@ class Embed(Module):
         dtype: The dtype of the results; that of the table without it.
         param_dtype: The dtype of the table.
         embedding_init: The initializer of the table.
-        promote_dtype: What casts the table, as for `Linear`.
-        rngs: Random streams.
+        promote_dtype: What casts the table (and in `attend` the query as well), called
+            as `promote_dtype`.
+        rngs: Random streams; `params` gives a key to the table.
         embedding_metadata: Metadata of the table.
 
     Examples:
@@ -53,6 +56,8 @@ class Embed(Module):
         >>> table(jnp.array([[1, 2, 3]])).shape
         (1, 3, 4)
     """
+
+    embedding: Param[Any]
 
     def __init__(
         self,
@@ -66,21 +71,15 @@ class Embed(Module):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
-        num_embeddings, features = check_sizes(
-            self, num_embeddings=num_embeddings, features=features
-        )
-        self.embedding = parameter(
-            *(self, "embedding", embedding_init, (num_embeddings, features)),
-            *(param_dtype, rngs, embedding_metadata),
-        )
-        self.num_embeddings = num_embeddings
-        self.features = features
-        self.dtype = self.embedding.dtype if dtype is None else dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
+        shape = check_sizes(self, num_embeddings=num_embeddings, features=features)
+        table = ParameterSpec(embedding_init, shape, embedding_metadata)
+        make_parameters(self, rngs, param_dtype, embedding=table)
+        self.num_embeddings, self.features = shape
+        dtype = self.embedding.dtype if dtype is None else dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
-        """The rows that `inputs` names.
+        """Return the rows that `inputs` names.
 
         Args:
             inputs: Whole numbers, of any shape.
@@ -91,7 +90,7 @@ class Embed(Module):
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise StructureError(
                 f"{where(self)}: rows are looked up by whole numbers, not by "
-                f"{text_of(inputs)}. Cast them with `.astype(int)`."
+                f"{typed(inputs)}. Cast them with `.astype(int)`."
             )
         (table,) = self.promote_dtype(
             (self.embedding.get_value(),), dtype=self.dtype, inexact=False
@@ -104,23 +103,19 @@ class Embed(Module):
         return take(table, inputs)
 
     def attend(self, query: Array, out_sharding: Any = None) -> jax.Array:
-        """A score of `query` for each row: its product with the table, transposed.
+        """Return a score for each row: the product of `query` and the transposed table.
 
         Args:
             query: An array with `features` on its last axis.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
         check_features(self, query, self.features)
-        query, table = self.promote_dtype(
-            (query, self.embedding.get_value()), dtype=self.dtype
-        )
-        if out_sharding is None:
-            return jnp.dot(query, table.T)
+        query, table = self._promoted(query, self.embedding)
         return jnp.dot(query, table.T, out_sharding=out_sharding)
 
 
 def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | None:
-    """How rows lie that each device can look up by itself; None where JAX decides.
+    """Return how rows lie if each device can look up its own; None where JAX decides.
 
     JAX wants to be told as soon as the numbers are split, though there is no choice
     when the table is not split along its rows, and not in the same way as the numbers.
@@ -138,6 +133,7 @@ def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | N
 
 
 def _rows(table: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Look rows up; the one row of a table of one needs no looking up."""
     if table.shape[0] == 1:
         row = jnp.reshape(table, (1,) * numbers.ndim + (-1,))
         return jnp.broadcast_to(row, (*numbers.shape, table.shape[1]))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear maps: over the last axis, over any axes, and by an einsum string.
 
-The first class, `Linear`, tells what the arguments common to all layers mean.
+They share a base with the convolutions, `Affine`: a kernel that inputs are multiplied
+by, a bias that may be missing, and how the product is computed.
 """
 
 import math
@@ -14,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from treetap._core.errors import StructureError
-from treetap._modules.module import Module
+from treetap._core.variables.kinds import Param
+from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.parameters import (
@@ -22,31 +24,59 @@ from treetap._nn.parameters import (
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
+    ParameterSpec,
     Precision,
     Promote,
     Shape,
-    absent,
     as_tuple,
     canonical_axes,
+    check_all_sizes,
     check_features,
     check_sizes,
     default_kernel_init,
-    parameter,
-    text_of,
-    value_of,
+    make_parameters,
     where,
 )
 from treetap.initializers import zeros
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Options that are not None: an operation of the user's need not know them."""
+    """Return options that are not None: a user's own operation need not know them."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-class Linear(Module):
-    """A linear map of the last axis, `inputs @ kernel + bias`.
+def over_last(bias: jax.Array, outputs: jax.Array) -> jax.Array:
+    """Return a bias over the last axes, with an axis of size 1 for each one before."""
+    return jnp.reshape(bias, (1,) * (outputs.ndim - bias.ndim) + bias.shape)
+
+
+class Affine(Layer):
+    """Base of layers that multiply inputs by a kernel, and may add a bias.
+
+    A layer makes `kernel` and `bias` and says how it computes. A call takes its three
+    operands from `_operands`, and what its operation is told from `_options`.
+    """
+
+    kernel: Param[Any]
+    bias: Param[Any] | None
+    precision: Precision
+    preferred_element_type: Dtype | None
+
+    def _operands(self, inputs: Array) -> tuple[jax.Array, ...]:
+        """Return inputs, kernel and bias (or None) in the dtype to compute in."""
+        return self._promoted(inputs, self.kernel, self.bias)
+
+    def _options(self, out_sharding: Any = None) -> dict[str, Any]:
+        """Return the keywords of the operation that multiplies."""
+        element_type = self.preferred_element_type
+        more = given(preferred_element_type=element_type, out_sharding=out_sharding)
+        return {"precision": self.precision, **more}
+
+
+class Linear(Affine):
+    """Map the last axis linearly: `inputs @ kernel + bias`.
 
     Args:
         in_features: The size of the last axis of the inputs.
@@ -92,55 +122,31 @@ class Linear(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        in_features, out_features = check_sizes(
-            self, in_features=in_features, out_features=out_features
-        )
-        shape = (in_features, out_features)
-        self.kernel = parameter(
-            self, "kernel", kernel_init, shape, param_dtype, rngs, kernel_metadata
-        )
-        self.bias = absent()
-        if use_bias:
-            self.bias = parameter(
-                self, "bias", bias_init, shape[1:], param_dtype, rngs, bias_metadata
-            )
-        self.in_features = in_features
-        self.out_features = out_features
+        sizes = check_sizes(self, in_features=in_features, out_features=out_features)
+        kernel = ParameterSpec(kernel_init, sizes, kernel_metadata)
+        bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
+        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        self.in_features, self.out_features = sizes
         self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
         self.dot_general = dot_general
-        self.promote_dtype = promote_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
+        self.precision = precision
         self.preferred_element_type = preferred_element_type
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
-        """The map of `inputs`.
+        """Map `inputs`.
 
         Args:
             inputs: An array with `in_features` on its last axis.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
         check_features(self, inputs, self.in_features)
-        inputs, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
-        )
+        inputs, kernel, bias = self._operands(inputs)
+        summed = ((inputs.ndim - 1,), (0,)), ((), ())
         outputs = self.dot_general(
-            inputs,
-            kernel,
-            (((inputs.ndim - 1,), (0,)), ((), ())),
-            precision=self.precision,
-            **given(
-                preferred_element_type=self.preferred_element_type,
-                out_sharding=out_sharding,
-            ),
+            inputs, kernel, summed, **self._options(out_sharding)
         )
         return outputs if bias is None else outputs + over_last(bias, outputs)
-
-
-def over_last(bias: jax.Array, outputs: jax.Array) -> jax.Array:
-    """A bias over the last axes, with the axes before them that the outputs have."""
-    return jnp.reshape(bias, (1,) * (outputs.ndim - bias.ndim) + bias.shape)
 
 
 class FrozenMapping(Mapping[Any, Any]):
@@ -165,8 +171,8 @@ class FrozenMapping(Mapping[Any, Any]):
         return repr(self._items)
 
 
-class LinearGeneral(Module):
-    """A linear map over any axes.
+class LinearGeneral(Affine):
+    """Map any axes linearly.
 
     The kernel has the batch axes, the axes that are summed over, and the new ones; the
     outputs have the batch axes, what is left of the inputs, and the new ones.
@@ -178,17 +184,21 @@ class LinearGeneral(Module):
         batch_axis: The axes that inputs and kernel share, with their sizes; the first
             axes of the inputs.
         use_bias: Whether to add a bias.
-        dtype: This and those that follow, as for `Linear`.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
-        kernel_init: Asked for a matrix, of all axes summed over by all new ones.
+        kernel_init: The initializer of the kernel. It is asked for a matrix: all axes
+            summed over, by all new ones.
         bias_init: The initializer of the bias.
         precision: As for `jax.lax.dot_general`.
-        promote_dtype: What brings inputs and parameters to one dtype.
-        dot_general: What to compute with; `jax.lax.dot_general` without it.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
+        dot_general: What to compute with, called as `jax.lax.dot_general`, which is
+            used without it.
         dot_general_cls: Deprecated; a class whose instances are such functions.
         preferred_element_type: As for `jax.lax.dot_general`.
-        rngs: Random streams.
-        kernel_metadata: Metadata of the kernel.
+        rngs: Random streams; `params` gives one key to each parameter.
+        kernel_metadata: Metadata of the kernel, such as `out_sharding`.
         bias_metadata: Metadata of the bias.
 
     Examples:
@@ -223,35 +233,28 @@ class LinearGeneral(Module):
         self.out_features = as_tuple(out_features)
         self.axis = as_tuple(axis)
         self.batch_axis = FrozenMapping(batch_axis)
-        batch, taken = self._checked()
-        flat = (math.prod(batch) * math.prod(taken), math.prod(self.out_features))
-        self.kernel = parameter(
-            *(self, "kernel", kernel_init, flat, param_dtype, rngs, kernel_metadata),
-            reshape=(*batch, *taken, *self.out_features),
+        batch = self._checked_batch()
+        sizes = (*batch, *self.in_features, *self.out_features)
+        copies, created = math.prod(batch), math.prod(self.out_features)
+        flat = (copies * math.prod(self.in_features), created)
+        sums = (*batch, *self.out_features)
+        kernel = ParameterSpec(kernel_init, flat, kernel_metadata, reshape=sizes)
+        bias = ParameterSpec(
+            bias_init, (copies * created,), bias_metadata, use_bias, reshape=sums
         )
-        self.bias = absent()
-        if use_bias:
-            count = math.prod(batch) * flat[1]
-            self.bias = parameter(
-                *(self, "bias", bias_init, (count,), param_dtype, rngs, bias_metadata),
-                reshape=(*batch, *self.out_features),
-            )
+        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
         self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
         self.dot_general = dot_general
         self.dot_general_cls = dot_general_cls
-        self.promote_dtype = promote_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
+        self.precision = precision
         self.preferred_element_type = preferred_element_type
 
-    def _checked(self) -> tuple[Shape, Shape]:
-        """The sizes of batch axes and of axes summed over, if all fit together."""
-        for name in ("in_features", "out_features"):
-            for size in getattr(self, name):
-                check_sizes(self, **{name: size})
-        for size in self.batch_axis.values():
-            check_sizes(self, batch_axis=size)
+    def _checked_batch(self) -> Shape:
+        """Return the sizes of the batch axes, if all sizes fit together."""
+        check_all_sizes(self, "in_features", self.in_features)
+        check_all_sizes(self, "out_features", self.out_features)
+        check_all_sizes(self, "batch_axis", self.batch_axis.values())
         if len(self.in_features) != len(self.axis):
             raise StructureError(
                 f"LinearGeneral: in_features={self.in_features} and axis={self.axis} "
@@ -263,41 +266,31 @@ class LinearGeneral(Module):
                 f"LinearGeneral: the batch axes are {tuple(self.batch_axis)}, but must "
                 "be the first ones, 0, 1, ... Move them to the front of the inputs."
             )
-        return tuple(self.batch_axis[i] for i in batch), self.in_features
+        return tuple(self.batch_axis[i] for i in batch)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
-        """The map of `inputs`.
+        """Map `inputs`.
 
         Args:
             inputs: An array.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
         axes = self._axes_of(inputs)
-        inputs, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
-        )
+        inputs, kernel, bias = self._operands(inputs)
         batch = tuple(range(len(self.batch_axis)))
         summed = tuple(range(len(batch), len(batch) + len(axes)))
+        dimensions = (axes, summed), (batch, batch)
         outputs = self._operation()(
-            inputs,
-            kernel,
-            ((axes, summed), (batch, batch)),
-            precision=self.precision,
-            **given(
-                preferred_element_type=self.preferred_element_type,
-                out_sharding=out_sharding,
-            ),
+            inputs, kernel, dimensions, **self._options(out_sharding)
         )
         if bias is None:
             return outputs
-        left = inputs.ndim - len(batch) - len(axes)
-        first = bias.shape[: len(batch)]
-        return outputs + jnp.reshape(
-            bias, (*first, *(1,) * left, *bias.shape[len(batch) :])
-        )
+        left = (1,) * (inputs.ndim - len(batch) - len(axes))
+        shape = bias.shape[: len(batch)] + left + bias.shape[len(batch) :]
+        return outputs + jnp.reshape(bias, shape)
 
     def _axes_of(self, inputs: Array) -> tuple[int, ...]:
-        """The axes of the inputs to sum over, if they have the sizes."""
+        """Return the axes of the inputs to sum over, if they have the sizes."""
         shape = jnp.shape(inputs)
         axes = canonical_axes(self, self.axis, len(shape))
         batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
@@ -306,34 +299,37 @@ class LinearGeneral(Module):
             first = f" after the batch axes {batch}" if batch else ""
             raise StructureError(
                 f"{where(self)}: expected {self.in_features} on the axes {self.axis}"
-                f"{first}, got {text_of(inputs)}."
+                f"{first}, got {typed(inputs)}."
             )
         return axes
 
     def _operation(self) -> Callable[..., Any]:
+        """Return what to compute with."""
         if self.dot_general_cls is not None:
             return self.dot_general_cls()
         return lax.dot_general if self.dot_general is None else self.dot_general
 
 
-class Einsum(Module):
-    """An einsum of the inputs with a kernel, and a bias where one is asked for.
+class Einsum(Affine):
+    """Multiply inputs by a kernel as an einsum says, and add a bias if asked to.
 
     Args:
         einsum_str: The two operands and the result, such as `"nta,hab->nthb"`; None if
             each call says it.
         kernel_shape: The shape of the kernel.
         bias_shape: The shape of the bias: of the axes the result has from the kernel.
-        dtype: This and those that follow, as for `Linear`.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         precision: As for `jax.numpy.einsum`.
         kernel_init: The initializer of the kernel.
         bias_init: The initializer of the bias.
-        promote_dtype: What brings inputs and parameters to one dtype.
+        promote_dtype: What brings inputs and parameters to one dtype, called as
+            `promote_dtype`.
         einsum_op: What to compute with, called as `jax.numpy.einsum`.
         preferred_element_type: As for `jax.numpy.einsum`.
-        rngs: Random streams.
-        kernel_metadata: Metadata of the kernel.
+        rngs: Random streams; `params` gives one key to each parameter.
+        kernel_metadata: Metadata of the kernel, such as `out_sharding`.
         bias_metadata: Metadata of the bias.
 
     Examples:
@@ -362,34 +358,26 @@ class Einsum(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         if einsum_str is not None:
-            _operands(self, einsum_str)
-        for size in kernel_shape:
-            check_sizes(self, kernel_shape=size)
+            _terms(self, einsum_str)
+        check_all_sizes(self, "kernel_shape", kernel_shape)
         kernel_shape = as_tuple(kernel_shape)
-        self.kernel = parameter(
-            *(self, "kernel", kernel_init, kernel_shape, param_dtype, rngs),
-            kernel_metadata,
-        )
-        self.bias = absent()
-        if bias_shape is not None:
-            bias_shape = tuple(bias_shape)
-            self.bias = parameter(
-                self, "bias", bias_init, bias_shape, param_dtype, rngs, bias_metadata
-            )
+        bias_shape = None if bias_shape is None else tuple(bias_shape)
+        has_bias = bias_shape is not None
+        kernel = ParameterSpec(kernel_init, kernel_shape, kernel_metadata)
+        bias = ParameterSpec(bias_init, bias_shape or (), bias_metadata, has_bias)
+        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
         self.einsum_str = einsum_str
         self.kernel_shape = kernel_shape
         self.bias_shape = bias_shape
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
         self.einsum_op = einsum_op
+        self._compute_in(dtype, param_dtype, promote_dtype)
+        self.precision = precision
         self.preferred_element_type = preferred_element_type
 
     def __call__(
         self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        """The einsum of `inputs` and the kernel.
+        """Multiply `inputs` by the kernel.
 
         Args:
             inputs: The first operand.
@@ -402,31 +390,20 @@ class Einsum(Module):
                 f"{where(self)}: no einsum string. Give one to the layer or the call."
             )
         text = text.replace(" ", "")
-        operands = _operands(self, text)
-        self._check(text, operands, inputs)
-        inputs, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), value_of(self.bias)), dtype=self.dtype
-        )
-        outputs = self.einsum_op(
-            text,
-            inputs,
-            kernel,
-            precision=self.precision,
-            **given(
-                preferred_element_type=self.preferred_element_type,
-                out_sharding=out_sharding,
-            ),
-        )
+        terms = _terms(self, text)
+        self._check(text, terms, inputs)
+        inputs, kernel, bias = self._operands(inputs)
+        outputs = self.einsum_op(text, inputs, kernel, **self._options(out_sharding))
         if bias is None:
             return outputs
-        return outputs + self._over_result(bias, operands, outputs.ndim)
+        return outputs + self._over_result(bias, terms, outputs.ndim)
 
-    def _check(self, text: str, operands: tuple[str, str, str], inputs: Any) -> None:
-        """Refuses operands that do not have the axes that the string says."""
+    def _check(self, text: str, terms: tuple[str, str, str], inputs: Any) -> None:
+        """Refuse operands that do not have the axes that the string says."""
         sizes: dict[str, int] = {}
         shapes = (np.shape(inputs), self.kernel_shape)
-        fits = all(letter in operands[0] + operands[1] for letter in operands[2])
-        for letters, shape in zip(operands, shapes):
+        fits = all(letter in terms[0] + terms[1] for letter in terms[2])
+        for letters, shape in zip(terms, shapes):
             before, dots, after = letters.partition("...")
             fits &= len(before + after) <= len(shape)
             fits &= bool(dots) or len(letters) == len(shape)
@@ -435,15 +412,15 @@ class Einsum(Module):
                 fits &= sizes.setdefault(letter, size) == size
         if not fits:
             raise StructureError(
-                f"{where(self)}: {text!r} does not fit inputs {text_of(inputs)} and a "
+                f"{where(self)}: {text!r} does not fit inputs {typed(inputs)} and a "
                 f"kernel of {self.kernel_shape}."
             )
 
     def _over_result(
-        self, bias: jax.Array, operands: tuple[str, str, str], rank: int
+        self, bias: jax.Array, terms: tuple[str, str, str], rank: int
     ) -> jax.Array:
-        """The bias, with the axes of the result that the kernel does not give."""
-        _, kernel, result = operands
+        """Return the bias, with size 1 on axes that are not from the kernel."""
+        _, kernel, result = terms
         # What "..." stands for gets letters of its own, the last ones for the kernel's.
         unnamed = [chr(0x3B1 + i) for i in range(rank - len(result) + 3)]
         count = len(self.kernel_shape) - len(kernel) + 3
@@ -454,14 +431,14 @@ class Einsum(Module):
         if math.prod(shape) != bias.size:
             kept = tuple(sizes[letter] for letter in result if letter in sizes)
             raise StructureError(
-                f"{where(self)}: the result of {','.join(operands[:2])}->{result} has "
+                f"{where(self)}: the result of {','.join(terms[:2])}->{result} has "
                 f"the axes {kept} from the kernel, but bias_shape={self.bias_shape}."
             )
         return jnp.reshape(bias, shape)
 
 
-def _operands(layer: Any, text: str) -> tuple[str, str, str]:
-    """The parts of an einsum string: of the inputs, of the kernel, of the result."""
+def _terms(layer: Any, text: str) -> tuple[str, str, str]:
+    """Split an einsum string: axes of the inputs, of the kernel, of the result."""
     text = text.replace(" ", "")
     if text.count("->") != 1 or text.count(",") != 1:
         raise StructureError(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Cache
+from treetap._core.wording import typed
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.attention import (
@@ -40,7 +41,6 @@ from treetap._nn.parameters import (
     check_rngs,
     check_sizes,
     default_kernel_init,
-    text_of,
     where,
 )
 from treetap.initializers import zeros
@@ -363,7 +363,7 @@ class MultiHeadAttention(Module):
             if jnp.ndim(array) < 2 or jnp.shape(array)[-1] != features:
                 raise StructureError(
                     f"{where(self)}: `inputs_{name}` must be [batch..., length, "
-                    f"{features}], got {text_of(array)}."
+                    f"{features}], got {typed(array)}."
                 )
         return k, v
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalising layers: batch, layer, root-mean-square, group, instance.
+"""Normalization: layers that bring features to mean 0 and variance 1.
 
-All divide by moments (see `moments`) in float32 or wider, multiply by a scale and add a
-bias, and only then go back to the dtype asked for. `LayerNorm` tells what the common
-arguments mean.
+Batch, layer, root-mean-square, group and instance normalization differ in the axes they
+take moments over. All take them in float32 or wider, whatever the inputs are, and, if
+asked, over a named axis of a mapping as well. They divide, multiply by a scale and add
+a bias in that dtype, and only then go back to the dtype asked for.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,71 +17,149 @@ import numpy as np
 from jax import lax
 
 from treetap._core.errors import StructureError
-from treetap._core.variables.kinds import BatchStat
-from treetap._modules.module import Module
+from treetap._core.trees.attributes import data
+from treetap._core.variables.kinds import BatchStat, Param
+from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import common_dtype
 from treetap._nn.dtypes import promote_dtype as default_promote
-from treetap._nn.moments import Across, checked_mask, mean_square, moments, wide
 from treetap._nn.parameters import (
     NO_METADATA,
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
+    ParameterSpec,
     Promote,
-    absent,
-    as_tuple,
     canonical_axes,
     check_features,
     check_sizes,
-    parameter,
-    text_of,
+    make_parameters,
+    static_axes,
     value_of,
     where,
 )
 from treetap.initializers import ones, zeros
 
 Axes = int | Sequence[int]
+Groups = Sequence[Sequence[int]] | None
 
 
-class Normalizing(Module):
-    """Base of layers that normalise: the parameters, and the last steps."""
+class Across(NamedTuple):
+    """How to take moments.
 
-    scale: Any
-    bias: Any
-    dtype: Any
-    param_dtype: Any
+    Attributes:
+        axis_name: An axis of a surrounding mapping to take the mean over as well.
+        axis_index_groups: Which of its indices belong together.
+        is_fast: Whether to take the variance from the mean square.
+    """
+
+    axis_name: str | None = None
+    axis_index_groups: Groups = None
+    is_fast: bool = True
+
+    def mean(self, *values: jax.Array) -> list[jax.Array]:
+        """Return means over the named axis as well, in one collective."""
+        if self.axis_name is None:
+            return list(values)
+        stacked, groups = jnp.stack(values), self.axis_index_groups
+        return list(lax.pmean(stacked, self.axis_name, axis_index_groups=groups))
+
+
+def wide(x: Any) -> jax.Array:
+    """Return the array in float32, or in what is wider."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def checked_mask(layer: Any, mask: Any, shape: tuple[int, ...]) -> Any:
+    """Return a mask of the elements that count, of the shape of the inputs."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise StructureError(
+            f"{where(layer)}: `mask` must be boolean, it says which elements count; "
+            f"got {typed(mask)}."
+        )
+    fits = mask.ndim <= len(shape) and all(
+        m in (1, s) for m, s in zip(mask.shape[::-1], shape[::-1])
+    )
+    if not fits:
+        raise StructureError(
+            f"{where(layer)}: `mask` must broadcast to the inputs of shape {shape}, "
+            f"got {typed(mask)}."
+        )
+    mask = jnp.reshape(mask, (1,) * (len(shape) - mask.ndim) + mask.shape)
+    return jnp.broadcast_to(mask, shape)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """Return squares; of complex numbers, those of their lengths."""
+    return jnp.square(jnp.abs(x)) if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+def mean_square(
+    x: jax.Array, axes: Sequence[int], across: Across, mask: Any
+) -> jax.Array:
+    """Return the mean of the squares over axes, which stay with size 1."""
+    taken = jnp.mean(_square(x), axis=tuple(axes), keepdims=True, where=mask)
+    return across.mean(taken)[0]
+
+
+def moments(
+    x: jax.Array, axes: Sequence[int], across: Across, mask: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return mean and biased variance over axes, which stay with size 1."""
+    taken = tuple(axes)
+    mean = jnp.mean(x, axis=taken, keepdims=True, where=mask)
+    if across.is_fast:
+        square = jnp.mean(_square(x), axis=taken, keepdims=True, where=mask)
+        mean, square = across.mean(mean, square)
+        return mean, jnp.maximum(0.0, square - _square(mean))
+    (mean,) = across.mean(mean)
+    spread = jnp.mean(_square(x - mean), axis=taken, keepdims=True, where=mask)
+    return mean, across.mean(spread)[0]
+
+
+class Normalizing(Layer):
+    """Base of layers that normalize: what they are told, and what follows moments."""
+
+    num_features: int
     epsilon: float
-    axis_name: Any
-    axis_index_groups: Any
+    axis_name: str | None
+    axis_index_groups: Groups
     use_fast_variance: bool
-    promote_dtype: Promote
+    scale: Param[Any] | None
+    bias: Param[Any] | None
 
-    def _make(
-        self,
-        num_features: int,
-        scale: tuple[bool, Initializer, Metadata],
-        bias: tuple[bool, Initializer, Metadata],
-        rngs: Any,
-    ) -> None:
-        """Makes scale and bias, in this order."""
-        dtype = self.param_dtype
-        for name, (used, init, metadata) in (("scale", scale), ("bias", bias)):
-            made = absent()
-            if used:
-                shape = (num_features,)
-                made = parameter(self, name, init, shape, dtype, rngs, metadata)
-            setattr(self, name, made)
+    def _take_moments(self, axis_name: str | None, groups: Groups, fast: bool) -> None:
+        """Keep how to take moments, as static attributes."""
+        self.axis_name = axis_name
+        self.axis_index_groups = None if groups is None else tuple(map(tuple, groups))
+        self.use_fast_variance = fast
 
     def _across(self) -> Across:
-        """How to take moments."""
+        """Return how to take moments."""
         return Across(self.axis_name, self.axis_index_groups, self.use_fast_variance)
 
+    def _moments(
+        self, x: jax.Array, axes: Sequence[int], mask: Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return mean and variance over axes, of the elements that count."""
+        counted = checked_mask(self, mask, x.shape)
+        return moments(x, axes, self._across(), counted)
+
     def _normalized(
-        self, x: jax.Array, mean: Any, var: jax.Array, inputs: Any, shape: Any
+        self,
+        x: jax.Array,
+        mean: jax.Array | None,
+        var: jax.Array,
+        inputs: Array,
+        shape: Sequence[int],
     ) -> jax.Array:
-        """The steps after the moments.
+        """Take the steps after the moments.
 
         Args:
             x: The inputs in the dtype of the moments.
@@ -99,31 +178,26 @@ class Normalizing(Module):
             y = y + jnp.reshape(bias.astype(y.dtype), shape)
         return y.astype(dtype)
 
-    def _result_dtype(self, values: tuple[Any, ...]) -> Any:
-        """The dtype of the outputs; a replacement of `promote_dtype` decides it."""
+    def _result_dtype(self, values: tuple[Any, ...]) -> Dtype:
+        """Return the dtype of the outputs; a replaced `promote_dtype` decides it."""
         if self.promote_dtype is not default_promote:
             return self.promote_dtype(values, dtype=self.dtype)[0].dtype
         return common_dtype(values) if self.dtype is None else self.dtype
 
-    def _feature_shape(self, x: jax.Array, axes: Axes, features: int) -> Any:
-        """The shape of scale and bias against `x`: its feature axes."""
+    def _feature_shape(self, x: jax.Array, axes: Axes) -> list[int]:
+        """Return the shape of scale and bias against `x`: that of its feature axes."""
         taken = canonical_axes(self, axes, x.ndim)
         shape = [size if i in taken else 1 for i, size in enumerate(x.shape)]
-        if math.prod(shape) != features:
+        if math.prod(shape) != self.num_features:
             raise StructureError(
-                f"{where(self)}: expected {features} features on axis {axes}, got "
-                f"{text_of(x)}."
+                f"{where(self)}: expected {self.num_features} features on axis {axes}, "
+                f"got {typed(x)}."
             )
         return shape
 
 
-def fixed_groups(groups: Any) -> Any:
-    """Groups of indices, as a static attribute can hold them."""
-    return None if groups is None else tuple(map(tuple, groups))
-
-
 class BatchNorm(Normalizing):
-    """Normalises each feature over the batch, and remembers the moments to evaluate.
+    """Normalize each feature over the batch, and remember the moments to evaluate.
 
     Args:
         num_features: The number of features.
@@ -131,18 +205,22 @@ class BatchNorm(Normalizing):
             the batch; `view`, `train` and `eval` set it.
         axis: The axis of the features.
         momentum: The share of the old in the remembered moments after a batch.
-        epsilon: This and those that follow, as for `LayerNorm`.
-        dtype: The dtype of the outputs.
+        epsilon: Added to the variance.
+        dtype: The dtype of the outputs; without it, the one that inputs and parameters
+            promote to. Moments are in float32 or wider.
         param_dtype: The dtype of the parameters.
         use_bias: Whether to add a bias.
         use_scale: Whether to multiply by a scale.
         bias_init: The initializer of the bias.
         scale_init: The initializer of the scale.
-        axis_name: An axis of a surrounding `vmap` or `shard_map`.
+        axis_name: An axis of a surrounding `vmap` or `shard_map` to take moments over
+            as well.
         axis_index_groups: Which of its indices belong together.
-        use_fast_variance: How the variance is taken.
-        promote_dtype: A replacement decides the dtype of the outputs.
-        rngs: Random streams.
+        use_fast_variance: Whether to take the variance from the mean square, in one
+            pass, instead of from the deviations.
+        promote_dtype: What says to which dtype inputs and parameters promote, called as
+            `promote_dtype`; one of your own decides the dtype of the outputs.
+        rngs: Random streams; `params` gives one key to each parameter.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.
 
@@ -178,30 +256,26 @@ class BatchNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (num_features,) = check_sizes(self, num_features=num_features)
+        shape = check_sizes(self, num_features=num_features)
         stored = jnp.promote_types(jnp.float32, param_dtype)
-        self.mean = BatchStat(jnp.zeros((num_features,), stored))
-        self.var = BatchStat(jnp.ones((num_features,), stored))
-        self.num_features = num_features
+        self.mean = BatchStat(jnp.zeros(shape, stored))
+        self.var = BatchStat(jnp.ones(shape, stored))
+        (self.num_features,) = shape
         self.use_running_average = use_running_average
         if not isinstance(axis, int | np.integer):
             raise StructureError(
-                f"BatchNorm: `axis` is the one axis of the features, not {axis!r}."
+                f"BatchNorm: `axis` must be the one axis of the features, got {axis!r}."
             )
         self.axis = int(axis)
         self.momentum = float(momentum)
         self.epsilon = float(epsilon)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
-        self.axis_name = axis_name
-        self.axis_index_groups = fixed_groups(axis_index_groups)
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
-        scale = (use_scale, scale_init, scale_metadata)
-        bias = (use_bias, bias_init, bias_metadata)
-        self._make(num_features, scale, bias, rngs)
+        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
+        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
+        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
 
     def __call__(
         self,
@@ -210,7 +284,7 @@ class BatchNorm(Normalizing):
         *,
         mask: Array | None = None,
     ) -> jax.Array:
-        """The normalised `x`; in training, the remembered moments move.
+        """Normalize `x`; in training, move the remembered moments.
 
         Args:
             x: An array with the features on `axis`.
@@ -234,8 +308,7 @@ class BatchNorm(Normalizing):
             var = jnp.reshape(self.var.get_value().astype(inputs.dtype), shape)
         else:
             axes = [i for i in range(inputs.ndim) if i != axis]
-            counted = checked_mask(self, mask, inputs.shape)
-            mean, var = moments(inputs, axes, self._across(), counted)
+            mean, var = self._moments(inputs, axes, mask)
             self._remember(mean, var)
         return self._normalized(inputs, mean, var, x, shape)
 
@@ -247,7 +320,7 @@ class BatchNorm(Normalizing):
             stat.set_value(share * old + (1 - share) * batch)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Sets the mode of a view.
+        """Set the mode of a view.
 
         Args:
             use_running_average: Whether to use the moments remembered.
@@ -257,7 +330,7 @@ class BatchNorm(Normalizing):
 
 
 class LayerNorm(Normalizing):
-    """Normalises the features of each element of the batch.
+    """Normalize the features of each element of the batch.
 
     Args:
         num_features: The number of features: the product of the feature axes.
@@ -276,7 +349,8 @@ class LayerNorm(Normalizing):
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: Whether to take the variance from the mean square, in one
             pass, instead of from the deviations.
-        promote_dtype: A replacement decides the dtype of the outputs.
+        promote_dtype: What says to which dtype inputs and parameters promote, called as
+            `promote_dtype`; one of your own decides the dtype of the outputs.
         rngs: Random streams; `params` gives one key to each parameter.
         bias_metadata: Metadata of the bias.
         scale_metadata: Metadata of the scale.
@@ -309,60 +383,53 @@ class LayerNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (num_features,) = check_sizes(self, num_features=num_features)
-        self.num_features = num_features
+        shape = check_sizes(self, num_features=num_features)
+        (self.num_features,) = shape
         self.epsilon = float(epsilon)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
-        self.reduction_axes = fixed(reduction_axes)
-        self.feature_axes = fixed(feature_axes)
-        self.axis_name = axis_name
-        self.axis_index_groups = fixed_groups(axis_index_groups)
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
-        scale = (use_scale, scale_init, scale_metadata)
-        bias = (use_bias, bias_init, bias_metadata)
-        self._make(num_features, scale, bias, rngs)
+        self.reduction_axes = static_axes(reduction_axes)
+        self.feature_axes = static_axes(feature_axes)
+        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
+        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
+        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
-        """The normalised `x`.
+        """Normalize `x`.
 
         Args:
             x: An array with the features on the feature axes.
             mask: Which elements count.
         """
         inputs = wide(x)
-        shape = self._feature_shape(inputs, self.feature_axes, self.num_features)
+        shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        counted = checked_mask(self, mask, inputs.shape)
-        mean, var = moments(inputs, axes, self._across(), counted)
+        mean, var = self._moments(inputs, axes, mask)
         return self._normalized(inputs, mean, var, x, shape)
 
 
-def fixed(axes: Axes) -> Axes:
-    """Axes, as a static attribute can hold them."""
-    return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
-
-
 class RMSNorm(Normalizing):
-    """Divides the features of each element of the batch by their root mean square.
+    """Divide the features of each element of the batch by their root mean square.
 
     Args:
-        num_features: This and those that follow, as for `LayerNorm`.
+        num_features: The number of features: the product of the feature axes.
         epsilon: Added to the mean square.
-        dtype: The dtype of the outputs.
+        dtype: The dtype of the outputs; without it, the one that inputs and parameters
+            promote to. Moments are in float32 or wider.
         param_dtype: The dtype of the parameters.
         use_scale: Whether to multiply by a scale.
         scale_init: The initializer of the scale.
         reduction_axes: The axes to take the mean over.
         feature_axes: The axes that the scale is for.
-        axis_name: An axis of a surrounding `vmap` or `shard_map`.
+        axis_name: An axis of a surrounding `vmap` or `shard_map` to take moments over
+            as well.
         axis_index_groups: Which of its indices belong together.
         use_fast_variance: Of no effect: there is one way.
-        promote_dtype: A replacement decides the dtype of the outputs.
-        rngs: Random streams.
+        promote_dtype: What says to which dtype inputs and parameters promote, called as
+            `promote_dtype`; one of your own decides the dtype of the outputs.
+        rngs: Random streams; `params` gives one key to each parameter.
         scale_metadata: Metadata of the scale.
 
     Examples:
@@ -389,31 +456,240 @@ class RMSNorm(Normalizing):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (num_features,) = check_sizes(self, num_features=num_features)
-        self.num_features = num_features
+        shape = check_sizes(self, num_features=num_features)
+        (self.num_features,) = shape
         self.epsilon = float(epsilon)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_scale = use_scale
-        self.reduction_axes = fixed(reduction_axes)
-        self.feature_axes = fixed(feature_axes)
-        self.axis_name = axis_name
-        self.axis_index_groups = fixed_groups(axis_index_groups)
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
-        scale = (use_scale, scale_init, scale_metadata)
-        self._make(num_features, scale, (False, zeros, NO_METADATA), rngs)
+        self.reduction_axes = static_axes(reduction_axes)
+        self.feature_axes = static_axes(feature_axes)
+        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
+        make_parameters(self, rngs, param_dtype, scale=scale)
+        self.bias = data(None)
 
     def __call__(self, x: Array, mask: Array | None = None) -> jax.Array:
-        """The normalised `x`.
+        """Normalize `x`.
 
         Args:
             x: An array with the features on the feature axes.
             mask: Which elements count.
         """
         inputs = wide(x)
-        shape = self._feature_shape(inputs, self.feature_axes, self.num_features)
+        shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
         counted = checked_mask(self, mask, inputs.shape)
         square = mean_square(inputs, axes, self._across(), counted)
         return self._normalized(inputs, None, square, x, shape)
+
+
+class GroupNorm(Normalizing):
+    """Normalize groups of features of each element of the batch.
+
+    Args:
+        num_features: The number of features, on the last axis.
+        num_groups: The number of groups; None if `group_size` is given.
+        group_size: The features of a group; None if `num_groups` is given.
+        epsilon: Added to the variance.
+        dtype: The dtype of the outputs; without it, the one that inputs and parameters
+            promote to. Moments are in float32 or wider.
+        param_dtype: The dtype of the parameters.
+        use_bias: Whether to add a bias.
+        use_scale: Whether to multiply by a scale.
+        bias_init: The initializer of the bias.
+        scale_init: The initializer of the scale.
+        reduction_axes: The axes to take moments over, besides the features of a group;
+            all but the first without it.
+        axis_name: An axis of a surrounding `vmap` or `shard_map` to take moments over
+            as well.
+        axis_index_groups: Which of its indices belong together.
+        use_fast_variance: Whether to take the variance from the mean square, in one
+            pass, instead of from the deviations.
+        promote_dtype: What says to which dtype inputs and parameters promote, called as
+            `promote_dtype`; one of your own decides the dtype of the outputs.
+        rngs: Random streams; `params` gives one key to each parameter.
+        bias_metadata: Metadata of the bias.
+        scale_metadata: Metadata of the scale.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.GroupNorm(4, num_groups=2, rngs=tt.Rngs(0))
+        >>> layer(jnp.array([[1.0, 3.0, 10.0, 30.0]])).round(2)
+        Array([[-1.,  1., -1.,  1.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int | None = 32,
+        group_size: int | None = None,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = zeros,
+        scale_init: Initializer = ones,
+        reduction_axes: Axes | None = None,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Promote = default_promote,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        shape = check_sizes(self, num_features=num_features)
+        groups, size = _groups(shape[0], num_groups, group_size)
+        self.feature_axis = -1
+        self.num_groups = groups
+        self.group_size = size
+        self.epsilon = float(epsilon)
+        self._compute_in(dtype, param_dtype, promote_dtype)
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.reduction_axes = (
+            None if reduction_axes is None else static_axes(reduction_axes)
+        )
+        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
+        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
+        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
+        """Normalize `x`.
+
+        Args:
+            x: An array with the features on its last axis, after a batch axis.
+            mask: Which elements count.
+        """
+        inputs = wide(x)
+        check_features(self, inputs, self.num_groups * self.group_size)
+        if self.reduction_axes is None:
+            axes = tuple(range(1, inputs.ndim))
+        else:
+            axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
+        if inputs.ndim < 2:
+            raise StructureError(
+                f"{where(self)}: expected a batch axis before the features, got "
+                f"{typed(inputs)}."
+            )
+        counted = checked_mask(self, mask, inputs.shape)
+        split = (*inputs.shape[:-1], self.num_groups, self.group_size)
+        grouped = jnp.reshape(inputs, split)
+        if counted is not None:
+            counted = jnp.reshape(counted, split)
+        last = inputs.ndim - 1
+        taken = [*(axis for axis in axes if axis != last), last + 1]
+        mean, var = moments(grouped, taken, self._across(), counted)
+        shape = (1,) * last + (self.num_groups, self.group_size)
+        out = self._normalized(grouped, mean, var, x, shape)
+        return jnp.reshape(out, inputs.shape)
+
+
+def _groups(features: int, groups: int | None, size: int | None) -> tuple[int, int]:
+    """Return the number of groups, and their size."""
+    if (groups is None) == (size is None):
+        raise StructureError(
+            f"GroupNorm: give either `num_groups` or `group_size`, the other as None; "
+            f"got num_groups={groups}, group_size={size}."
+        )
+    number: Any = size if groups is None else groups
+    name = "group_size" if groups is None else "num_groups"
+    is_whole = isinstance(number, int | np.integer)
+    if not is_whole or number < 1 or features % number:
+        raise StructureError(
+            f"GroupNorm: {name}={number} does not divide num_features={features}."
+        )
+    other = features // int(number)
+    return (int(number), other) if size is None else (other, int(number))
+
+
+class InstanceNorm(Normalizing):
+    """Normalize each feature of each element of the batch over the other axes.
+
+    Args:
+        num_features: The number of features: the product of the feature axes.
+        epsilon: Added to the variance.
+        dtype: The dtype of the outputs; without it, the one that inputs and parameters
+            promote to. Moments are in float32 or wider.
+        param_dtype: The dtype of the parameters.
+        use_bias: Whether to add a bias.
+        use_scale: Whether to multiply by a scale.
+        bias_init: The initializer of the bias.
+        scale_init: The initializer of the scale.
+        feature_axes: The axes that scale and bias are for.
+        axis_name: An axis of a surrounding `vmap` or `shard_map` to take moments over
+            as well.
+        axis_index_groups: Which of its indices belong together.
+        use_fast_variance: Whether to take the variance from the mean square, in one
+            pass, instead of from the deviations.
+        promote_dtype: What says to which dtype inputs and parameters promote, called as
+            `promote_dtype`; one of your own decides the dtype of the outputs.
+        rngs: Random streams; `params` gives one key to each parameter.
+        bias_metadata: Metadata of the bias.
+        scale_metadata: Metadata of the scale.
+
+    Examples:
+        >>> import jax.numpy as jnp, treetap as tt
+        >>> layer = tt.InstanceNorm(1, rngs=tt.Rngs(0))
+        >>> layer(jnp.array([[[1.0], [3.0]]])).round(2)[0, :, 0]
+        Array([-1.,  1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = zeros,
+        scale_init: Initializer = ones,
+        feature_axes: Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Promote = default_promote,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        shape = check_sizes(self, num_features=num_features)
+        (self.num_features,) = shape
+        self.epsilon = float(epsilon)
+        self._compute_in(dtype, param_dtype, promote_dtype)
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.feature_axes = static_axes(feature_axes)
+        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
+        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
+        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
+        """Normalize `x`.
+
+        Args:
+            x: `[batch, axes..., features]`.
+            mask: Which elements count.
+        """
+        inputs = wide(x)
+        features = canonical_axes(self, self.feature_axes, inputs.ndim)
+        if 0 in features:
+            raise StructureError(
+                f"{where(self)}: the first axis is the batch and cannot hold features, "
+                f"but feature_axes={self.feature_axes} of {typed(x)}."
+            )
+        shape = self._feature_shape(inputs, features)
+        axes = [i for i in range(1, inputs.ndim) if i not in features]
+        if not axes:
+            raise StructureError(
+                f"{where(self)}: {typed(x)} has no axis between batch and features "
+                "to normalize over."
+            )
+        mean, var = self._moments(inputs, axes, mask)
+        return self._normalized(inputs, mean, var, x, shape)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters: how layers make their Variables, and how their errors name them.
 
-Every initializer is called with a key of its own, constants too: the number of keys
-drawn, and so every value that follows, does not depend on what the initializers do.
+A layer describes each of its parameters by a `ParameterSpec`, and `make_parameters`
+makes them all, in the order given. Every initializer is called with a key of its own,
+constants too: the number of keys drawn, and so every value that follows, does not
+depend on what the initializers do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,8 @@ from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import VariableMetadata
 from treetap._core.variables.variable import Variable
+from treetap._core.wording import typed
+from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap.initializers import lecun_normal
 
@@ -32,8 +36,11 @@ NO_METADATA: Metadata = MappingProxyType({})
 default_kernel_init = lecun_normal()
 
 
+# What a layer is told.
+
+
 def where(layer: Any) -> str:
-    """A layer in the words of an error: its class, and where it is in the model."""
+    """Name a layer in an error: its class, and where it is in the model."""
     place, keys = layer._pytree__place, []
     while place is not None and place[1] is not None:
         key = place[1]
@@ -43,47 +50,47 @@ def where(layer: Any) -> str:
     return f"{name} at {'/'.join(keys)}" if keys else name
 
 
-def text_of(value: Any) -> str:
-    """An array in the words of an error: `float32[2,3]`."""
-    shape, dtype = np.shape(value), getattr(value, "dtype", None)
-    kind = type(value).__name__ if dtype is None else str(dtype)
-    return f"{kind}[{','.join(map(str, shape))}]"
-
-
 def check_sizes(layer: Any, **sizes: Any) -> tuple[int, ...]:
-    """Sizes as Python's numbers; those that are not whole, or negative, are refused.
+    """Return sizes as Python's integers; others, and negative ones, are refused.
 
     Numbers of numpy would be arrays of the layer; sizes are part of its structure.
     """
     for name, size in sizes.items():
-        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not whole or size < 0:
+        is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_integer or size < 0:
             raise StructureError(
-                f"{type(layer).__name__}: `{name}` is a number of elements, not "
+                f"{type(layer).__name__}: `{name}` must be a non-negative integer, got "
                 f"{size!r}."
             )
     return tuple(map(int, sizes.values()))
 
 
-def check_rate(layer: Any, name: str, rate: Any) -> float:
-    """A rate as Python's number; one that is no share is refused."""
+def check_all_sizes(layer: Any, name: str, sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Return the sizes under one name as Python's integers, as `check_sizes` does."""
+    return tuple(size for each in sizes for size in check_sizes(layer, **{name: each}))
+
+
+def check_rate(layer: str, name: str, rate: Any) -> float:
+    """Return a rate as Python's number; one that is no share is refused."""
     if not isinstance(rate, int | float | np.number) or not 0 <= rate <= 1:
-        raise StructureError(f"{layer}: `{name}` is a share from 0 to 1, not {rate!r}.")
+        raise StructureError(
+            f"{layer}: `{name}` must be a number from 0 to 1, got {rate!r}."
+        )
     return float(rate)
 
 
 def check_features(layer: Any, inputs: Any, features: int, axis: int = -1) -> None:
-    """Refuses inputs that do not have the layer's features on the axis."""
+    """Refuse inputs that do not have the layer's features on the axis."""
     shape = np.shape(inputs)
     if len(shape) < max(-axis, axis + 1) or shape[axis] != features:
         raise StructureError(
             f"{where(layer)}: expected inputs with {features} features on axis {axis}, "
-            f"got {text_of(inputs)}."
+            f"got {typed(inputs)}."
         )
 
 
 def check_rngs(layer: Any, rngs: Any) -> Rngs:
-    """The random streams to draw parameters from."""
+    """Return the random streams to draw parameters from; anything else is refused."""
     if isinstance(rngs, Rngs):
         return rngs
     found = "an RngStream" if isinstance(rngs, RngStream) else f"{rngs!r}"
@@ -93,10 +100,117 @@ def check_rngs(layer: Any, rngs: Any) -> Rngs:
     )
 
 
-def initialized(  # noqa: PLR0917 - for layers, which know the order
-    layer: Any, name: str, init: Initializer, key: Any, shape: Shape, dtype: Any
+def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    """Return one number or several as a tuple."""
+    numbers = (value,) if isinstance(value, int | np.integer) else value
+    return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
+
+
+def static_axes(axes: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Return one axis or several in a form that can be part of a layer's structure."""
+    return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
+
+
+def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return axes counted from the front, in the order given, each of them once."""
+    given = as_tuple(axes)
+    found = tuple(axis + rank if axis < 0 else axis for axis in given)
+    if any(not 0 <= axis < rank for axis in found) or len(set(found)) != len(found):
+        raise StructureError(
+            f"{where(layer)}: the axes {given} are not different axes of an array of "
+            f"rank {rank}."
+        )
+    return found
+
+
+# What a layer makes and keeps.
+
+
+class Layer(Module):
+    """Base of layers with parameters: which dtype these have, and which results.
+
+    Attributes:
+        dtype: The dtype to compute in; None for the one that values promote to.
+        param_dtype: The dtype of the parameters.
+        promote_dtype: What brings values to one dtype, called as `promote_dtype`.
+    """
+
+    dtype: Dtype | None
+    param_dtype: Dtype
+    promote_dtype: Promote
+
+    def _compute_in(
+        self, dtype: Dtype | None, param_dtype: Dtype, promote_dtype: Promote
+    ) -> None:
+        """Keep the dtypes."""
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+
+    def _promoted(self, *values: Any) -> tuple[Any, ...]:
+        """Return arrays, and what Variables hold, in the dtype to compute in."""
+        held = [v.get_value() if isinstance(v, Variable) else v for v in values]
+        return self.promote_dtype(tuple(held), dtype=self.dtype)
+
+
+class ParameterSpec(NamedTuple):
+    """What a layer says of one parameter.
+
+    Attributes:
+        init: The initializer, a function of a key, a shape and a dtype.
+        shape: The shape that the initializer is asked for.
+        metadata: Metadata of the Variable.
+        is_used: Whether the layer has this parameter; the attribute is None otherwise.
+        reshape: The shape of the parameter, if it is another than the initializer's.
+        kind: The kind of Variable.
+    """
+
+    init: Initializer
+    shape: Shape
+    metadata: Metadata
+    is_used: bool = True
+    reshape: Shape | None = None
+    kind: type[Variable[Any]] = Param
+
+
+def make_parameters(
+    layer: Any, rngs: Any, dtype: Dtype, **specs: ParameterSpec
+) -> None:
+    """Make a layer's parameters, and set them as its attributes.
+
+    Args:
+        layer: The layer.
+        rngs: Where the keys come from: one of the stream `params` for each parameter.
+        dtype: The dtype of the parameters.
+        **specs: The parameters, by the names of the attributes, in the order of keys.
+    """
+    for name, spec in specs.items():
+        made = (
+            _parameter(layer, rngs, dtype, name, spec) if spec.is_used else data(None)
+        )
+        setattr(layer, name, made)
+
+
+def _parameter(
+    layer: Any, rngs: Any, dtype: Dtype, name: str, spec: ParameterSpec
+) -> Variable[Any]:
+    """One new parameter."""
+    key = check_rngs(layer, rngs).params()
+    value = initial_value(layer, name, spec.init, key, spec.shape, dtype)
+    metadata: Metadata = NO_METADATA
+    if isinstance(value, VariableMetadata):
+        value, metadata = value.raw_value, value.metadata
+    if spec.reshape is not None:
+        value = jnp.reshape(value, spec.reshape)
+    if metadata:
+        value = VariableMetadata(value, metadata)
+    return spec.kind(value, **spec.metadata)
+
+
+def initial_value(  # noqa: PLR0917 - for layers, which know the order
+    layer: Any, name: str, init: Initializer, key: Any, shape: Shape, dtype: Dtype
 ) -> Any:
-    """The starting value an initializer gives, of the shape asked for."""
+    """Return what an initializer gives, which must be of the shape asked for."""
     try:
         value = init(key, shape, dtype)
     except ZeroDivisionError as error:
@@ -108,70 +222,11 @@ def initialized(  # noqa: PLR0917 - for layers, which know the order
     if np.shape(made) != tuple(shape):
         raise StructureError(
             f"{type(layer).__name__}: the initializer of `{name}` returned "
-            f"{text_of(made)}; asked for was the shape {tuple(shape)}."
+            f"{typed(made)}; asked for was the shape {tuple(shape)}."
         )
     return value
 
 
-def parameter(  # noqa: PLR0917 - for layers, which know the order
-    layer: Any,
-    name: str,
-    init: Initializer,
-    shape: Shape,
-    dtype: Any,
-    rngs: Any,
-    metadata: Metadata,
-    *,
-    kind: type[Variable[Any]] = Param,
-    reshape: Shape | None = None,
-) -> Any:
-    """A new parameter.
-
-    Args:
-        layer: For whom.
-        name: What the layer calls it.
-        init: The initializer.
-        shape: The shape that the initializer is asked for.
-        dtype: The dtype.
-        rngs: Where the key comes from, the stream `params`.
-        metadata: Metadata of the Variable.
-        kind: The kind of Variable.
-        reshape: The shape of the parameter, if it is another.
-    """
-    key = check_rngs(layer, rngs).params()
-    value = initialized(layer, name, init, key, shape, dtype)
-    if reshape is not None:
-        if isinstance(value, VariableMetadata):
-            raw = jnp.reshape(value.raw_value, reshape)
-            value = VariableMetadata(raw, value.metadata)
-        else:
-            value = jnp.reshape(value, reshape)
-    return kind(value, **metadata)
-
-
-def absent() -> Any:
-    """A parameter the layer goes without: there, as data, and None."""
-    return data(None)
-
-
 def value_of(variable: Any) -> Any:
-    """What an optional parameter holds."""
+    """Return what an optional parameter holds."""
     return None if variable is None else variable.get_value()
-
-
-def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-    """One number or several, as a tuple."""
-    numbers = (value,) if isinstance(value, int | np.integer) else value
-    return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
-
-
-def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """Axes counted from the front, in the order given; each once."""
-    given = as_tuple(axes)
-    found = tuple(axis + rank if axis < 0 else axis for axis in given)
-    if any(not 0 <= axis < rank for axis in found) or len(set(found)) != len(found):
-        raise StructureError(
-            f"{where(layer)}: the axes {given} are not different axes of an array of "
-            f"rank {rank}."
-        )
-    return found

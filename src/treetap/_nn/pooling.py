@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 
 from treetap._core.errors import StructureError
-from treetap._nn.parameters import Array, text_of
+from treetap._core.wording import typed
+from treetap._nn.parameters import Array
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -53,7 +54,7 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
     if batch < 0:
         raise StructureError(
             f"pool: a window of {window} needs inputs with {len(window)} axes and the "
-            f"features after them, got {text_of(inputs)}."
+            f"features after them, got {typed(inputs)}."
         )
     ahead = (1,) * batch
     return lax.reduce_window(

@@ -19,11 +19,12 @@ from jax.core import Tracer
 from treetap._core.errors import StructureError
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.traverse import iter_graph
+from treetap._core.wording import typed
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
-from treetap._nn.carries import Cell, RNNCellBase
+from treetap._nn.cells import Cell, RNNCellBase
 from treetap._nn.dropout import forked
-from treetap._nn.parameters import Array, check_features, text_of, where
+from treetap._nn.parameters import Array, check_features, where
 from treetap._transforms.lift.prefixes import StateAxes
 from treetap._transforms.scan import Carry, scan
 
@@ -149,7 +150,7 @@ class RNN(Module):
         if batch_dims < 0:
             raise StructureError(
                 f"{where(self)}: expected [batch..., time, features], got "
-                f"{text_of(inputs)}."
+                f"{typed(inputs)}."
             )
         axis = 0 if time_major else batch_dims
         step_shape = (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
@@ -180,7 +181,7 @@ class RNN(Module):
         if lengths.shape != batch or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise StructureError(
                 f"{where(self)}: `seq_lengths` is a whole number for each sequence of "
-                f"the batch {batch}, got {text_of(lengths)}."
+                f"the batch {batch}, got {typed(lengths)}."
             )
         is_known = not isinstance(lengths, Tracer) and lengths.size
         known = np.asarray(lengths) if is_known else None  # also while tracing

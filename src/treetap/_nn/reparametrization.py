@@ -26,8 +26,7 @@ from treetap._core.variables.variable import Variable
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
-from treetap._nn.moments import wide
-from treetap._nn.normalization import fixed
+from treetap._nn.normalization import wide
 from treetap._nn.parameters import (
     Array,
     Dtype,
@@ -35,7 +34,8 @@ from treetap._nn.parameters import (
     Promote,
     canonical_axes,
     check_rngs,
-    initialized,
+    initial_value,
+    static_axes,
     where,
 )
 from treetap.initializers import normal, ones
@@ -236,7 +236,7 @@ class WeightNorm(Module):
     ):
         _check_layer(self, layer_instance)
         self.layer_instance = layer_instance
-        self.feature_axes = () if feature_axes is None else fixed(feature_axes)
+        self.feature_axes = () if feature_axes is None else static_axes(feature_axes)
         self.use_scale = use_scale
         self.scale_init = scale_init
         self.epsilon = epsilon
@@ -262,9 +262,9 @@ class WeightNorm(Module):
         for i, (path, variable) in enumerate(self._weights().items(), 1):
             axes = canonical_axes(self, self.feature_axes, variable.ndim)
             shape = tuple(variable.shape[axis] for axis in axes)
-            value = initialized(
-                *(self, "scales", self.scale_init, jax.random.fold_in(key, i)),
-                *(shape, self.param_dtype),
+            own_key = jax.random.fold_in(key, i)
+            value = initial_value(
+                self, "scales", self.scale_init, own_key, shape, self.param_dtype
             )
             scales[path] = Param(value)
         return scales

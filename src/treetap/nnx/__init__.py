@@ -113,15 +113,25 @@ from treetap._nn.attention import (
     make_attention_mask,
     make_causal_mask,
 )
-from treetap._nn.carries import RNNCellBase
-from treetap._nn.cells import GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell
+from treetap._nn.cells import (
+    GRUCell,
+    LSTMCell,
+    OptimizedLSTMCell,
+    RNNCellBase,
+    SimpleCell,
+)
 from treetap._nn.convolution import Conv, ConvTranspose
 from treetap._nn.dropout import Dropout
 from treetap._nn.embedding import Embed
-from treetap._nn.grouping import GroupNorm, InstanceNorm
 from treetap._nn.linear import Einsum, Linear, LinearGeneral
 from treetap._nn.multihead import MultiHeadAttention
-from treetap._nn.normalization import BatchNorm, LayerNorm, RMSNorm
+from treetap._nn.normalization import (
+    BatchNorm,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    RMSNorm,
+)
 from treetap._nn.pooling import avg_pool, max_pool, min_pool, pool
 from treetap._nn.recurrence import RNN, Bidirectional
 from treetap._nn.reparametrization import SpectralNorm, WeightNorm
