@@ -215,8 +215,6 @@ from treetap._train.optimizer import OptArray as OptArray
 from treetap._train.optimizer import Optimizer as Optimizer
 from treetap._train.optimizer import OptState as OptState
 from treetap._train.optimizer import OptVariable as OptVariable
-from treetap._transforms.axis_names import PARTITION_NAME as PARTITION_NAME
-from treetap._transforms.axis_names import transform_metadata as transform_metadata
 from treetap._transforms.build_model import build as build
 from treetap._transforms.cond import checkify as checkify
 from treetap._transforms.cond import cond as cond
@@ -231,6 +229,8 @@ from treetap._transforms.inspect import eval_shape as eval_shape
 from treetap._transforms.inspect import make_jaxpr as make_jaxpr
 from treetap._transforms.jit import jit as jit
 from treetap._transforms.jit_partial import jit_partial as jit_partial
+from treetap._transforms.lift.axis_names import PARTITION_NAME as PARTITION_NAME
+from treetap._transforms.lift.axis_names import transform_metadata as transform_metadata
 from treetap._transforms.lift.prefixes import prefix as prefix
 from treetap._transforms.lift.structure_watch import (
     set_structure_policy as set_structure_policy,

@@ -154,8 +154,6 @@ def resolve_graph(graph: bool | None) -> bool:
 
 def resolve_mode(graph: bool | None, graph_updates: bool | None) -> Mode:
     """The mode of a transform: by its arguments, else by the settings."""
-    if isinstance(graph, Mode):
-        return graph
     if not resolve_graph(graph):
         return Mode.TREE
     if graph_updates is None:

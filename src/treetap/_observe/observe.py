@@ -38,7 +38,7 @@ from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
 from treetap._observe.records import Record, Site
-from treetap._transforms.lift.lift import Inside, inputs_of
+from treetap._transforms.lift.lift import Inside, Lift
 
 EVERYTHING = Listening(None, Intermediate, True)
 NO_OUTPUTS = Listening(None, None, True)
@@ -335,7 +335,8 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
         fn = fn.func
     owner, _ = callee_of(fn)
     is_own = owner is fn or inspect.ismethod(fn)
-    inputs = inputs_of((owner if is_own else None, args), kwargs, Mode.GRAPH, "sites")
+    lift = Lift("sites", Mode.GRAPH)
+    inputs = lift.inputs((owner if is_own else None, args), kwargs)
     found: list[Record] = []
 
     flat, structure = jax.tree.flatten(inputs.values())
@@ -344,7 +345,7 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
     def pure(arrays: list[Any]) -> None:
         filled = [old if new is None else new for old, new in zip(flat, arrays)]
         values = jax.tree.unflatten(structure, filled)
-        tree = Inside(inputs.definition, values, "sites").tree
+        tree = Inside(inputs.definition, values, lift).tree
         (copy, rest), named = tree["args"], tree["kwargs"]
         inner = fn
         if is_own:

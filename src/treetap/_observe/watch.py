@@ -21,12 +21,14 @@ from treetap._capture.statistics.reducers import (
     Norm,
     as_reducers,
 )
+from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._observe.loggers import opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record
-from treetap._transforms.jit import Jit, JitOptions, jit
+from treetap._transforms.jit import jit
 from treetap._transforms.jit_partial import JitPartial
+from treetap._transforms.lift.compiled import Jit, JitOptions
 
 STATISTICS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram())
 _WRITING = ("add_scalar", "write_scalars", "scalar")
@@ -189,7 +191,9 @@ def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     if isinstance(fn, JitPartial):
         fixed = (*fn._fixed, *fixed)
     known: dict[str, Any] = {
-        "graph": fn.mode,
+        "graph": bool(fn.lift.mode),
+        "graph_updates": fn.lift.mode is Mode.UPDATES,
+        "on_structure_change": fn.lift.policy,
         "in_shardings": fn.in_shardings,
         "static_argnums": sorted(fn._statics.numbers),
         "static_argnames": sorted(fn._statics.names),

@@ -34,7 +34,7 @@ from treetap._core.trees.sharing import places
 from treetap._core.variables.values import is_ref
 from treetap._modules.methods import is_wrapped
 from treetap._report.texts import arguments_text, is_array, text_of
-from treetap._transforms.lift.lift import Inputs, inputs_of
+from treetap._transforms.lift.lift import Inputs, Lift
 
 
 class Frozen(NamedTuple):
@@ -116,6 +116,9 @@ def abstract(value: Any) -> Any:
     return made.update(sharding=kind.sharding) if axes == {AxisType.Explicit} else made
 
 
+SUMMARY = Lift("summary", Mode.GRAPH)
+
+
 def frozen(inputs: Inputs) -> Frozen:
     """Arguments that were taken apart, without their values."""
     leaves = jax.tree.map(abstract, tuple(inputs.values()), is_leaf=is_ref)
@@ -124,7 +127,7 @@ def frozen(inputs: Inputs) -> Frozen:
 
 def told(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """Runs a method, and tells of it: what `around_methods` is given."""
-    inputs = inputs_of((module, args), kwargs, Mode.GRAPH, "summary")
+    inputs = SUMMARY.inputs((module, args), kwargs)
     note = Note(type(module), name, arguments_text(args, kwargs), frozen(inputs))
     found = jax.tree.leaves(inputs.values(), is_leaf=is_ref)
     arrays = [value for value in found if isinstance(value, jax.Array)]
@@ -147,7 +150,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
         kwargs: Keyword arguments.
         name: The public function at work, for messages.
     """
-    inputs = inputs_of((node, args), kwargs, Mode.GRAPH, name)
+    inputs = Lift(name, Mode.GRAPH).inputs((node, args), kwargs)
     arrays, restore = parted(inputs.values())
     known: list[Roots] = []
 
@@ -304,7 +307,7 @@ class _Names:
 def _slices(note: Note, node: Any) -> int:
     """How many Modules such as was called an object may hold, stacked; 0 if none."""
     module, _ = note.given.thawed()["args"]
-    one, two = (frozen(Inputs(x, Mode.GRAPH, "summary")) for x in (module, node))
+    one, two = (frozen(Inputs(x, SUMMARY)) for x in (module, node))
     parts, wholes = jax.tree.leaves(one.leaves), jax.tree.leaves(two.leaves)
     if len(parts) != len(wholes) or not all(map(_is_part, parts, wholes)):
         return 0

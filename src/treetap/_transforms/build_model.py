@@ -39,13 +39,14 @@ from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.placement import put
-from treetap._transforms.lift.lift import Inputs, inputs_of, run
+from treetap._transforms.lift.lift import Inputs, Lift
 
 P = ParamSpec("P")
 M = TypeVar("M")
 
 MAX_PROGRAMS = 1024  # kept, for this and later builds
 MAX_THREADS = 8  # that compile
+_LIFT = Lift("build", Mode.UPDATES)
 WIDE = 16  # elements: narrower loops were seen to round otherwise, on CPUs
 
 
@@ -93,7 +94,7 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     if not is_eager():
         return make(*args, **kwargs)
     given = _Given(args, kwargs)
-    inputs = inputs_of((given.objects,), {}, Mode.UPDATES, "build")
+    inputs = _LIFT.inputs((given.objects,), {})
 
     def called(objects: list[Any]) -> M:
         made: Callable[..., M] = make
@@ -157,7 +158,7 @@ def _planned(called: Callable[[list[Any]], Any], inputs: Inputs) -> _Plan:
     def pure(arrays: list[Any]) -> list[Any]:
         supply = iter(arrays)
         values = [next(supply) if traced else x for x, traced in zip(flat, is_array)]
-        out = run(called, inputs, structure.unflatten(values), "build")
+        out = _LIFT.run(called, inputs, structure.unflatten(values))
         leaves, tree = jax.tree.flatten(out)
         found[:] = [_MADE if isinstance(x, Tracer) else x for x in leaves], tree
         return [leaf for leaf in leaves if isinstance(leaf, Tracer)]

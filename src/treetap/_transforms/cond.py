@@ -15,24 +15,21 @@ import jax.numpy as jnp
 from treetap._capture.listening import listening
 from treetap._transforms.lift.lift import (
     Inputs,
+    Lift,
     Options,
     Written,
-    inputs_of,
-    mode_of,
-    run,
     transform,
 )
-from treetap._transforms.lift.structure_watch import with_policy
 
 
 def _written_by(
-    branch: Any, inputs: Inputs, name: str, force: Collection[int] = ()
+    branch: Any, inputs: Inputs, lift: Lift, force: Collection[int] = ()
 ) -> Written:
     """What a branch changes."""
     found: list[Written] = []
 
     def probe(values: Any) -> None:
-        found.append(run(branch, inputs, values, name, force=force)[1].written)
+        found.append(lift.run(branch, inputs, values, force=force)[1].written)
 
     jax.eval_shape(probe, inputs.values())
     return found[0]
@@ -45,14 +42,13 @@ def _outline(written: Written) -> Any:
 def _branched(
     name: str, choose: Any, branches: Sequence[Any], operands: Any, options: Options
 ) -> Any:
-    policy = options.get("on_structure_change")
-    branches = [with_policy(branch, policy) for branch in branches]
-    inputs = inputs_of(operands, {}, mode_of(options), name)
-    found = [_written_by(branch, inputs, name) for branch in branches]
+    lift = Lift.of(name, options)
+    inputs = lift.inputs(operands, {})
+    found = [_written_by(branch, inputs, lift) for branch in branches]
     grafts = [graft for written in found for graft in written.grafts]
     force = {graft.spec.number for graft in grafts if graft.spec.number is not None}
     if force:  # a branch that left an object alone gives it out as it is
-        found = [_written_by(branch, inputs, name, force) for branch in branches]
+        found = [_written_by(branch, inputs, lift, force) for branch in branches]
     if any(_outline(written) != _outline(found[0]) for written in found):
         raise TypeError(
             f"{name}: the branches change the structure of the operands in different "
@@ -62,7 +58,7 @@ def _branched(
 
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:
-            return run(branch, inputs, values, name, keep=kept, force=force)
+            return lift.run(branch, inputs, values, keep=kept, force=force)
 
         return pure
 
@@ -138,14 +134,14 @@ def checkify(
             `user_checks` are the default.
         **options: As for `treetap.jit`.
     """
-    mode = mode_of(options)
+    lift = Lift.of("checkify", options)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = inputs_of(args, kwargs, mode, "checkify")
+        inputs = lift.inputs(args, kwargs)
 
         def pure(values: Any) -> Any:
-            return run(f, inputs, values, "checkify")
+            return lift.run(f, inputs, values)
 
         from jax.experimental import checkify as jax_checkify  # takes a while to import
 

@@ -27,22 +27,24 @@ from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_inexact
 from treetap._core.variables.variable import Variable
-from treetap._transforms.grad import DiffState, check_numbers, holds_objects, states_of
+from treetap._transforms.lift.differentiation import (
+    DiffState,
+    check_numbers,
+    holds_objects,
+    states_of,
+)
 from treetap._transforms.lift.lift import (
     Inputs,
     Inside,
+    Lift,
     Options,
     Updates,
     Written,
     filled,
-    inputs_of,
-    mode_of,
-    run,
     transform,
 )
 from treetap._transforms.lift.prefixes import PrefixFilter, Spread, spread
 from treetap._transforms.lift.results import WHOLE, unpack
-from treetap._transforms.lift.structure_watch import policy_of
 
 
 def _zero(value: Any) -> Any:
@@ -65,11 +67,11 @@ def _wants_updates(bwd: Callable[..., Any]) -> bool:
 class CustomVjp:
     """A function with a reverse rule; made by `custom_vjp`."""
 
-    def __init__(self, fun: Callable[..., Any], nondiff: Sequence[Any], mode: Mode):
+    def __init__(self, fun: Callable[..., Any], nondiff: Sequence[Any], lift: Lift):
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff)
-        self.mode = mode
+        self.lift = lift
         self._fwd: Callable[..., Any] | None = None
         self._bwd: Callable[..., Any] | None = None
         self._wants_updates = False
@@ -116,7 +118,7 @@ class CustomVjp:
             args = inspect.signature(self.fun).bind(*args, **kwargs).args
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
-        inputs = inputs_of(args, {}, self.mode, "custom_vjp")
+        inputs = self.lift.inputs(args, {})
         return inputs.finish(*_Rule(self, inputs).call(inputs.values()))
 
 
@@ -171,10 +173,10 @@ class _Rule:
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
-        inside = Inside(self.outline, self._all(values), "custom_vjp")
+        inside = Inside(self.outline, self._all(values), self.owner.lift)
         token = _running.set((*_running.get(), self.owner))
         try:
-            with inside.watched(policy_of(self.owner.fun)):
+            with inside.watched():
                 pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
         finally:
             _running.reset(token)
@@ -221,8 +223,8 @@ class _Rule:
                 )
 
     def _run(self, values: Any) -> Any:
-        source, fun = self.outline, self.owner.fun
-        return run(fun, source, self._all(values), "custom_vjp", keep=self.written)
+        lift, fun = self.owner.lift, self.owner.fun
+        return lift.run(fun, self.outline, self._all(values), keep=self.written)
 
     def call(self, leaves: list[Any]) -> Any:
         """Runs through `jax.custom_vjp`: the result and what changed."""
@@ -363,6 +365,6 @@ def custom_vjp(
         >>> float(tt.grad(twice)(tt.Param(1.0))[...])
         10.0
     """
-    mode = mode_of(options)
-    numbers = check_numbers(nondiff_argnums, mode, "custom_vjp", "nondiff_argnums")
-    return CustomVjp(fun, numbers, mode)
+    lift = Lift.of("custom_vjp", options)
+    numbers = check_numbers(nondiff_argnums, lift, "nondiff_argnums")
+    return CustomVjp(fun, numbers, lift)

@@ -9,7 +9,7 @@ error, as in JAX.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
@@ -17,22 +17,22 @@ import numpy as np
 
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
-from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.build import regrow
-from treetap._core.trees.filters import Filter
-from treetap._core.trees.flatten import take_apart
-from treetap._core.trees.state import State, flat_items, nested
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_inexact, is_ref
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
+from treetap._transforms.lift.differentiation import (
+    DiffState,
+    check_numbers,
+    holds_objects,
+    states_of,
+)
 from treetap._transforms.lift.lift import (
     Inputs,
+    Lift,
     Options,
-    inputs_of,
-    mode_of,
-    run,
     transform,
 )
 from treetap._transforms.lift.prefixes import PrefixFilter, spread
@@ -53,8 +53,9 @@ def _has_derivative(leaf: Any) -> bool:
 class _Split:
     """The leaves of a call, parted into those to differentiate and the rest."""
 
-    def __init__(self, inputs: Inputs, chosen: Sequence[bool]):
+    def __init__(self, inputs: Inputs, chosen: Sequence[bool], lift: Lift):
         self.inputs = inputs
+        self.lift = lift
         self.flags = [
             flag and _has_derivative(leaf) for flag, leaf in zip(chosen, inputs.leaves)
         ]
@@ -73,7 +74,7 @@ class _Split:
 
         def call(active: Any) -> Any:
             values = self.joined(active, self.passive)
-            out, updates = run(f, inputs, values, inputs.name)
+            out, updates = self.lift.run(f, inputs, values)
             value, aux = pair_of(out, has_aux, inputs.name)
             return value, (aux, updates)
 
@@ -94,19 +95,6 @@ class _Split:
 def _no_derivative(value: Any) -> Any:
     value = value[...] if is_ref(value) else value
     return jax.tree.map(lambda x: np.zeros(np.shape(x), jax.dtypes.float0), value)
-
-
-@dataclass(frozen=True)
-class DiffState:
-    """Differentiates, with graph updates, the Variables of an argument a filter takes.
-
-    Attributes:
-        argnum: The argument.
-        filter: Which Variables.
-    """
-
-    argnum: int
-    filter: Filter
 
 
 class Chosen:
@@ -143,43 +131,6 @@ class Chosen:
         self.flags = spread(tree, inputs.tree, name, argument)
 
 
-def holds_objects(value: Any) -> bool:
-    """Whether there is an object with attributes in a value."""
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Node))
-    return any(isinstance(x, Node) for x in leaves)
-
-
-def check_numbers(argnums: Any, mode: Mode, name: str, argument: str) -> Any:
-    """`argnums` as a tuple."""
-    is_one = isinstance(argnums, int | DiffState)
-    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)
-    if mode is not Mode.UPDATES and any(isinstance(x, DiffState) for x in numbers):
-        raise StructureError(
-            f"{name}: `{argument}` cannot contain `DiffState` objects without graph "
-            "updates. Split the argument by filter and differentiate one part, or use "
-            "`graph=True, graph_updates=True`."
-        )
-    return numbers
-
-
-def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
-    """A tree in which each object is replaced by the State of some of its Variables.
-
-    Args:
-        tree: The caller's tree.
-        wanted: What to put for a leaf, by identity; others are left out.
-    """
-
-    def state_of(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return wanted.get(id(value), value)
-        _, state = take_apart(value, True, "grad")
-        pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
-        return State(nested(pair for pair in pairs if pair[1] is not None))
-
-    return jax.tree.map(state_of, tree, is_leaf=is_object)
-
-
 def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
     """Refuses what JAX no longer has."""
     if given:
@@ -190,16 +141,16 @@ def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
 
 
 def _derived(
-    name: str, f: Any, argnums: Any, has_aux: bool, *, mode: Mode, options: Any
+    lift: Lift, f: Any, argnums: Any, has_aux: bool, options: Any
 ) -> Callable[..., Any]:
     """`value_and_grad`, under the name of who asks for it."""
-    numbers = check_numbers(argnums, mode, name, "argnums")
+    numbers = check_numbers(argnums, lift, "argnums")
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        inputs = inputs_of(args, kwargs, mode, name)
+        inputs = lift.inputs(args, kwargs)
         chosen = Chosen(inputs, numbers, "argnums")
-        parts = _Split(inputs, chosen.flags)
+        parts = _Split(inputs, chosen.flags, lift)
         pure = parts.pure(f, has_aux)
         derive = jax.value_and_grad(pure, has_aux=True, **options)
         (value, (aux, updates)), flat = derive(parts.active)
@@ -248,8 +199,8 @@ def value_and_grad(
     """
     refuse_reduce_axes(reduce_axes, "value_and_grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    mode = mode_of(options)
-    return _derived("value_and_grad", f, argnums, has_aux, mode=mode, options=given)
+    lift = Lift.of("value_and_grad", options)
+    return _derived(lift, f, argnums, has_aux, given)
 
 
 @transform
@@ -276,8 +227,7 @@ def grad(
     """
     refuse_reduce_axes(reduce_axes, "grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    mode = mode_of(options)
-    derived = _derived("grad", f, argnums, has_aux, mode=mode, options=given)
+    derived = _derived(Lift.of("grad", options), f, argnums, has_aux, given)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -323,8 +273,9 @@ def vjp(
     refuse_reduce_axes(reduce_axes, "vjp")
     if not primals:
         return functools.wraps(f)(functools.partial(vjp, f, has_aux=has_aux, **options))
-    inputs = inputs_of(primals, {}, mode_of(options), "vjp")
-    parts = _Split(inputs, Chosen(inputs, range(len(primals)), "primals").flags)
+    lift = Lift.of("vjp", options)
+    inputs = lift.inputs(primals, {})
+    parts = _Split(inputs, Chosen(inputs, range(len(primals)), "primals").flags, lift)
     pure = parts.pure(f, has_aux)
     out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
 
@@ -361,15 +312,15 @@ def jvp(
     """
     if primals is MISSING:
         return functools.wraps(f)(functools.partial(jvp, f, has_aux=has_aux, **options))
-    mode = mode_of(options)
-    inputs = inputs_of(tuple(primals), {}, mode, "jvp")
-    moved = inputs_of(tuple(tangents), {}, mode, "jvp: tangents")
+    lift = Lift.of("jvp", options)
+    inputs = lift.inputs(tuple(primals), {})
+    moved = replace(lift, name="jvp: tangents").inputs(tuple(tangents), {})
     if moved.definition != inputs.definition:
         raise StructureError(
             "jvp: the tangents are not like the primals.\nprimals: "
             f"{inputs.definition}\ntangents: {moved.definition}"
         )
-    parts = _Split(inputs, [True] * len(inputs.leaves))
+    parts = _Split(inputs, [True] * len(inputs.leaves), lift)
     direction = [x for x, flag in zip(moved.values(), parts.flags) if flag]
     out, tangent, (aux, updates) = jax.jvp(
         parts.pure(f, has_aux), (parts.active,), (direction,), has_aux=True
@@ -399,17 +350,17 @@ def remat(
         policy: As for `jax.checkpoint`.
         **options: As for `treetap.jit`.
     """
-    mode = mode_of(options)
+    lift = Lift.of("remat", options)
     statics = Positions(f, static_argnums, None, "remat: static arguments")
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
-        inputs = inputs_of(args, kwargs, mode, "remat")
+        inputs = lift.inputs(args, kwargs)
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, taken)
-            return run(called, inputs, values, "remat")
+            return lift.run(called, inputs, values)
 
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         return inputs.finish(*checkpointed(inputs.values()))

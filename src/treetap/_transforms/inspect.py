@@ -19,7 +19,7 @@ from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import has_mesh, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
-from treetap._transforms.lift.lift import Options, inputs_of, mode_of, run, transform
+from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
 from treetap._transforms.lift.prefixes import Spread
 from treetap._transforms.lift.results import WHOLE, unpack
 from treetap._transforms.lift.structure_updates import refuse_captured
@@ -28,15 +28,10 @@ from treetap._transforms.lift.structure_watch import Policy
 R = TypeVar("R")
 
 
-def _inspected(f: Any, mode: Mode, name: str, args: Any, kwargs: Any) -> Any:
-    """The pure form of a function that is only looked at, and its inputs."""
-    inputs_of(args, kwargs, Mode.TREE, name)  # what is shared is refused here
-    inputs = inputs_of(args, kwargs, mode, name)
-
-    def pure(values: list[Any]) -> Any:
-        return run(f, inputs, values, name)[0]
-
-    return pure, inputs.values()
+def _checked_inputs(lift: Lift, args: Any, kwargs: Any) -> Inputs:
+    """The arguments of a function that is only looked at."""
+    Lift(lift.name, Mode.TREE).inputs(args, kwargs)  # what is shared is refused here
+    return lift.inputs(args, kwargs)
 
 
 @transform
@@ -58,16 +53,19 @@ def eval_shape(
         on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    mode: Any = graph
-    if mode is Mode.UPDATES:
-        return _with_shardings(_shape_with_updates(f, args, kwargs))
-    pure, values = _inspected(f, mode, "eval_shape", args, kwargs)
-    return _with_shardings(unpack(jax.eval_shape(pure, values), {}))
+    options = Options(
+        graph=graph,
+        graph_updates=graph_updates,
+        on_structure_change=on_structure_change,
+    )
+    lift = Lift.of("eval_shape", options)
+    if lift.mode is Mode.UPDATES:
+        return _with_shardings(_shape_with_updates(f, lift.inputs(args, kwargs)))
+    return _with_shardings(lift.abstract(f, _checked_inputs(lift, args, kwargs)))
 
 
-def _shape_with_updates(f: Any, args: Any, kwargs: Any) -> Any:
+def _shape_with_updates(f: Any, inputs: Inputs) -> Any:
     """The abstract result when it may hold the arguments themselves: copies of them."""
-    inputs = inputs_of(args, kwargs, Mode.UPDATES, "eval_shape")
 
     def pure(values: list[Any]) -> Any:
         tree, _ = regrow(inputs.definition, values)
@@ -109,8 +107,8 @@ def make_jaxpr(
         static_argnums: Arguments that are part of the program.
         **options: As for `treetap.jit`, without graph updates.
     """
-    mode = mode_of(options)
-    if mode is Mode.UPDATES:
+    lift = Lift.of("make_jaxpr", options)
+    if lift.mode is Mode.UPDATES:
         raise StructureError(
             "nnx.make_jaxpr does not support graph_updates=True. A jaxpr has no place "
             "for changes of structure; pass `graph_updates=False`."
@@ -121,7 +119,11 @@ def make_jaxpr(
     def made(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
         called = put_statics(f, taken)
-        pure, values = _inspected(called, mode, "make_jaxpr", args, kwargs)
-        return jax.make_jaxpr(pure)(values)
+        inputs = _checked_inputs(lift, args, kwargs)
+
+        def pure(values: list[Any]) -> Any:
+            return lift.run(called, inputs, values)[0]
+
+        return jax.make_jaxpr(pure)(inputs.values())
 
     return made

@@ -16,20 +16,17 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.pytree import variables_below
 from treetap._core.trees.sharing import places
 from treetap._core.variables.variable import Variable, write_boxes
-from treetap._transforms.jit import Jit, JitOptions
-from treetap._transforms.lift.lift import Inputs, Options, mode_of, refuse_bound_method
-from treetap._transforms.lift.structure_watch import with_policy
+from treetap._transforms.lift.compiled import Jit, JitOptions
+from treetap._transforms.lift.lift import Lift, Options, refuse_bound_method
 
 
 class JitPartial(Jit[..., Any]):
     """A compiled function whose first arguments are fixed; made by `jit_partial`."""
 
-    _name = "jit_partial"
-
-    def __init__(self, fn: Any, mode: Mode, options: JitOptions, fixed: Any):
-        super().__init__(fn, mode, options)
+    def __init__(self, fn: Any, lift: Lift, options: JitOptions, fixed: Any):
+        super().__init__(fn, lift, options)
         # The structure is frozen here: new objects around the caller's Variables.
-        inputs = Inputs({"args": fixed, "kwargs": {}}, mode, self._name)
+        inputs = lift.inputs(fixed, {})
         tree, _ = regrow(inputs.definition, inputs.leaves)
         self._fixed = tree["args"]
         self._has_more = True
@@ -68,14 +65,13 @@ def jit_partial(
             entry for each argument.
     """
     refuse_bound_method(fun, "jit_partial")
-    mode = mode_of(options)
-    if mode is Mode.UPDATES:
+    lift = Lift.of("jit_partial", options)
+    if lift.mode is Mode.UPDATES:
         raise StructureError(
             "jit_partial: the structure of the fixed arguments is frozen, so there is "
             "no graph_updates=True. Pass `graph_updates=False`."
         )
-    called = with_policy(fun, options.get("on_structure_change"))
-    return JitPartial(called, mode, options, partial_args)
+    return JitPartial(fun, lift, options, partial_args)
 
 
 def cached_partial(
@@ -91,7 +87,8 @@ def cached_partial(
         *cached_args: Its first arguments.
         **options: Only `graph=True` and `graph_updates=True`.
     """
-    if mode_of(options) is not Mode.UPDATES:
+    lift = Lift.of("cached_partial", options)
+    if lift.mode is not Mode.UPDATES:
         raise StructureError(
             "cached_partial: it is for graph updates only. Use `jit_partial`, or say "
             "`graph=True, graph_updates=True`."
@@ -102,7 +99,7 @@ def cached_partial(
             f"cached_partial: {name} is not a function wrapped by a transform with "
             "graph updates. Wrap it first: `cached_partial(nnx.jit(f), ...)`."
         )
-    inputs = Inputs({"args": cached_args, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+    inputs = lift.inputs(cached_args, {})
     owners: dict[int, Any] = {}
     tree, _ = regrow(inputs.definition, inputs.leaves, owners)
     nodes = {n: x for n, x in owners.items() if not isinstance(x, Variable)}
@@ -112,7 +109,7 @@ def cached_partial(
     def call(*args: Any, **kwargs: Any) -> Any:
         before = [(v, v._box, v._metadata) for v in variables_below(fixed)]
         out = f(*fixed, *args, **kwargs)
-        after = Inputs({"args": fixed, "kwargs": {}}, Mode.UPDATES, "cached_partial")
+        after = lift.inputs(fixed, {})
         if after.definition != inputs.definition:
             regrow(inputs.definition, inputs.leaves, owners=nodes)
             for variable, box, metadata in before:

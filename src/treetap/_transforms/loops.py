@@ -13,78 +13,35 @@ import jax
 import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
-from treetap._core.trees.flatten import take_leaves
-from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values
+from treetap._transforms.lift.carry import described, same_carry
 from treetap._transforms.lift.lift import (
     Inputs,
     Inside,
+    Lift,
     Options,
     Updates,
     Written,
     filled,
-    mode_of,
 )
-from treetap._transforms.lift.structure_watch import Policy
 
 T = TypeVar("T")
-
-
-def same_carry(
-    definition: GraphDef | None, before: Any, after: Any, name: str
-) -> list[Any]:
-    """The leaves of a carried value after a step; its Variables must be the same.
-
-    Args:
-        definition: The description of the carried value before the step, where static
-            attributes may not change either.
-        before: The carried value.
-        after: What the step returned.
-        name: The transform.
-    """
-    present, old = take_leaves({"carry": before}, True, name)
-    definition = definition or present
-    found, new = take_leaves({"carry": after}, True, name)
-    for one, two in zip(old, new):
-        has_variable = isinstance(one, Variable) or isinstance(two, Variable)
-        if has_variable and one is not two:
-            kind = type(one if isinstance(one, Variable) else two).__name__
-            raise StructureError(
-                f"{name} Variable identity must be preserved across iterations (Carry "
-                f"references must be the same between iterations): a {kind} of the "
-                "carry came back as another one, or in another place. Change Variables "
-                "in place, and return the value you were given."
-            )
-    if found != definition:
-        raise StructureError(
-            f"{name}: the carry changed its structure from\n{definition}\nto\n{found}\n"
-            "Return a value like the one you were given."
-        )
-    return new
-
-
-def described(inside: Inside, carry: Any) -> GraphDef | None:
-    """What a carried value must be again, statics and all, with graph updates."""
-    if inside.grafts is None:
-        return None
-    return take_leaves({"carry": carry}, True, inside.name)[0]
 
 
 class _Loop:
     """The carried value of a while or fori loop."""
 
-    def __init__(self, value: Any, options: Options, name: str):
-        self.name = name
-        self.policy: Policy | None = options.get("on_structure_change")
-        self.inputs = Inputs({"carry": value}, mode_of(options), name)
+    def __init__(self, value: Any, lift: Lift):
+        self.lift = lift
+        self.inputs = Inputs({"carry": value}, lift)
         values = self.inputs.values()
         self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
         self.values = [x for n, x in enumerate(values) if n not in self.fixed]
 
     def enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
-        inside = Inside(self.inputs, self.all(values), self.name)
+        inside = Inside(self.inputs, self.all(values), self.lift)
         return inside, inside.tree["carry"]
 
     def all(self, values: Any) -> list[Any]:
@@ -95,9 +52,9 @@ class _Loop:
         """The values after a step; `found` collects which Variables it changed."""
         inside, value = self.enter(values)
         start = described(inside, value)
-        with inside.watched(self.policy):
+        with inside.watched():
             out = body(value)
-        leaves = same_carry(start, value, out, self.name)
+        leaves = same_carry(start, value, out, self.lift.name)
         if found is not None:
             found += [
                 (number, leaf._metadata)
@@ -143,7 +100,7 @@ def while_loop(
         init_val: The first value.
         **options: As for `treetap.jit`.
     """
-    loop = _Loop(init_val, options, "while_loop")
+    loop = _Loop(init_val, Lift.of("while_loop", options))
 
     def cond(values: Any) -> Any:
         inside, value = loop.enter(values)
@@ -183,7 +140,7 @@ def fori_loop(
         unroll: As for `jax.lax.fori_loop`.
         **options: As for `treetap.jit`.
     """
-    loop = _Loop(init_val, options, "fori_loop")
+    loop = _Loop(init_val, Lift.of("fori_loop", options))
 
     def body(i: Any, values: Any) -> Any:
         return loop.step(values, functools.partial(body_fun, i))

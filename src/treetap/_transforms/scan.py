@@ -15,29 +15,26 @@ import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
 from treetap._core.paths import show_path
-from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import positional
+from treetap._transforms.lift.axis_names import NO_NAMES, with_names
+from treetap._transforms.lift.carry import same_carry
 from treetap._transforms.lift.lift import (
     Inputs,
     Inside,
+    Lift,
     Options,
     Updates,
     Written,
-    inputs_of,
-    mode_of,
     transform,
 )
 from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
 from treetap._transforms.lift.program import MAX_PROGRAMS, Key
 from treetap._transforms.lift.results import Results
 from treetap._transforms.lift.structure_updates import Lanes
-from treetap._transforms.lift.structure_watch import policy_of
-from treetap._transforms.loops import same_carry
-from treetap._transforms.vmap import NO_NAMES, with_names
 
 T = TypeVar("T")
 
@@ -55,11 +52,12 @@ def _move(values: Any, source: int, target: int) -> Any:
 class _Axes:
     """The checked `in_axes` and `out_axes` of a scan."""
 
-    def __init__(self, in_axes: Any, out_axes: Any, mode: Mode):
+    def __init__(self, in_axes: Any, out_axes: Any, lift: Lift):
+        self.lift = lift
         self.inputs = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         self.outputs = tuple(out_axes) if isinstance(out_axes, list) else out_axes
         for given, argument in ((self.inputs, "in_axes"), (self.outputs, "out_axes")):
-            check_prefix(given, "scan", argument, mode)
+            check_prefix(given, "scan", argument, lift.mode)
             _check_carry(given, argument)
         if self.has_carry(self.inputs) != self.has_carry(self.outputs):
             raise StructureError(
@@ -76,7 +74,9 @@ class _Axes:
                     f"else than an axis at position {place}. Return it as Carry, or "
                     "give an axis."
                 )
-        self.results = Results(self._stacked(self.outputs), mode, "scan", "out_axes", 0)
+        self.results = Results(
+            self._stacked(self.outputs), lift.mode, "scan", "out_axes", 0
+        )
 
     def _stacked(self, outputs: Any) -> Any:
         """The axes of what is stacked."""
@@ -183,11 +183,11 @@ class _Step:
             self.fixed[number] if number in self.fixed else next(sources[flag])
             for number, flag in enumerate(self.mapped)
         ]
-        inside = Inside(self.source, values, "scan")
+        inside = Inside(self.source, values, self.axes.lift)
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
         before = self.axes.carry_of(args) if has_carry else None
-        with inside.watched(policy_of(self.f)):
+        with inside.watched():
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
         new = same_carry(None, before, after, "scan")
@@ -314,9 +314,9 @@ def scan(
         >>> float(total)
         3.0
     """
-    mode = mode_of(options)
-    axes = _Axes(in_axes, out_axes, mode)
-    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+    lift = Lift.of("scan", options)
+    axes = _Axes(in_axes, out_axes, lift)
+    f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
     given = {
         "length": length,
         "reverse": reverse,
@@ -333,7 +333,7 @@ def scan(
                 "scan: When in_axes=Carry, the function must take exactly one "
                 f"argument; {len(args)} were given."
             )
-        work = _prepared(f, axes, inputs_of(args, {}, mode, "scan"), steps)
+        work = _prepared(f, axes, lift.inputs(args, {}), steps)
         return work.finish(*jax.lax.scan(work.step, *work.start(), **given))
 
     return call

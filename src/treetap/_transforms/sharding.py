@@ -18,14 +18,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from treetap._core.errors import MetadataError
 from treetap._core.paths import show_path
-from treetap._core.settings import resolve_graph, use_eager_sharding
+from treetap._core.settings import Mode, resolve_graph, use_eager_sharding
 from treetap._core.trees.copies import Rebuild
 from treetap._core.trees.sharing import places
 from treetap._core.trees.split import split
 from treetap._core.variables.metadata import VariableMetadata, with_metadata
 from treetap._core.variables.placement import partition_spec, resolve_sharding
 from treetap._core.variables.variable import Variable, make
-from treetap._transforms.inspect import eval_shape
+from treetap._transforms.lift.lift import Lift, refuse_bound_method
 
 T = TypeVar("T")
 
@@ -221,10 +221,12 @@ def get_abstract_model(
         >>> state["w"].shape, state["w"].sharding.spec
         ((2, 4), P(None, 'model'))
     """
+    refuse_bound_method(init_fn, "get_abstract_model")
     is_graph = resolve_graph(graph)
+    lift = Lift("get_abstract_model", Mode(is_graph))
 
     def traced() -> Any:
-        return eval_shape(init_fn, graph=is_graph, graph_updates=False)
+        return lift.abstract(init_fn, lift.inputs((), {}))
 
     def placed(raw: Any, spec: PartitionSpec) -> Any:
         def one(value: Any) -> Any:

@@ -7,32 +7,28 @@ with; one that is the same for all slices may only be given a value that is.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 
-from treetap._core.errors import MetadataError
 from treetap._core.paths import show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.sharing import places
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable
-from treetap._transforms.axis_names import follow_axis
 from treetap._transforms.lift.arguments import (
     Positions,
     positional,
     put_statics,
     take_statics,
 )
+from treetap._transforms.lift.axis_names import NO_NAMES, with_names
 from treetap._transforms.lift.lift import (
     Inputs,
+    Lift,
     Options,
     Updates,
-    inputs_of,
-    mode_of,
-    run,
     transform,
 )
 from treetap._transforms.lift.prefixes import check_prefix
@@ -43,13 +39,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-NO_NAMES: Mapping[str, Any] = MappingProxyType({})
-
-
 def _mapped(
-    name: str,
+    lift: Lift,
     f: Any,
-    mode: Mode,
     how: Callable[..., Any],
     prefixes: dict[str, Any],
     *,
@@ -60,15 +52,15 @@ def _mapped(
     """A function mapped by JAX over flat values, each with a prefix of its own.
 
     Args:
-        name: The transform.
+        lift: The lift.
         f: The function.
-        mode: The mode.
         how: JAX's transform, with all arguments but the prefixes.
         prefixes: For the positional arguments and for the result, by argument.
         nothing: A prefix for what has no leaves; only where keywords are not taken.
         statics: Arguments that are part of the program.
         keeps: Whether JAX compiles the mapped function, which is kept then.
     """
+    name, mode = lift.name, lift.mode
     (argument, given), (out_argument, out) = prefixes.items()
     check_prefix(given, name, argument, mode)
     given = tuple(given) if isinstance(given, list) else given
@@ -79,7 +71,7 @@ def _mapped(
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, key.statics)
-            return run(called, source, values, name, lanes, results=results)
+            return lift.run(called, source, values, lanes, results=results)
 
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
@@ -95,7 +87,7 @@ def _mapped(
         if kwargs and (mode is Mode.UPDATES or nothing is not None):
             args, kwargs = positional(f, args, kwargs, name, argument), {}
         args, kwargs, taken = take_statics(statics, args, kwargs)
-        inputs = inputs_of(args, kwargs, mode, name)
+        inputs = lift.inputs(args, kwargs)
         lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
         key = Key(inputs.definition, taken, (), lanes)
         try:
@@ -123,18 +115,6 @@ def _named(error: ValueError, inputs: Inputs, axes: list[Any]) -> ValueError:
         f"slice to slice, at {inputs.name} of one of {', '.join(found) or '(none)'}: "
         f"{error}"
     )
-
-
-def with_names(f: Any, in_axes: Any, out_axes: Any, given: Any, mode: Mode) -> Any:
-    """`f`, with axis names following the mapped axis as `transform_metadata` asks."""
-    if not given:
-        return f
-    if mode is not Mode.UPDATES:
-        raise MetadataError(
-            "`transform_metadata=` needs graph updates. Put the decorator "
-            "`treetap.transform_metadata` right under the mapping transform."
-        )
-    return follow_axis(f, in_axes, out_axes, given, Mode.UPDATES)
 
 
 @transform
@@ -172,12 +152,11 @@ def vmap(
         >>> counts[...]
         Array([0., 1., 2.], dtype=float32)
     """
-    mode = mode_of(options)
-    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
-
+    lift = Lift.of("vmap", options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
     named = {"axis_name": axis_name, "axis_size": axis_size}
     how = functools.partial(jax.vmap, **named, spmd_axis_name=spmd_axis_name)
-    return _mapped("vmap", f, mode, how, {"in_axes": in_axes, "out_axes": out_axes})
+    return _mapped(lift, f, how, {"in_axes": in_axes, "out_axes": out_axes})
 
 
 @transform
@@ -210,14 +189,14 @@ def pmap(
         transform_metadata: As for `treetap.vmap`.
         **options: As for `treetap.jit`.
     """
-    mode = mode_of(options)
-    f = with_names(f, in_axes, out_axes, transform_metadata, mode)
+    lift = Lift.of("pmap", options)
+    f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
     statics = Positions(f, static_broadcasted_argnums, None, "pmap: static arguments")
     del donate_argnums  # a permission, not a demand: buffers are kept
     named = {"axis_name": axis_name, "axis_size": axis_size}
     how = functools.partial(jax.pmap, **named, devices=devices, backend=backend)
     axes = {"in_axes": in_axes, "out_axes": out_axes}
-    return _mapped("pmap", f, mode, how, axes, statics=statics, keeps=True)
+    return _mapped(lift, f, how, axes, statics=statics, keeps=True)
 
 
 @transform
@@ -243,7 +222,8 @@ def shard_map(
         check_vma: As for `jax.shard_map`.
         **options: As for `treetap.jit`.
     """
+    lift = Lift.of("shard_map", options)
     given = {"axis_names": axis_names, "check_vma": check_vma}
     how = functools.partial(jax.shard_map, mesh=mesh, **given)
     specs = {"in_specs": in_specs, "out_specs": out_specs}
-    return _mapped("shard_map", f, mode_of(options), how, specs, nothing=jax.P())
+    return _mapped(lift, f, how, specs, nothing=jax.P())

@@ -151,9 +151,9 @@ from treetap._transforms import loops as _loops
 from treetap._transforms import scan as _scan
 from treetap._transforms import sharding as _sharding
 from treetap._transforms import vmap as _vmap
-from treetap._transforms.axis_names import PARTITION_NAME, transform_metadata
 from treetap._transforms.grad import DiffState
 from treetap._transforms.lift import prefixes as _prefixes
+from treetap._transforms.lift.axis_names import PARTITION_NAME, transform_metadata
 from treetap._transforms.lift.prefixes import StateAxes, StateSharding
 from treetap._transforms.scan import Carry
 from treetap._transforms.sharding import (

@@ -462,7 +462,7 @@ def test_no_more_objects_are_remembered_than_a_number():
 
 
 def test_programs_are_bounded_in_number(monkeypatch):
-    from treetap._transforms import jit as _compiling
+    from treetap._transforms.lift import compiled as _compiling
 
     monkeypatch.setattr(_compiling, "MAX_PROGRAMS", 3)
     step = tt.jit(lambda m: m.scale)

@@ -21,8 +21,8 @@ Getter = Callable[[Any], tuple[Any, ...]]
 Structure = tuple["Layout", tuple[Any, ...], tuple[Any, ...]]
 
 
-def _getter(names: Sequence[Key]) -> Getter:
-    """A function that reads several items as a tuple, in C for two or more."""
+def getter(names: Sequence[Key]) -> Getter:
+    """A function that reads some items of a holder as a tuple, in C for two or more."""
     if not names:
         return lambda holder: ()
     if len(names) == 1:
@@ -76,12 +76,12 @@ class Layout:
         self.keys = tuple(sorted_keys(n for n, is_data in status.items() if is_data))
         self.static_names = tuple(sorted_keys(n for n, d in status.items() if not d))
         self.entries = tuple(map(_entry, self.keys))
-        self.children_of = _getter(self.keys)
-        self.statics_of = _getter(self.static_names)
+        self.children_of = getter(self.keys)
+        self.statics_of = getter(self.static_names)
         sources = {
             name: place for place, name in enumerate(self.keys + self.static_names)
         }
-        self.arrange = _getter([sources[name] for name in status])
+        self.arrange = getter([sources[name] for name in status])
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

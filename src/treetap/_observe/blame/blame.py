@@ -55,7 +55,7 @@ from treetap._observe.blame.search import (
     program,
 )
 from treetap._observe.observe import observe
-from treetap._transforms.lift.lift import Inside, inputs_of
+from treetap._transforms.lift.lift import Inside, Lift
 from treetap._transforms.lift.program import MAX_PROGRAMS
 
 SCOPES_ONLY = Listening(frozenset(), None, False)
@@ -180,7 +180,7 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
         owner, _ = callee_of(fn)
         is_own = owner is fn or inspect.ismethod(fn)
         given = (owner if is_own else None, args)
-        inputs = inputs_of(given, kwargs, Mode.GRAPH, "blame")
+        inputs = _LIFT.inputs(given, kwargs)
         raw = inputs.values()
         traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
         values = [jnp.asarray(raw[n]) for n in traced]
@@ -204,6 +204,7 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
     return keep_name(blamed, fn)
 
 
+_LIFT = Lift("blame", Mode.GRAPH)
 # What the program is a function of; other values are parts of it, as flags are.
 _NUMBERS = (float, complex)
 _TRACED = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
@@ -229,7 +230,7 @@ class _Suspect:
             leaves = list(raw)
             for n, leaf in zip(traced, given):
                 leaves[n] = leaf
-            inside = Inside(inputs, leaves, "blame")
+            inside = Inside(inputs, leaves, _LIFT)
             (copy, rest), named = inside.tree["args"], inside.tree["kwargs"]
             inner = fn
             if is_own:

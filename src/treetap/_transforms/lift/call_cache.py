@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jax.tree_util import all_leaves
 from treetap._core.trace_level import EAGER, current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.flatten import has_shared
+from treetap._core.trees.layout import getter
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.variable import (
     Variable,
@@ -44,15 +45,7 @@ MAX_KNOWN = 16  # sets of objects that a recipe remembers
 MAX_MISFITS = 8  # calls that could not be packed, before it is tried no more
 MISFIT = object()  # arguments are not of a recipe's structure
 
-Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 _read_flat = attrgetter("_pytree__flat")
-
-
-def picker(numbers: Sequence[int]) -> Pick:
-    """A function that takes some items of a sequence, in C for two or more."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return lambda items: tuple(items[number] for number in numbers)
 
 
 def _is_variable(value: Any) -> bool:
@@ -214,7 +207,7 @@ class Plan:
         self.is_simple &= all(facts is metadata[own[number]] for number, facts in pairs)
         places = [own[number] for number, _ in pairs]
         self.places = None if places == list(range(len(own))) else places
-        self.pick = picker(places)
+        self.pick = getter(places)
 
 
 class Left(NamedTuple):
@@ -249,8 +242,8 @@ class Recipe:
         own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
         self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
         self._own = {number: place for place, number in enumerate(own)}
-        self._pick = picker(own)
-        self._plain = picker([n for n in range(len(leaves)) if n not in self._own])
+        self._pick = getter(own)
+        self._plain = getter([n for n in range(len(leaves)) if n not in self._own])
         variables = self._pick(leaves)
         self._kinds = tuple(map(type, variables))
         self._metadata = tuple(map(get_metadata, variables))

@@ -50,8 +50,7 @@ from treetap._transforms.lift.structure_updates import (
 from treetap._transforms.lift.structure_watch import (
     Policy,
     Structure,
-    policy_of,
-    with_policy,
+    check_policy,
 )
 
 
@@ -71,9 +70,66 @@ class Options(TypedDict, total=False):
     on_structure_change: Policy | None
 
 
-def mode_of(options: Options) -> Mode:
-    """The mode that a transform's options ask for."""
-    return resolve_mode(options.get("graph"), options.get("graph_updates"))
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """What a transform is told once, and every step of its lift goes by.
+
+    Attributes:
+        name: The transform, for messages.
+        mode: How it sees its arguments.
+        policy: What it does about changes of structure that would be lost; None for
+            what is set for the block or the process.
+    """
+
+    name: str
+    mode: Mode
+    policy: Policy | None = None
+
+    @classmethod
+    def of(cls, name: str, options: Options) -> "Lift":
+        """The lift of a transform with these options; settings decide what is left."""
+        policy = options.get("on_structure_change")
+        if policy is not None:
+            check_policy(policy)
+        mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
+        return cls(name, mode, policy)
+
+    def inputs(self, args: Any, kwargs: Any) -> "Inputs":
+        """The arguments of a call, labelled for messages and taken apart."""
+        return Inputs({"args": args, "kwargs": kwargs}, self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        source: "Inputs | GraphDef",
+        values: Sequence[Any],
+        lanes: Lanes | None = None,
+        **choices: Any,
+    ) -> "tuple[Any, Updates]":
+        """The traced side of most transforms: rebuild, call, check, collect.
+
+        Args:
+            fn: The function.
+            source: Its arguments, or their description: see `Inside`.
+            values: Their values at this level.
+            lanes: As for `Inside.finish`, which takes the further arguments.
+            **choices: `keep`, `only`, `results` and `force`.
+
+        Returns:
+            The result, packed for JAX, and the updates.
+        """
+        inside = Inside(source, values, self)
+        with inside.watched():
+            out = fn(*inside.tree["args"], **inside.tree["kwargs"])
+        return inside.finish(out, lanes, **choices)
+
+    def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
+        """The result of a call with abstract leaves; nothing is computed or written."""
+
+        def pure(values: list[Any]) -> Any:
+            return self.run(fn, inputs, values)[0]
+
+        return unpack(jax.eval_shape(pure, inputs.values()), {})
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -95,9 +151,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def transform(fn: F) -> F:
     """Gives a transform what all of them share.
 
-    Without a function it is a decorator; the mode is resolved once, when the arguments
-    are given; bound methods are refused; and `on_structure_change` says, for this
-    function, what `treetap.set_structure_policy` says for all.
+    Without a function it is a decorator; the mode is resolved when the options are
+    given; and bound methods are refused.
     """
     name = fn.__name__
 
@@ -111,19 +166,24 @@ def transform(fn: F) -> F:
         **options: Any,
     ) -> Any:
         mode = resolve_mode(graph, graph_updates)
+        given = Options(
+            graph=bool(mode),
+            graph_updates=mode is Mode.UPDATES,
+            on_structure_change=on_structure_change,
+        )
         if f is MISSING:
-            policy = on_structure_change
-            given = {"graph": mode, "on_structure_change": policy, **options}
-            return functools.partial(call, **given)
+            return functools.partial(call, **given, **options)
         refuse_bound_method(f, name)
-        f = with_policy(f, on_structure_change)
-        made = fn(f, *args, graph=mode, **options)
+        made = fn(f, *args, **given, **options)
         if getattr(made, "__wrapped__", None) is f:  # not a result: a function
             made.__treetap_mode__ = mode
         return made
 
     call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
+
+
+_FLAGS = (bool, bool | int)  # types of options that are off by default
 
 
 def _open_signature(fn: Any) -> inspect.Signature:
@@ -134,7 +194,10 @@ def _open_signature(fn: Any) -> inspect.Signature:
         (given,) = last.annotation.__args__
         parameters += [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if kind in _FLAGS else None,
+                annotation=kind,
             )
             for name, kind in given.__annotations__.items()
         ]
@@ -176,14 +239,15 @@ class Inputs:
 
     __slots__ = ("definition", "leaves", "name", "numbers", "owners", "tree")
 
-    def __init__(self, tree: Any, mode: Mode, name: str):
-        self.name = name
+    def __init__(self, tree: Any, lift: Lift):
+        self.name = lift.name
         self.tree = tree
-        walk = Apart(tree, mode, name, states=False, reason=_no_aliases(name))
+        reason = _no_aliases(lift.name)
+        walk = Apart(tree, lift.mode, lift.name, states=False, reason=reason)
         self.definition = walk.definition(tree)
         self.leaves = walk.leaves
         self.numbers = walk.numbers
-        members = walk.members if mode is Mode.UPDATES else ()
+        members = walk.members if lift.mode is Mode.UPDATES else ()
         self.owners: dict[int, Any] = dict(enumerate(members))
 
     def values(self) -> list[Any]:
@@ -288,17 +352,26 @@ class Inside:
         source: The arguments, or their description where the traced function is kept
             for other arguments of the same structure.
         values: Their values at this level, in order.
-        name: The transform, for messages.
+        lift: The lift.
     """
 
-    __slots__ = (
-        *("before", "definition", "grafts", "leaves", "mode", "name", "nodes", "tree"),
-    )
+    __slots__ = [
+        "before",
+        "definition",
+        "grafts",
+        "leaves",
+        "lift",
+        "mode",
+        "name",
+        "nodes",
+        "tree",
+    ]
 
-    def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], name: str):
-        self.name = name
+    def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], lift: Lift):
+        self.lift = lift
+        self.name = lift.name
+        self.mode = lift.mode
         definition = source if isinstance(source, GraphDef) else source.definition
-        self.mode = Mode(definition.graph)
         members: dict[int, Any] = {}
         self.definition = definition
         self.nodes: list[Any] = []
@@ -307,16 +380,16 @@ class Inside:
             (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
             for leaf in self.leaves
         ]
-        self.grafts = Grafts(members, name) if self.mode is Mode.UPDATES else None
+        self.grafts = Grafts(members, lift.name) if self.mode is Mode.UPDATES else None
         if listening.value is not None:
             if self.mode is not Mode.TREE:
                 name_shared(self.tree)
             if isinstance(source, Inputs):
                 put_in_place(source.tree, self.tree)
 
-    def watched(self, policy: Policy | None) -> Structure:
+    def watched(self) -> Structure:
         """A block in which changes of structure that would be lost are noticed."""
-        policy = policy if self.grafts is None else "ignore"
+        policy = self.lift.policy if self.grafts is None else "ignore"
         return Structure(self.nodes, self.definition, self.name, policy)
 
     def check_output(self, out: Any) -> None:
@@ -414,35 +487,3 @@ def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
         "(`treetap.clone`)."
     )
     return AliasError(text, name, kind, paths)
-
-
-def run(
-    fn: Callable[..., Any],
-    source: Inputs | GraphDef,
-    values: Sequence[Any],
-    name: str,
-    lanes: Lanes | None = None,
-    **choices: Any,
-) -> tuple[Any, Updates]:
-    """The traced side of most transforms: rebuild, call, check, collect.
-
-    Args:
-        fn: The function.
-        source: Its arguments, or their description: see `Inside`.
-        values: Their values at this level.
-        name: The transform.
-        lanes: As for `Inside.finish`, which takes the further arguments.
-        **choices: `keep`, `only`, `results` and `force`.
-
-    Returns:
-        The result, packed for JAX, and the updates.
-    """
-    inside = Inside(source, values, name)
-    with inside.watched(policy_of(fn)):
-        out = fn(*inside.tree["args"], **inside.tree["kwargs"])
-    return inside.finish(out, lanes, **choices)
-
-
-def inputs_of(args: Any, kwargs: Any, mode: Mode, name: str) -> Inputs:
-    """The arguments of a call, labelled for messages and taken apart."""
-    return Inputs({"args": args, "kwargs": kwargs}, mode, name)

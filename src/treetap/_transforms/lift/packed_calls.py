@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from treetap._core.trace_level import EAGER, current_trace
+from treetap._core.trees.layout import getter
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.packed_values import Group, Pack, State, layout_of
 from treetap._core.variables.variable import Variable, pack_of, write_boxes
-from treetap._transforms.lift.call_cache import MISFIT, Known, Recipe, picker
+from treetap._transforms.lift.call_cache import MISFIT, Known, Recipe
 from treetap._transforms.lift.lift import Updates
 from treetap._transforms.lift.program import refuse_donated_twice
 
@@ -74,7 +75,7 @@ class PackedProgram:
         self._donates = any(flags)
         groups = [[n for n in self.rest if flags[n] is flag] for flag in (True, False)]
         place = {n: i for i, n in enumerate(self.rest)}
-        self._takes = [picker([place[n] for n in group]) for group in groups]
+        self._takes = [getter([place[n] for n in group]) for group in groups]
         self._numbers = groups[0] + groups[1]
         back = {n: i for i, n in enumerate(self._numbers)}
 

@@ -22,10 +22,9 @@ from treetap._core.trees.graphdef import (
     leaf_paths,
     statics_in,
 )
-from treetap._core.trees.layout import kinds_of
+from treetap._core.trees.layout import getter, kinds_of
 from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.call_cache import picker
 from treetap._transforms.lift.lift import Updates, Written
 from treetap._transforms.lift.structure_updates import Lanes
 
@@ -115,11 +114,11 @@ class Program:
             groups = [[n for n in x if flags[n]] for x in (mine, others)]
             groups += [[n for n in x if not flags[n]] for x in (mine, others)]
             place = {n: i for x in (mine, others) for i, n in enumerate(x)}
-            self._takes = tuple(picker([place[n] for n in group]) for group in groups)
+            self._takes = tuple(getter([place[n] for n in group]) for group in groups)
         donated, kept = groups[0] + groups[1], groups[2] + groups[3]
         self._numbers = donated + kept
         places = {number: i for i, number in enumerate(self._numbers)}
-        arrange = picker([places[number] for number in numbers])
+        arrange = getter([places[number] for number in numbers])
 
         def run(donated: list[Any], kept: list[Any]) -> Any:
             values = arrange([*donated, *kept])

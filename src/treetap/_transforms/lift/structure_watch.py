@@ -7,7 +7,6 @@ function is traced. A changed static attribute stays local to the call; it draws
 warning, unless `train`, `eval` or `set_attributes` made it.
 """
 
-import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +33,12 @@ def set_structure_policy(policy: Policy) -> None:
         policy: `"error"` refuses changed data attributes and warns of static ones,
             `"warn"` warns of both, `"ignore"` says nothing.
     """
-    _check_policy(policy)
+    check_policy(policy)
     _process[0] = policy
 
 
-def _check_policy(policy: Any) -> None:
+def check_policy(policy: Any) -> None:
+    """Refuses what is no policy."""
     if policy not in ("error", "warn", "ignore"):
         raise ValueError(
             "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
@@ -49,34 +49,12 @@ def _check_policy(policy: Any) -> None:
 @contextmanager
 def structure_policy(policy: Policy) -> Iterator[None]:
     """As `set_structure_policy`, while a block runs."""
-    _check_policy(policy)
+    check_policy(policy)
     token = _policy.set(policy)
     try:
         yield
     finally:
         _policy.reset(token)
-
-
-def with_policy(fn: Any, policy: Policy | None) -> Any:
-    """`fn` with a policy of its own, or `fn` itself."""
-    if policy is None:
-        return fn
-    _check_policy(policy)
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    setattr(call, _ATTRIBUTE, policy)
-    return call
-
-
-def policy_of(fn: Any) -> Policy | None:
-    """The policy a function has of its own."""
-    return getattr(fn, _ATTRIBUTE, None)
-
-
-_ATTRIBUTE = "__on_structure_change__"
 
 
 class Structure:

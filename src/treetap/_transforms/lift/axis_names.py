@@ -8,13 +8,14 @@ the mapping transform with the same axes, does that.
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from treetap._core.errors import MetadataError
 from treetap._core.settings import Mode, resolve_graph
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.lift import Inputs, inputs_of
+from treetap._transforms.lift.lift import Inputs, Lift
 from treetap._transforms.lift.prefixes import check_prefix, spread
 
 P = ParamSpec("P")
@@ -24,6 +25,7 @@ PARTITION_NAME = "partition_name"
 
 
 Names = Mapping[str, Any]  # of an axis, by the metadata they are in
+NO_NAMES: Names = MappingProxyType({})
 
 
 def _without(variable: Variable[Any], axis: int, names: Names) -> dict[str, Any]:
@@ -70,7 +72,9 @@ def follow_axis(
         given: Names, by `PARTITION_NAME` or another metadata's name.
         mode: The mode.
     """
-    name = "transform_metadata"
+    lift = Lift("transform_metadata", mode)
+    results = Lift(lift.name, Mode.GRAPH)
+    name = lift.name
     check_prefix(in_axes, name, "in_axes", mode)
     check_prefix(out_axes, name, "out_axes", mode)
     names = {
@@ -80,7 +84,7 @@ def follow_axis(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = inputs_of(args, kwargs, mode, name)
+        inputs = lift.inputs(args, kwargs)
         pairs = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes")
         planned = [_without(variable, axis, names) for variable, axis in pairs]
         for (variable, axis), held in zip(pairs, planned):
@@ -93,9 +97,9 @@ def follow_axis(
         finally:
             for variable, axis in pairs:
                 _put(variable, axis, names)
-        new = _mapped(Inputs({"out": out}, Mode.GRAPH, name), {"out": out_axes}, "out")
+        new = _mapped(Inputs({"out": out}, results), {"out": out_axes}, "out")
         if mode is Mode.UPDATES:  # objects may have got Variables
-            inputs = inputs_of(args, kwargs, mode, name)
+            inputs = lift.inputs(args, kwargs)
             new = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes") + new
         for variable, axis in new:
             if id(variable) not in own:
@@ -114,6 +118,18 @@ def _mapped(inputs: Inputs, prefix: Any, argument: str) -> list[tuple[Any, int]]
         for leaf, axis in zip(inputs.leaves, axes)
         if isinstance(leaf, Variable) and isinstance(axis, int)
     ]
+
+
+def with_names(f: Any, in_axes: Any, out_axes: Any, given: Any, mode: Mode) -> Any:
+    """`f`, with axis names following the mapped axis as `transform_metadata` asks."""
+    if not given:
+        return f
+    if mode is not Mode.UPDATES:
+        raise MetadataError(
+            "`transform_metadata=` needs graph updates. Put the decorator "
+            "`treetap.transform_metadata` right under the mapping transform."
+        )
+    return follow_axis(f, in_axes, out_axes, given, Mode.UPDATES)
 
 
 def transform_metadata(

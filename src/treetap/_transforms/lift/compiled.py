@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled functions: what `jit` and `jit_partial` make, and its stages.
+
+There is a `jax.jit` for each structure of the arguments; the values travel in two flat
+lists, those to be donated and the rest. Calls after the first go by a recipe.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from treetap._core.trees.attributes import is_object
+from treetap._core.trees.build import regrow
+from treetap._core.trees.layout import kinds_of
+from treetap._core.trees.sharing import name_lost
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.arguments import (
+    HOLE,
+    Positions,
+    put_statics,
+    take_statics,
+)
+from treetap._transforms.lift.call_cache import MISFIT, Left, Recipe, recipe_for
+from treetap._transforms.lift.lift import (
+    Inputs,
+    Lift,
+    Options,
+)
+from treetap._transforms.lift.prefixes import check_prefix, spread
+from treetap._transforms.lift.program import (
+    MAX_PROGRAMS,
+    Key,
+    Program,
+    refuse_changing_statics,
+)
+from treetap._transforms.lift.results import Results
+from treetap._transforms.lift.structure_updates import Lanes
+
+MAX_RECIPES = 16  # for arguments of the same types
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class JitOptions(Options, total=False):
+    """The options of `jit` and `jit_partial`; see there."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    keep_unused: bool
+    device: Any
+    backend: str | None
+    inline: bool
+    pack: bool | int
+
+
+class Jit(Generic[P, R]):
+    """A function compiled by `treetap.jit`."""
+
+    _fixed: tuple[Any, ...] = ()  # arguments before those that a call is given
+
+    def __init__(self, fn: Callable[P, R], lift: Lift, options: JitOptions):
+        functools.update_wrapper(self, fn)
+        if unknown := options.keys() - JitOptions.__annotations__.keys():
+            raise TypeError(f"{lift.name}: there is no option {min(unknown)!r}.")
+        given: dict[str, Any] = {k: x for k, x in options.items() if x is not None}
+        for name in Options.__annotations__:
+            given.pop(name, None)
+        self.fun = fn
+        self.lift = lift
+        self.in_shardings = given.pop("in_shardings", None)
+        self.out_shardings = given.pop("out_shardings", None)
+
+        def chosen(kind: str, said: str) -> Positions:
+            numbers = given.pop(f"{kind}_argnums", ())
+            names = given.pop(f"{kind}_argnames", ())
+            return Positions(fn, numbers, names, f"{lift.name}: {said} arguments")
+
+        self._statics = chosen("static", "static")
+        self._donated = chosen("donate", "donated")
+        self._options = given
+        self._programs: dict[Key, Program] = {}
+        self._recipes: dict[Any, list[Recipe]] = {}
+        self._packer: Callable[..., Any] | None = None
+        if (pack := given.pop("pack", False)) is not False:
+            from treetap._transforms.lift.packed_calls import (
+                packer_for,  # few ask for it
+            )
+
+            self._packer = packer_for(pack, lift.name)
+        self._recent: Recipe | None = None  # what served the last call
+        self._has_more = bool(self._statics)  # than what a call is given
+        check_prefix(self.in_shardings, lift.name, "in_shardings", lift.mode)
+        self._results = Results(
+            self.out_shardings, lift.mode, lift.name, "out_shardings"
+        )
+
+    def _traced(self, key: Key, values: Sequence[Any]) -> Any:
+        """What JAX traces: the purified function."""
+        return self.lift.run(
+            put_statics(self.fun, key.statics),
+            key.definition,
+            values,
+            key.lanes,
+            keep=key.kept(),
+            results=self._results,
+        )
+
+    def _program(self, key: Key, leaves: Sequence[Any]) -> Program:
+        """The program for arguments of one structure."""
+        program = self._programs.get(key)
+        if program is not None:
+            return program
+        refuse_changing_statics(key.definition, self.lift.name)
+        options = dict(self._options)
+        lanes = key.lanes
+        if lanes is not None:
+            options["in_shardings"] = lanes.by_leaf()
+        if self.in_shardings is not None or self.out_shardings is not None:
+            prefixes = tuple(lanes.prefixes if lanes else (None,))
+            options["out_shardings"] = (prefixes, self._results.for_jax, None)
+        traced: Any = functools.partial(self._traced)
+        traced.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
+        program = Program(key, leaves, traced, options)
+        if idle := program.find_idle(*_parted(leaves)):
+            # Given away, they would only have to come out again.
+            less = key.without_donating(idle)
+            program = Program(less, leaves, traced, program.options)
+        while len(self._programs) >= MAX_PROGRAMS:
+            old = self._programs.pop(next(iter(self._programs)))
+            self._forget(old)
+        self._programs[key] = program
+        return program
+
+    def _forget(self, program: Program) -> None:
+        """Drops the recipes of a program that is no longer kept."""
+        self._recent = None
+        for recipes in self._recipes.values():
+            recipes[:] = [recipe for recipe in recipes if recipe.program is not program]
+
+    def _inputs(self, tree: Any) -> Inputs:
+        """Arguments taken apart the long way."""
+        args, kwargs = tree
+        return self.lift.inputs(args, kwargs)
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """All arguments: as a tree without static ones, and the static ones."""
+        args, kwargs, statics = take_statics(self._statics, args, kwargs)
+        return (args, kwargs), statics
+
+    def _learn(self, recipe: Recipe | None, tree: Any, statics: Any) -> None:
+        """Keeps a recipe for the next call with such arguments."""
+        if recipe is not None:
+            recipes = self._recipes.setdefault(_sort(tree, statics), [])
+            recipes.insert(0, recipe)
+            del recipes[MAX_RECIPES:]
+
+    def _prepared(self, tree: Any, statics: Any) -> tuple[Inputs, Program, Any]:
+        """Arguments taken apart the long way, and the program for them."""
+        inputs = self._inputs(tree)
+        donated = self._donated_leaves(inputs)
+        key = Key(inputs.definition, statics, donated, self._lanes(inputs))
+        program = self._program(key, inputs.leaves)
+        return inputs, program, program.parted(*_parted(inputs.leaves))
+
+    def _donated_leaves(self, inputs: Inputs) -> tuple[bool, ...]:
+        if not self._donated:
+            return (False,) * len(inputs.leaves)
+        args, kwargs = inputs.tree["args"], inputs.tree["kwargs"]
+        chosen = {
+            "args": tuple(
+                self._donated.has(number, len(args)) for number in range(len(args))
+            ),
+            "kwargs": {name: name in self._donated.names for name in kwargs},
+        }
+        flags = spread(chosen, inputs.tree, self.lift.name, "donate_argnums")
+        # An object would be left with arrays that are gone; Variables get new ones.
+        outside = {id(x) for x in jax.tree.leaves(inputs.tree, is_leaf=is_object)}
+        return tuple(
+            flag and (isinstance(leaf, Variable) or id(leaf) in outside)
+            for flag, leaf in zip(flags, inputs.leaves)
+        )
+
+    def _lanes(self, inputs: Inputs) -> Lanes | None:
+        if self.in_shardings is None:
+            return None
+        chosen = self.in_shardings
+        if isinstance(chosen, tuple | list):
+            left, args = iter(chosen), inputs.tree["args"]
+            chosen = tuple(None if arg is HOLE else next(left) for arg in args)
+        return inputs.spread({"args": chosen, "kwargs": None}, "in_shardings")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the compiled function and writes changed Variables back."""
+        return self._told(args, kwargs)
+
+    def _told(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
+        """A call that tells, if it fails, what is gone."""
+        try:
+            recipe = self._recent
+            if recipe is not None and stage is None:  # what served last
+                out = recipe.again(args, kwargs, recipe.program.run)
+                if out is not MISFIT:
+                    return self._finished((args, kwargs), out)
+            return self._call(args, kwargs, stage)
+        except BaseException as error:
+            given = {"args": (*self._fixed, *args), "kwargs": kwargs}
+            name_lost(error, self.lift.name, given)
+            raise
+
+    def _call(self, args: Any, kwargs: Any, stage: Any) -> Any:
+        """A call by a recipe, or the long way; of a compiled stage if there is one."""
+        tree, statics = (args, kwargs), ()
+        if self._has_more:
+            tree, statics = self._given(args, kwargs)
+        for recipe in self._recipes.get(_sort(tree, statics), ()):
+            program = recipe.program
+            if stage is not None and program is not stage.program:
+                continue
+            run = program.run if stage is None else stage.run
+            out = recipe(tree, run)
+            if out is not MISFIT:
+                if stage is None and not self._has_more:
+                    self._recent = recipe
+                return self._finished(tree, out)
+        return self._call_anew(tree, statics, stage)
+
+    def _finished(self, tree: Any, out: Any) -> Any:
+        """The result, after what takes the long way has been written."""
+        return out if type(out) is not Left else self._inputs(tree).finish(*out)
+
+    def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:
+        """A call the long way, which leaves a recipe."""
+        inputs, program, given = self._prepared(tree, statics)
+        if stage is not None:
+            stage.check(program)
+            program = stage.program
+        # Before anything is written:
+        recipe = recipe_for(tree, inputs, program, self._packer)
+        news, out, note = (program if stage is None else stage).run(*given)
+        out = inputs.finish(out, program.updates(news, note))
+        self._learn(recipe, tree, statics)
+        return out
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The result with abstract leaves; nothing is changed."""
+        inputs, program, given = self._prepared(*self._given(args, kwargs))
+        copies, _ = regrow(inputs.definition, inputs.values())
+        copied = Inputs(copies, self.lift)
+        news, out, note = program.run.eval_shape(*given)
+        return copied.finish(out, program.updates(news, note))
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
+        """JAX's traced stage."""
+        _, program, given = self._prepared(*self._given(args, kwargs))
+        return Stage(self, program.run.trace(*given), program)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
+        """JAX's lowered stage."""
+        return self.trace(*args, **kwargs).lower()
+
+
+def _sort(tree: Any, statics: Any) -> tuple[Any, ...]:
+    """What tells calls apart at a glance: types, names, static arguments."""
+    args, kwargs = tree
+    if not statics:
+        return (*map(type, args), *kwargs)
+    kinds = kinds_of(tuple(value for _, value in statics))
+    return (*map(type, args), *kwargs, statics, kinds)
+
+
+def _parted(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The values of Variables, and the other leaves."""
+    own = [leaf._box[0] for leaf in leaves if isinstance(leaf, Variable)]
+    return own, [leaf for leaf in leaves if not isinstance(leaf, Variable)]
+
+
+class Stage:
+    """A stage of compilation: JAX's own, callable with the original arguments.
+
+    Whatever JAX's stage offers is offered here; `lower` and `compile` lead to the next
+    stage, and a compiled one can be called like the function itself.
+    """
+
+    def __init__(self, jit: Jit[..., Any], stage: Any, program: Program):
+        self._jit = jit
+        self.run = stage
+        self.program = program
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)
+
+    def lower(self, **options: Any) -> "Stage":
+        """The lowered stage of a traced one."""
+        return Stage(self._jit, self.run.lower(**options), self.program)
+
+    def compile(self, compiler_options: Any = None) -> "Stage":
+        """The compiled stage of a lowered one."""
+        return Stage(self._jit, self.run.compile(compiler_options), self.program)
+
+    def check(self, program: Program) -> None:
+        """Refuses arguments that another program is for."""
+        if program.key != self.program.key:
+            raise TypeError(
+                f"{self._jit.lift.name}: the compiled program was made for arguments "
+                "of another structure, other static arguments or other metadata. "
+                "Lower it again for these."
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a compiled stage and writes changed Variables back."""
+        return self._jit._told(args, kwargs, self)

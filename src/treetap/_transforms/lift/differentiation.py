@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is differentiated: arguments by number, with graph updates by filter.
+
+`grad` and `custom_vjp` both let a caller choose arguments, and both give what belongs
+to an object as a State of it when structure may change. How the choice is written and
+checked, and how such a State is made, stands here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from treetap._core.errors import StructureError
+from treetap._core.settings import Mode
+from treetap._core.trees.attributes import Node, is_object
+from treetap._core.trees.filters import Filter
+from treetap._core.trees.flatten import take_apart
+from treetap._core.trees.state import State, flat_items, nested
+from treetap._transforms.lift.lift import Lift
+
+
+@dataclass(frozen=True)
+class DiffState:
+    """Differentiates, with graph updates, the Variables of an argument a filter takes.
+
+    Attributes:
+        argnum: The argument.
+        filter: Which Variables.
+    """
+
+    argnum: int
+    filter: Filter
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether there is an object with attributes in a value."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Node))
+    return any(isinstance(x, Node) for x in leaves)
+
+
+def check_numbers(argnums: Any, lift: Lift, argument: str) -> Any:
+    """`argnums` as a tuple."""
+    is_one = isinstance(argnums, int | DiffState)
+    numbers: tuple[Any, ...] = (argnums,) if is_one else tuple(argnums)
+    if lift.mode is not Mode.UPDATES and any(isinstance(x, DiffState) for x in numbers):
+        raise StructureError(
+            f"{lift.name}: `{argument}` cannot contain `DiffState` objects without "
+            "graph updates. Split the argument by filter and differentiate one part, "
+            "or use `graph=True, graph_updates=True`."
+        )
+    return numbers
+
+
+def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
+    """A tree in which each object is replaced by the State of some of its Variables.
+
+    Args:
+        tree: The caller's tree.
+        wanted: What to put for a leaf, by identity; others are left out.
+    """
+
+    def state_of(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return wanted.get(id(value), value)
+        _, state = take_apart(value, True, "grad")
+        pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
+        return State(nested(pair for pair in pairs if pair[1] is not None))
+
+    return jax.tree.map(state_of, tree, is_leaf=is_object)
