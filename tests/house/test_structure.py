@@ -62,7 +62,7 @@ ORDER = {
     "_io.store": "arrays axes journals contents stores writers",
     "_report": "table texts calls flops pictures rows payload html summary",
     "_compare": "sources tolerances unroll align comparison",
-    "nnx": "compat contexts deprecated traversals flax_parts as_flax",
+    "nnx": "defaults compat contexts deprecated objects traversals flax_parts as_flax",
     "_cli": """
         console demo failures run_nnx targets inputs programs looking options comparing
         inspecting main

@@ -114,32 +114,35 @@ TYPES = {  # of `flax.typing`: names for annotations, which nobody checks
     "Sharding": tuple[str | tuple[str, ...] | None, ...],
     "VariableDict": Mapping[str, Mapping[str, Any]],
 }
-NNX = {name: getattr(nnx, name) for name in nnx.__all__ if name not in ("compat",)}
-FROZEN_DICTS = {
-    "FrozenDict": flax_parts.FrozenDict,
-    "copy": flax_parts.copy,
-    "freeze": flax_parts.freeze,
-    "pop": flax_parts.pop,
-    "unfreeze": flax_parts.unfreeze,
-}
-LAYERS = NNX | TYPES  # the modules of layers have flax's names for types as well
-DEFAULTS = {
-    "default_bias_init": initializers.zeros_init(),
-    "default_embed_init": default_embed_init,
-    "default_kernel_init": default_kernel_init,
-}
+
+
+def _named(module: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names.split()}
 
 
 def _public(module: types.ModuleType) -> dict[str, Any]:
     return {name: held for name, held in vars(module).items() if name[0] != "_"}
 
 
-def _listed(module: types.ModuleType) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
-
-
+NNX = {name: getattr(nnx, name) for name in nnx.__all__ if name != "compat"}
+FROZEN_DICTS = _named(flax_parts, "FrozenDict copy freeze pop unfreeze")
+LAYERS = NNX | TYPES  # the modules of layers have flax's names for types as well
+DEFAULTS = {
+    "default_bias_init": initializers.zeros_init(),
+    "default_embed_init": default_embed_init,
+    "default_kernel_init": default_kernel_init,
+}
+# Modules below `flax.nnx` in which programs look for a name of NNX's: all are in each.
+WITH_NNX = """
+    deprecations extract filterlib graph graphlib helpers module pytreelib rnglib spmd
+    statelib summary training.ema training.optimizer transforms transforms.autodiff
+    transforms.compilation transforms.general transforms.iteration transforms.transforms
+    variablelib visualization
+"""
+WITH_LAYERS = "activations attention linear lora normalization recurrent stochastic"
+WITH_DEFAULTS = "attention linear lora recurrent"
 # What each module has, besides the modules below it.
-MODULES: dict[str, Mapping[str, Any]] = {
+MODULES: dict[str, dict[str, Any]] = {
     "flax": {"__version__": FOLLOWED_VERSION},
     "flax.configurations": {},
     "flax.core": FROZEN_DICTS,
@@ -148,65 +151,33 @@ MODULES: dict[str, Mapping[str, Any]] = {
         "FlaxError": errors.TreetapError,
         "TraceContextError": errors.TraceContextError,
     },
-    "flax.struct": {
-        "PyTreeNode": flax_parts.PyTreeNode,
-        "dataclass": flax_parts.dataclass,
-        "field": flax_parts.field,
-    },
+    "flax.struct": _named(flax_parts, "PyTreeNode dataclass field"),
     "flax.training": {},
-    "flax.training.train_state": {"TrainState": flax_parts.TrainState},
-    "flax.traverse_util": {
-        "empty_node": traversals.empty_node,
-        "flatten_dict": flax_parts.flatten_dict,
-        "path_aware_map": flax_parts.path_aware_map,
-        "unflatten_dict": flax_parts.unflatten_dict,
-    },
-    "flax.typing": TYPES | {"FrozenDict": flax_parts.FrozenDict},
+    "flax.training.train_state": _named(flax_parts, "TrainState"),
+    "flax.traverse_util": _named(
+        flax_parts, "empty_node flatten_dict path_aware_map unflatten_dict"
+    ),
+    "flax.typing": TYPES | _named(flax_parts, "FrozenDict"),
     "flax.version": {"__version__": FOLLOWED_VERSION},
     "flax.nnx": NNX,
     "flax.nnx.compat": _public(compat),
-    "flax.nnx.deprecations": NNX,
-    "flax.nnx.extract": NNX,
-    "flax.nnx.filterlib": NNX
-    | {
-        "Filter": filters.Filter,
-        "PathIn": filters.PathIn,
-        "Predicate": filters.Predicate,
-        "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
-        "to_predicate": filters.predicate_of,
-    },
-    "flax.nnx.graph": NNX,
-    "flax.nnx.graphlib": NNX,
-    "flax.nnx.helpers": NNX,
-    "flax.nnx.module": NNX,
     "flax.nnx.nn": {},
-    "flax.nnx.nn.activations": LAYERS,
-    "flax.nnx.nn.attention": LAYERS | DEFAULTS,
     "flax.nnx.nn.dtypes": {"promote_dtype": promote_dtype},
-    "flax.nnx.nn.initializers": _listed(initializers),
-    "flax.nnx.nn.linear": LAYERS | DEFAULTS,
-    "flax.nnx.nn.lora": LAYERS | DEFAULTS,
-    "flax.nnx.nn.normalization": LAYERS,
-    "flax.nnx.nn.recurrent": LAYERS | DEFAULTS | {"flip_sequences": flip_sequences},
-    "flax.nnx.nn.stochastic": LAYERS,
-    "flax.nnx.pytreelib": NNX,
-    "flax.nnx.rnglib": NNX | {"backup_keys": random_rules.backup_keys},
-    "flax.nnx.spmd": NNX,
-    "flax.nnx.statelib": NNX,
-    "flax.nnx.summary": NNX,
+    "flax.nnx.nn.initializers": _named(initializers, " ".join(initializers.__all__)),
     "flax.nnx.training": {},
-    "flax.nnx.training.ema": NNX,
-    "flax.nnx.training.metrics": _listed(metrics),
-    "flax.nnx.training.optimizer": NNX,
-    "flax.nnx.transforms": NNX,
-    "flax.nnx.transforms.autodiff": NNX,
-    "flax.nnx.transforms.compilation": NNX,
-    "flax.nnx.transforms.general": NNX,
-    "flax.nnx.transforms.iteration": NNX,
-    "flax.nnx.transforms.transforms": NNX,
+    "flax.nnx.training.metrics": _named(metrics, " ".join(metrics.__all__)),
     "flax.nnx.traversals": _public(traversals),
-    "flax.nnx.variablelib": NNX,
-    "flax.nnx.visualization": NNX,
+    **{f"flax.nnx.{name}": {**NNX} for name in WITH_NNX.split()},
+    **{f"flax.nnx.nn.{name}": {**LAYERS} for name in WITH_LAYERS.split()},
+}
+for _name in WITH_DEFAULTS.split():
+    MODULES[f"flax.nnx.nn.{_name}"] |= DEFAULTS
+MODULES["flax.nnx.nn.recurrent"]["flip_sequences"] = flip_sequences
+MODULES["flax.nnx.rnglib"]["backup_keys"] = random_rules.backup_keys
+MODULES["flax.nnx.filterlib"] |= {
+    **_named(filters, "Filter PathIn Predicate"),
+    "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
+    "to_predicate": filters.predicate_of,
 }
 # Second names of modules, as attributes.
 ALIASES = {
@@ -246,6 +217,13 @@ def _reason(name: str) -> str | None:
     return None
 
 
+def _below(path: str) -> set[str]:
+    """The names of the modules right below one."""
+    start = f"{path}."
+    below = (each.removeprefix(start) for each in MODULES if each.startswith(start))
+    return {name for name in below if "." not in name}
+
+
 def _explain(name: str) -> str:
     """The text of the error for a full name that is not here."""
     parent, _, last = name.rpartition(".")
@@ -253,8 +231,7 @@ def _explain(name: str) -> str:
     reason = _reason(name)
     if reason is not None:
         return f"{text}: {reason}."
-    below = [path.removeprefix(f"{parent}.") for path in MODULES]
-    known = [*MODULES.get(parent, ()), *(path for path in below if "." not in path)]
+    known = [*MODULES.get(parent, ()), *_below(parent)]
     near = difflib.get_close_matches(last, known, n=1)
     if near:
         return f"{text}. The nearest name is {parent}.{near[0]}."
@@ -273,9 +250,7 @@ class StandIn(types.ModuleType):
         raise AttributeError(_explain(path), name=name)
 
     def __dir__(self) -> list[str]:
-        start = f"{self.__name__}."
-        below = (path.removeprefix(start) for path in MODULES if path.startswith(start))
-        return sorted({*vars(self), *(name for name in below if "." not in name)})
+        return sorted({*vars(self), *_below(self.__name__)})
 
 
 class _Loader(importlib.abc.Loader):

@@ -9,68 +9,42 @@
 A keyword still wins: `compat.split(model, graph=False)` is tree mode.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+# ruff: noqa: PLC0414 - `as` says that a name is public here
 
-from treetap._core.trees import copies as _copies
-from treetap._core.trees import split as _split
-from treetap._core.trees import traverse as _traverse
-from treetap._modules import module as _module
-from treetap._modules import random_rules as _random_rules
-from treetap._modules import views as _views
-from treetap._transforms import cond as _cond
-from treetap._transforms import custom_vjp as _custom_vjp
-from treetap._transforms import grad as _grad
-from treetap._transforms import inspect as _inspect
-from treetap._transforms import jit as _jit
-from treetap._transforms import jit_partial as _jit_partial
-from treetap._transforms import loops as _loops
-from treetap._transforms import scan as _scan
-from treetap._transforms import sharding as _sharding
-from treetap._transforms import vmap as _vmap
+from treetap._core.trees.copies import clone as clone
+from treetap._core.trees.split import flatten as flatten
+from treetap._core.trees.split import graphdef as graphdef
+from treetap._core.trees.split import split as split
+from treetap._core.trees.split import state as state
+from treetap._core.trees.traverse import iter_graph as iter_graph
+from treetap._core.trees.traverse import recursive_map as recursive_map
+from treetap._modules.module import iter_children as iter_children
+from treetap._modules.module import iter_modules as iter_modules
+from treetap._modules.random_rules import backup_keys as backup_keys
+from treetap._modules.random_rules import fork_rngs as fork_rngs
+from treetap._modules.random_rules import reseed as reseed
+from treetap._modules.random_rules import split_rngs as split_rngs
+from treetap._modules.views import view as view
+from treetap._modules.views import view_info as view_info
+from treetap._transforms.cond import checkify as checkify
+from treetap._transforms.cond import cond as cond
+from treetap._transforms.cond import switch as switch
+from treetap._transforms.custom_vjp import custom_vjp as custom_vjp
+from treetap._transforms.grad import grad as grad
+from treetap._transforms.grad import jvp as jvp
+from treetap._transforms.grad import remat as remat
+from treetap._transforms.grad import value_and_grad as value_and_grad
+from treetap._transforms.grad import vjp as vjp
+from treetap._transforms.inspect import eval_shape as eval_shape
+from treetap._transforms.jit import jit as jit
+from treetap._transforms.jit_partial import cached_partial as cached_partial
+from treetap._transforms.loops import fori_loop as fori_loop
+from treetap._transforms.loops import while_loop as while_loop
+from treetap._transforms.scan import scan as scan
+from treetap._transforms.sharding import get_abstract_model as get_abstract_model
+from treetap._transforms.vmap import pmap as pmap
+from treetap._transforms.vmap import shard_map as shard_map
+from treetap._transforms.vmap import vmap as vmap
+from treetap.nnx.defaults import give_defaults as _give_defaults
 
-
-def _graph(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(fn, graph=True)
-
-
-def _updates(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(fn, graph=True, graph_updates=True)
-
-
-backup_keys = _graph(_random_rules.backup_keys)
-clone = _graph(_copies.clone)
-flatten = _graph(_split.flatten)
-get_abstract_model = _graph(_sharding.get_abstract_model)
-graphdef = _graph(_split.graphdef)
-iter_children = _graph(_module.iter_children)
-iter_graph = _graph(_traverse.iter_graph)
-iter_modules = _graph(_module.iter_modules)
-recursive_map = _graph(_traverse.recursive_map)
-reseed = _graph(_random_rules.reseed)
-split = _graph(_split.split)
-state = _graph(_split.state)
-view = _graph(_views.view)
-view_info = _graph(_views.view_info)
-
-cached_partial = _updates(_jit_partial.cached_partial)
-checkify = _updates(_cond.checkify)
-cond = _updates(_cond.cond)
-custom_vjp = _updates(_custom_vjp.custom_vjp)
-eval_shape = _updates(_inspect.eval_shape)
-fori_loop = _updates(_loops.fori_loop)
-fork_rngs = _updates(_random_rules.fork_rngs)
-grad = _updates(_grad.grad)
-jit = _updates(_jit.jit)
-jvp = _updates(_grad.jvp)
-pmap = _updates(_vmap.pmap)
-remat = _updates(_grad.remat)
-scan = _updates(_scan.scan)
-shard_map = _updates(_vmap.shard_map)
-split_rngs = _updates(_random_rules.split_rngs)
-switch = _updates(_cond.switch)
-value_and_grad = _updates(_grad.value_and_grad)
-vjp = _updates(_grad.vjp)
-vmap = _updates(_vmap.vmap)
-while_loop = _updates(_loops.while_loop)
+_give_defaults(globals(), graph=lambda: True, updates=lambda: True)

@@ -31,7 +31,7 @@ import jax
 from jax.tree_util import register_dataclass, register_static
 
 from treetap._core.errors import StructureError
-from treetap._core.paths import Path
+from treetap._core.paths import Path, plain_key
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import Apart, put_together
@@ -246,7 +246,7 @@ def _visited(
     def below(path: Any, part: Any, entry: Any) -> Any:
         def one(inner: Any, leaf: Any) -> Any:
             keys = (*path, *inner)
-            return visit(tuple(_plain_key(key) for key in keys), entry, leaf)
+            return visit(tuple(map(plain_key, keys)), entry, leaf)
 
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=is_leaf)
 
@@ -258,13 +258,6 @@ def _visited(
         tree,
         is_leaf=lambda x: is_entry(x) or isinstance(x, NodeStates),
     )
-
-
-def _plain_key(key: Any) -> Any:
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key
 
 
 def to_tree(

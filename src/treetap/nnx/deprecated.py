@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that NNX programs still use and NNX has deprecated, each with its warning.
 
-Importing this module gives the classes their deprecated methods; the functions are
-exported by `treetap.nnx` only.
+Importing this module gives `Variable`, `Module`, `GraphDef` and `State` their
+deprecated attributes and methods. `treetap.nnx` imports it and exports the functions; a
+program that only says `import treetap` meets neither.
 """
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from treetap._core.trees import state as _states
 from treetap._core.trees.apply import call
@@ -21,12 +22,23 @@ from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable, _Defaults
 from treetap._modules.module import Module, iter_children, iter_modules
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def _warn(old: str, new: str, depth: int = 3) -> None:
     warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, depth)
 
 
-# Variable.
+def _deprecated(old: str, new: str, fn: F, **options: Any) -> F:
+    """A function under a deprecated name, with some of its options given."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _warn(old, new)
+        return fn(*args, **options, **kwargs)
+
+    call.__doc__ = f"Deprecated: use {new}."
+    return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
 def _value_property(name: str, get: str, put: str, instead: str) -> property:
@@ -35,38 +47,14 @@ def _value_property(name: str, get: str, put: str, instead: str) -> property:
         return getattr(self, get)()
 
     def write(self: Variable[Any], value: Any) -> None:
-        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.{put}(x)`", 4)
+        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.{put}(x)`")
         getattr(self, put)(value)
 
     return property(read, write, doc=f"Deprecated: use {instead}.")
 
 
-Variable.value = _value_property(  # pyright: ignore[reportAttributeAccessIssue] - deprecated names are not typed
-    "value", "get_value", "set_value", "`v[...]` or `v.get_value()`"
-)
-Variable.raw_value = _value_property(  # pyright: ignore[reportAttributeAccessIssue] - deprecated names are not typed
-    "raw_value", "get_raw_value", "set_raw_value", "`v.get_raw_value()`"
-)
-
-
-# Module.
-
-
-def _module_method(name: str, fn: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
-    def method(self: Module) -> Iterator[Any]:
-        """Deprecated: use the function of the same name."""
-        _warn(f"The method `m.{name}()`", f"the function `{name}(m)`")
-        yield from fn(self, graph=True)
-
-    method.__name__ = name
-    return method
-
-
-Module.iter_modules = _module_method("iter_modules", iter_modules)  # pyright: ignore[reportAttributeAccessIssue] - deprecated names are not typed
-Module.iter_children = _module_method("iter_children", iter_children)  # pyright: ignore[reportAttributeAccessIssue] - deprecated names are not typed
-
-
-# GraphDef.
+def _map_state(state: State, fn: Callable[..., Any]) -> State:
+    return _states.map_state(fn, state)
 
 
 def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
@@ -74,46 +62,43 @@ def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
     return call((self, state, *states))
 
 
-GraphDef.apply = _apply  # pyright: ignore[reportAttributeAccessIssue] - the older spelling of `call`
+_STATE_METHODS = {
+    "map": ("map_state", _map_state),
+    "flat_state": ("to_flat_state", _states.to_flat_state),
+    "to_pure_dict": ("to_pure_dict", _states.to_pure_dict),
+    "replace_by_pure_dict": ("replace_by_pure_dict", _states.replace_by_pure_dict),
+    "split": ("split_state", _states.split_state),
+    "filter": ("filter_state", _states.filter_state),
+    "__sub__": ("diff_state", _states.diff_state),
+    "merge": ("merge_state", _states.merge_state),
+    "from_flat_path": ("from_flat_state", _states.from_flat_state),
+}
 
 
-# State.
+def _give_methods() -> None:
+    """Gives the classes what NNX has deprecated of theirs."""
+    given: dict[tuple[type, str], Any] = {(GraphDef, "apply"): _apply}
+    instead = "`v[...]` or `v.get_value()`"
+    given[Variable, "value"] = _value_property(
+        "value", "get_value", "set_value", instead
+    )
+    given[Variable, "raw_value"] = _value_property(
+        "raw_value", "get_raw_value", "set_raw_value", "`v.get_raw_value()`"
+    )
+    for fn in (iter_modules, iter_children):
+        name = fn.__name__
+        old, new = f"The method `m.{name}()`", f"the function `{name}(m)`"
+        given[Module, name] = _deprecated(old, new, fn, graph=True)
+    for name, (instead, fn) in _STATE_METHODS.items():
+        old, new = f"The method `State.{name}`", f"the function `{instead}`"
+        given[State, name] = _deprecated(old, new, fn)
+    for name in ("merge", "from_flat_path"):  # these were called on the class
+        given[State, name] = staticmethod(given[State, name])
+    for (cls, name), held in given.items():
+        setattr(cls, name, held)
 
 
-def _state_method(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def method(self: State, *args: Any, **kwargs: Any) -> Any:
-        _warn(f"The method `State.{name}`", f"the function `{fn.__name__}`")
-        return fn(self, *args, **kwargs)
-
-    return method
-
-
-def _map_state(state: State, fn: Callable[..., Any]) -> State:
-    """A State of `fn(path, value)` for every value."""
-    return _states.map_state(fn, state)
-
-
-_map_state.__name__ = "map_state"
-
-for _name, _fn in {
-    "map": _map_state,
-    "flat_state": _states.to_flat_state,
-    "to_pure_dict": _states.to_pure_dict,
-    "replace_by_pure_dict": _states.replace_by_pure_dict,
-    "split": _states.split_state,
-    "filter": _states.filter_state,
-    "__sub__": _states.diff_state,
-    "merge": _states.merge_state,
-    "from_flat_path": _states.from_flat_state,
-}.items():
-    _method = _state_method(_name, _fn)
-    # These two were called on the class.
-    _static = _name in ("merge", "from_flat_path")
-    setattr(State, _name, staticmethod(_method) if _static else _method)
-
-
-# Functions.
+_give_methods()
 
 
 def first_from(*args: Any, error_msg: str) -> Any:
@@ -130,43 +115,14 @@ def first_from(*args: Any, error_msg: str) -> Any:
     raise ValueError(error_msg)
 
 
-def pure(tree: Any) -> Any:
-    """Deprecated: use `as_pure`."""
-    _warn("`pure`", "`as_pure`")
-    return as_pure(tree)
-
-
-def vars_as(node: Any, /, **options: Any) -> Any:
-    """Deprecated: use `with_vars`."""
-    _warn("`vars_as`", "`with_vars`")
-    return with_vars(node, **options)
-
-
-def variable_type_from_name(
-    name: str, /, *, base: type[Variable[Any]] = Variable, allow_register: bool = False
-) -> type[Variable[Any]]:
-    """Deprecated: the kind registered under a collection name.
-
-    Args:
-        name: The collection's name.
-        base: What a newly made kind derives from.
-        allow_register: Make and register a kind when the name is new.
-    """
-    _warn("`variable_type_from_name`", "the class itself")
-    return kinds.kind_of_name(name, base=base, allow_register=allow_register)
-
-
-def variable_name_from_type(
-    typ: type[Variable[Any]], /, *, allow_register: bool = False
-) -> str:
-    """Deprecated: the collection name of a kind.
-
-    Args:
-        typ: The kind.
-        allow_register: Register it under its own name when it has none.
-    """
-    _warn("`variable_name_from_type`", "the class itself")
-    return kinds.name_of_kind(typ, allow_register=allow_register)
+pure = _deprecated("`pure`", "`as_pure`", as_pure)
+vars_as = _deprecated("`vars_as`", "`with_vars`", with_vars)
+variable_type_from_name = _deprecated(
+    "`variable_type_from_name`", "the class itself", kinds.kind_of_name
+)
+variable_name_from_type = _deprecated(
+    "`variable_name_from_type`", "the class itself", kinds.name_of_kind
+)
 
 
 def register_variable_name(

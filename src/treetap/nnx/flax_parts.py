@@ -143,11 +143,6 @@ class FrozenDict(Mapping[Any, Any]):
         keys = tuple(sorted(self._held))
         return tuple((DictKey(key), self._held[key]) for key in keys), keys
 
-    def tree_flatten(self) -> tuple[Any, tuple[Any, ...]]:
-        """As `tree_flatten_with_keys`, without the keys."""
-        keys = tuple(sorted(self._held))
-        return tuple(self._held[key] for key in keys), keys
-
     @classmethod
     def tree_unflatten(cls, keys: tuple[Any, ...], values: Any) -> "FrozenDict":
         """For JAX: the inverse."""

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NNX's defaults: functions keep shared references, and transforms carry changes out.
+
+The functions of treetap take `graph`, and transforms `graph_updates` as well. Where
+nobody gives them, `treetap` decides by its settings, whose default is tree mode. Here
+are the same settings with NNX's defaults, and `give_defaults`, by which the namespaces
+`treetap.nnx` and `treetap.nnx.compat` decide otherwise: each says once what an option
+is when a call leaves it out.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from treetap._core import settings
+from treetap._core.variables.kinds import Param
+from treetap._train import ema, model_and_optimizer, optimizer
+
+# The functions that take `graph`, and those that take `graph_updates` too.
+GRAPH = """
+    abstract_with_sharding as_abstract backup_keys clone flatten get_abstract_model
+    graphdef iter_children iter_graph iter_modules map prefix recursive_map reseed split
+    state unpack view view_info with_attributes with_rngs
+"""
+UPDATES = """
+    cached_partial checkify cond custom_vjp eval_shape fori_loop fork_rngs grad jit
+    jit_partial jvp make_jaxpr pmap remat scan shard_map split_rngs switch
+    value_and_grad vjp vmap while_loop
+"""
+
+Default = Callable[[], bool]
+
+
+class set_graph_mode(settings.set_graph_mode, key="nnx_graph_mode", default=True):
+    """As `treetap.set_graph_mode`; on here when nobody has set it."""
+
+
+class set_graph_updates(
+    settings.set_graph_updates, key="nnx_graph_updates", default=True
+):
+    """As `treetap.set_graph_updates`; on here when nobody has set it."""
+
+
+def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -> None:
+    """Wraps the functions of a namespace that take a mode, in place.
+
+    Args:
+        namespace: Functions by name; those of the two lists that are there are wrapped.
+        graph: What `graph` is in a call that leaves it out, or gives None.
+        updates: The same for `graph_updates`.
+    """
+    for names, given in (
+        (GRAPH, {"graph": graph}),
+        (UPDATES, {"graph": graph, "graph_updates": updates}),
+    ):
+        for name in namespace.keys() & set(names.split()):
+            namespace[name] = _with_defaults(namespace[name], given)
+
+
+def _with_defaults(
+    fn: Callable[..., Any], given: dict[str, Default]
+) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for option, default in given.items():
+            if kwargs.get(option) is None:
+                kwargs[option] = default()
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _graph_mode(graph: bool | None) -> bool:
+    return set_graph_mode.current_value() if graph is None else graph
+
+
+class Optimizer(optimizer.Optimizer[Any]):
+    """As `treetap.Optimizer`; in graph mode unless an argument or a setting says else.
+
+    Args:
+        model: What is trained, as for `treetap.Optimizer`.
+        tx: An optax transformation.
+        wrt: A filter: which Variables are trained.
+        graph: Keep shared references.
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, graph: bool | None = None):
+        super().__init__(model, tx, wrt=wrt, graph=_graph_mode(graph))
+
+
+class ModelAndOptimizer(model_and_optimizer.ModelAndOptimizer):
+    """Deprecated: a model with its optimizer in one object; use `Optimizer`.
+
+    Args:
+        model: The model.
+        tx: An optax transformation.
+        wrt: A filter: what is trained.
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any = Param):
+        super().__init__(model, tx, wrt=wrt, graph=_graph_mode(None))
+
+
+class EMA(ema.EMA):
+    """As `treetap.EMA`; in graph mode unless an argument or a setting says else.
+
+    Args:
+        params: What to average, as for `treetap.EMA`.
+        decay: How much of the average stays.
+        only: Which Variables to average.
+        graph: Keep shared references.
+    """
+
+    def __init__(
+        self, params: Any, decay: float, *, only: Any = ..., graph: bool | None = None
+    ):
+        super().__init__(params, decay, only=only, graph=_graph_mode(graph))
