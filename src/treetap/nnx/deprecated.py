@@ -47,7 +47,7 @@ def _value_property(name: str, get: str, put: str, instead: str) -> property:
         return getattr(self, get)()
 
     def write(self: Variable[Any], value: Any) -> None:
-        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.{put}(x)`")
+        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.{put}(x)`", 4)
         getattr(self, put)(value)
 
     return property(read, write, doc=f"Deprecated: use {instead}.")
