@@ -464,7 +464,7 @@ def rewrite(file, number, change):
         (1, lambda e: e["columns"][0].update(dtype="object"), "is broken"),
         (1, lambda e: e["columns"][0].update(axis=9), "is broken"),
         (1, lambda e: e["columns"][0].update(dtype="int8"), "another store"),
-        (1, lambda e: e["columns"][0].update(text="elsewhere"), "broken or missing"),
+        (1, lambda e: e["columns"][0].update(text="elsewhere"), "broken, missing, or"),
         (1, lambda e: e["columns"].pop(), "is broken"),
         (2, lambda e: e.update(rows=[-1]), "is broken"),
         (2, lambda e: e.pop("metadata"), "is broken"),
@@ -503,7 +503,7 @@ def test_a_broken_description_of_an_array_is_quoted_in_print(tmp_path):
     filled(tmp_path / "runs", 1)
     (file,) = (tmp_path / "runs" / "data").glob("0000-*/zarr.json")
     file.write_text(json.dumps([{"a\x7fb": "long " * 10_000}], ensure_ascii=False))
-    said = "broken or missing: .*a\ufffdb"
+    said = "broken, missing, or of another store: .*a\ufffdb"
     with pytest.raises(tt.WeightsError, match=said) as caught:
         Store(tmp_path / "runs")[0]
     assert len(str(caught.value)) < 1_000
@@ -520,7 +520,7 @@ def test_arrays_of_another_packing_are_refused(packing, tmp_path):
         "sharding_indexed": [{"name": "sharding_indexed", "configuration": parts}],
     }
     rewrite_array(tmp_path / "runs", lambda e: e.update(codecs=codecs[packing]))
-    with pytest.raises(tt.WeightsError, match="belongs to another store"):
+    with pytest.raises(tt.WeightsError, match="is of another store"):
         Store(tmp_path / "runs")
 
 

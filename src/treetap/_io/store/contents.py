@@ -2,23 +2,65 @@
 """Contents: what the journals of a store say of its sites, columns and batches.
 
 The first line of a journal is its header, the second tells the sites, and each further
-one a batch. With several processes each has a journal, and what all have counts.
+one a batch. With several processes each has a journal, and what all have counts. A
+journal may come from anybody, so what it says of numbers is checked here.
 """
 
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._io.record_descriptions import DTYPES, Strange
 from treetap._io.safetensors_file import MOST_AXES
-from treetap._io.store.arrays import Column
 from treetap._io.store.journals import read_journal
 
+_NATIVE = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
+    "float64 complex64 complex128".split()
+)
 
-def journal_file(folder: pathlib.Path, process: int) -> pathlib.Path:
-    return folder / f"journal-{process}.jsonl"
+
+class Column(NamedTuple):
+    """One leaf of all batches: what it is called, and what a row of it is.
+
+    Attributes:
+        text: The leaf's name.
+        axis: The axis along which batches are joined, or None for a new one; it comes
+            first in the store.
+        shape: Of one row.
+        dtype: The name of the type of numbers.
+        chunk: The shape of a chunk.
+    """
+
+    text: str
+    axis: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """The type in the file: of the same bits, where zarr has not the same."""
+        return DTYPES[self.dtype if self.dtype in _NATIVE else "uint8"]
+
+    def rows_of(self, value: Any) -> int:
+        """How many rows the value of a batch has."""
+        return 1 if self.axis is None else np.shape(value)[self.axis]
+
+    def folder(self, store: pathlib.Path, number: int) -> pathlib.Path:
+        """Where the array lies; whatever the name is, inside the store's folder."""
+        plain = re.sub(r"[^A-Za-z0-9]+", "_", self.text).strip("_")[:60]
+        return store / "data" / f"{number:04d}-{plain}"
+
+
+def row_shape(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    """The shape of a row: without the axis that counts rows, if there is one."""
+    return shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
 
 
 class Batch(NamedTuple):
@@ -36,31 +78,29 @@ class Batch(NamedTuple):
 
 
 class Contents:
-    """What the journals of a store say: sites, columns, batches.
+    """What the journals of a store say.
 
     Args:
         where: Public name and file, for messages.
+
+    Attributes:
+        is_begun: Whether sites were told.
+        sites: The description of a Record.
+        columns: One for each leaf of a Record.
+        batches: In the order in which they were appended.
     """
 
     def __init__(self, where: str):
         self._where = where
-        self.begun: tuple[Any, list[Column]] | None = None
+        self.is_begun = False
+        self.sites: Any = []
+        self.columns: list[Column] = []
         self.batches: list[Batch] = []
-
-    @property
-    def sites(self) -> Any:
-        """The description of a Record."""
-        return [] if self.begun is None else self.begun[0]
-
-    @property
-    def columns(self) -> list[Column]:
-        """One for each leaf of a Record."""
-        return [] if self.begun is None else self.begun[1]
 
     @property
     def lines(self) -> int:
         """How many lines of a journal it has taken, with the header."""
-        return 1 + (self.begun is not None) + len(self.batches)
+        return 1 + self.is_begun + len(self.batches)
 
     @property
     def ends(self) -> list[int]:
@@ -71,36 +111,44 @@ class Contents:
         """Takes lines of a journal: those after the ones it has."""
         try:
             for entry in entries:
-                self._take(entry)
+                if self.is_begun:
+                    self.batches.append(self._batch(entry))
+                else:
+                    self.columns = [_column(about) for about in entry["columns"]]
+                    self.sites = entry["sites"]
+                    self.is_begun = True  # last, should an interrupt come in between
         except (KeyError, TypeError, AttributeError, ValueError, Strange) as error:
             raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error
 
-    def _take(self, entry: Any) -> None:
-        if self.begun is None:
-            columns = [_column(about) for about in entry["columns"]]
-            self.begun = (entry["sites"], columns)
-            return
+    def _batch(self, entry: Any) -> Batch:
         rows = entry["rows"]
-        if len(rows) != len(self.columns) or any(
-            type(n) is not int or not 0 <= n < 2**60 for n in rows
-        ):
+        if len(rows) != len(self.columns) or not all(map(_is_size, rows)):
             raise Strange(f"line {self.lines + 1} does not tell the rows of each site")
         if any(column.axis is None and n != 1 for column, n in zip(self.columns, rows)):
             raise Strange(f"line {self.lines + 1} has other rows than one of a value")
         ends = [end + count for end, count in zip(self.ends, rows)]
-        self.batches.append(Batch(rows, ends, dict(entry["metadata"])))
+        return Batch(rows, ends, dict(entry["metadata"]))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**60
 
 
 def _column(about: Any) -> Column:
     shape, chunk, dtype = about["shape"], about["chunk"], about["dtype"]
     text, axis = about["text"], about["axis"]
     good = isinstance(text, str) and dtype in DTYPES
-    good &= all(type(n) is int and 0 <= n < 2**60 for n in (*shape, *chunk))
+    good &= all(map(_is_size, (*shape, *chunk)))
     good &= len(chunk) == len(shape) + 1 <= MOST_AXES and min(chunk) > 0
-    good &= axis is None or (type(axis) is int and 0 <= axis <= len(shape))
+    good &= axis is None or (_is_size(axis) and axis <= len(shape))
     if not good:
         raise Strange(f"a column is {about!r:.80}")
     return Column(text, axis, tuple(shape), dtype, tuple(chunk))
+
+
+def journal_file(folder: pathlib.Path, process: int) -> pathlib.Path:
+    """The journal of one of the processes that write."""
+    return folder / f"journal-{process}.jsonl"
 
 
 def read_contents(folder: pathlib.Path, name: str) -> Contents:

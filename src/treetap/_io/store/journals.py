@@ -24,40 +24,13 @@ else:  # where nothing tells a second writer to wait
     fcntl = None
 
 FORMAT = "treetap store"
+VERSION = 1
 AGAIN = (
     "All that was appended before is there: if the disk is full, make room, and append "
     "this one again."
 )
-VERSION = 1
-
-
-def _line(entry: Any) -> bytes:
-    text = json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def header(processes: int) -> dict[str, Any]:
-    """The first line of a journal, of one of so many processes."""
-    return {"format": FORMAT, "version": VERSION, "processes": processes}
-
-
-def _parsed(line: bytes) -> Any:
-    """What a line says; None if it is torn or broken."""
-    start, _, text = line.partition(b" ")
-    try:
-        if int(start, 16) != zlib.crc32(text):
-            return None
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_torn_header(data: bytes) -> bool:
-    """Whether data can be the start of a first line that was never finished."""
-    start = f'{{"format":"{FORMAT}"'.encode()
-    text = data[9:]
-    is_sum = re.fullmatch(rb"[0-9a-f]{0,8}|[0-9a-f]{8} ", data[:9]) is not None
-    return is_sum and b"\n" not in data and text[: len(start)] == start[: len(text)]
+_START = f'{{"format":"{FORMAT}"'.encode()  # of what the first line says
+_TORN = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} [^\n]*")
 
 
 class Line(NamedTuple):
@@ -65,6 +38,20 @@ class Line(NamedTuple):
 
     entry: Any
     end: int
+
+
+def _line(entry: Any) -> bytes:
+    text = json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line says; None if it is torn or broken."""
+    start, _, text = line.partition(b" ")
+    try:
+        return json.loads(text) if int(start, 16) == zlib.crc32(text) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_journal(file: pathlib.Path, name: str) -> list[Line]:
@@ -84,7 +71,10 @@ def read_journal(file: pathlib.Path, name: str) -> list[Line]:
         lines.append(Line(entry, stop))
         end = stop
     rest = data[end:]
-    if not lines and rest and not _is_torn_header(rest):
+    is_torn_header = _TORN.fullmatch(rest) and _START.startswith(
+        rest[9:][: len(_START)]
+    )
+    if not lines and rest and not is_torn_header:
         raise WeightsError(f"{name}: {file} is not the journal of a store.")
     if b"\n" in rest[:-1]:
         raise WeightsError(
@@ -97,6 +87,7 @@ def read_journal(file: pathlib.Path, name: str) -> list[Line]:
 
 
 def _refuse_other(first: Any, file: pathlib.Path, name: str) -> None:
+    """Refuses a journal whose header is not one of this format and version."""
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise WeightsError(f"{name}: {file} is not the journal of a store.")
     processes = first.get("processes")
@@ -108,7 +99,13 @@ def _refuse_other(first: Any, file: pathlib.Path, name: str) -> None:
 
 
 class Journal:
-    """A journal held for writing."""
+    """A journal held for writing.
+
+    Args:
+        file: The journal; made if there is none.
+        processes: How many processes write to the store, each a journal of its own.
+        name: The public function at work, for messages.
+    """
 
     def __init__(self, file: pathlib.Path, processes: int, name: str):
         self._file, self._handle = file, -1
@@ -124,7 +121,8 @@ class Journal:
             self._lines = read_journal(file, name)
             self.cut(len(self._lines))
             if not self._lines:
-                self.write(header(processes))
+                header = {"format": FORMAT, "version": VERSION, "processes": processes}
+                self.write(header)
             found = self._lines[0].entry["processes"]
             if found != processes:
                 raise WeightsError(
@@ -136,6 +134,7 @@ class Journal:
             raise
 
     def _hold(self, name: str) -> None:
+        """Keeps other writers out, until this one lets go or its process ends."""
         if fcntl is None:
             return
         try:
@@ -161,27 +160,25 @@ class Journal:
             os.fsync(self._handle)
 
     def write(self, entry: Any) -> None:
-        """Appends a line; it is on the disk when this returns, or not there."""
+        """Appends a line; it is on the disk when this returns, or does not count."""
         line = _line(entry)
         try:
-            self._put(line)
+            if os.fstat(self._handle).st_size != self._end:  # after a write that failed
+                os.ftruncate(self._handle, self._end)
+            os.lseek(self._handle, self._end, os.SEEK_SET)
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+            os.fsync(self._handle)
         except OSError as error:
             raise type(error)(
                 error.errno,
                 f"StoreWriter: {self._file} could not be written: {error.strerror}. "
                 f"{AGAIN}",
             ) from error
-        # in one step: an interrupt finds the line told, or cut off by the next
+        # One assignment: an interrupt before it leaves a line that the next write cuts
+        # off, and one after it a batch that `entries_after` tells of.
         self._lines.append(Line(entry, self._end + len(line)))
-
-    def _put(self, line: bytes) -> None:
-        if os.fstat(self._handle).st_size != self._end:  # after a write that failed
-            os.ftruncate(self._handle, self._end)
-        os.lseek(self._handle, self._end, os.SEEK_SET)
-        rest = memoryview(line)
-        while rest:
-            rest = rest[os.write(self._handle, rest) :]
-        os.fsync(self._handle)
 
     @property
     def is_open(self) -> bool:

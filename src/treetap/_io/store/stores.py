@@ -65,7 +65,7 @@ class Store:
                     f"{rows} were appended: {self._folder} was changed by something "
                     "else."
                 )
-            self._arrays.append(StoredArray(array, column, rows))
+            self._arrays.append(StoredArray(ts, array, column, rows))
         self._by_text = {array.text: array for array in self._arrays}
 
     @property
@@ -98,10 +98,10 @@ class Store:
         number %= count
         spans = zip(self._starts[number], self._starts[number + 1])
         pairs = [
-            (array, array.begun(slice(start, stop)))
+            (array, array.begun_value(start, stop))
             for array, (start, stop) in zip(self._arrays, spans)
         ]
-        leaves = [_unmoved(array, array.finished(future)) for array, future in pairs]
+        leaves = [array.finished(future) for array, future in pairs]
         try:
             return rebuilt(self._sites, leaves)
         except Strange as error:
@@ -162,11 +162,6 @@ class Store:
             for array in self._arrays
         ]
         return "\n".join([f"Store: {len(self)} batches, {total}", *lines])
-
-
-def _unmoved(array: StoredArray, rows: np.ndarray) -> np.ndarray:
-    axis = array.column.axis
-    return rows[0] if axis is None else np.moveaxis(rows, 0, axis)
 
 
 def _mixed(

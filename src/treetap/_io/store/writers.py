@@ -3,7 +3,7 @@
 
 The numbers are written first, then one line of a journal. When `append` returns both
 are on the disk, and what has no line does not count. So a program may be killed at any
-moment, and every batch that it was told of is there.
+moment: every batch whose `append` returned is on disk, complete.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 
 from treetap._core.errors import CaptureError, StructureError, WeightsError
+from treetap._core.wording import typed
 from treetap._io.file_paths import refuse_no_path
 from treetap._io.record_descriptions import Leaf, described
 from treetap._io.store.arrays import (
@@ -28,10 +29,16 @@ from treetap._io.store.arrays import (
     created,
     opened,
     tensorstore_for,
+    view_of,
     written,
 )
 from treetap._io.store.axes import EXAMPLES, Axes, Axis
-from treetap._io.store.contents import Contents, journal_file, read_contents
+from treetap._io.store.contents import (
+    Column,
+    journal_file,
+    read_contents,
+    row_shape,
+)
 from treetap._io.store.journals import AGAIN, Journal
 from treetap._observe.records import Record
 
@@ -75,46 +82,55 @@ class StoreWriter:
         refuse_no_path(path, name)
         self._ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
-        self._axis = Axes(axis, name)
+        self._axes = Axes(axis, name)
         if type(compression) is not int or not 0 <= compression <= 22:
             raise ValueError(
                 f"{name}: `compression` is 0 to 22, and is {compression!r}."
             )
         self._compression = compression
-        self._pending: list[Any] = []  # futures; after an interrupt, still at work
-        self._process, processes = jax.process_index(), jax.process_count()
-        if self._process == 0:
+        self._pending: list[Any] = []  # futures of what tensorstore is at
+        self._is_first = jax.process_index() == 0
+        if self._is_first:
             _refuse_place(self._folder, name)
             self._folder.mkdir(exist_ok=True)
         self._meet("folder")
-        file = journal_file(self._folder, self._process)
-        self._journal = Journal(file, processes, name)
+        file = journal_file(self._folder, jax.process_index())
+        self._journal = Journal(file, jax.process_count(), name)
         try:
             self._meet("journals")
             self._contents = read_contents(self._folder, name)
-            known = self._contents
             self._meet("read")  # all have looked before one cuts
-            self._journal.cut(known.lines)
-            self._arrays = self._opened(name)
+            self._journal.cut(self._contents.lines)
+            self._open_arrays(name)
             _fsync(self._folder)
         except BaseException:
             self._journal.close()
             raise
 
-    def _opened(self, name: str) -> list[Any]:
-        """The arrays, as they are now."""
-        return [
+    def _open_arrays(self, name: str) -> None:
+        """Opens the arrays, as they are now."""
+        self._arrays = [
             opened(self._ts, column, column.folder(self._folder, number), name)
             for number, column in enumerate(self._contents.columns)
         ]
 
-    def _agree(self, futures: Sequence[Any], what: str) -> None:
-        """Waits; what fails in one process fails in all."""
+    def _finish(self, futures: Iterable[Any]) -> list[Any]:
+        """Waits for what is begun; what fails in one process fails in all.
+
+        The futures are noted before any is waited for. If an interrupt comes, or one
+        fails, the others are still at work, and would write where the next batch does;
+        so that waits for them first (`_settle`).
+        """
+        what = f"StoreWriter.append: a batch for {self._folder} was not kept"
+        self._pending.extend(futures)
+        found: list[Any] = []
         problem: OSError | None = None
         try:
-            _wait(futures, what)
-        except OSError as error:
-            problem = error
+            found = [future.result() for future in self._pending]
+        except (ValueError, OSError) as error:
+            told = str(error).partition(" [tensorstore_spec=")[0]
+            problem = OSError(f"{what}: {told}. {AGAIN}")
+            problem.__cause__ = error
         if jax.process_count() > 1:
             failed = process_allgather(np.asarray(problem is not None))
             if problem is None and failed.any():
@@ -122,24 +138,18 @@ class StoreWriter:
                 problem = OSError(f"{what}: writing failed in processes {where}.")
         if problem is not None:
             raise problem
-
-    def _begun(self, futures: Iterable[Any]) -> list[Any]:
-        """Takes note of what is begun."""
-        start = len(self._pending)
-        self._pending.extend(futures)
-        return self._pending[start:]
+        self._pending.clear()
+        return found
 
     def _settle(self) -> None:
-        """Waits for what a batch that was interrupted has left at work.
-
-        It would write where the next one does.
-        """
+        """Waits for what a batch that failed or was interrupted has left at work."""
         for future in self._pending:
             with contextlib.suppress(ValueError, OSError):  # told when it failed
                 future.result()
         self._pending.clear()
 
     def _meet(self, what: str) -> None:
+        """Waits until all processes are here."""
         if jax.process_count() > 1:
             sync_global_devices(f"StoreWriter {what} {self._folder}")
 
@@ -175,23 +185,22 @@ class StoreWriter:
         contents = self._contents
         self._settle()
         self._catch_up()  # if an interrupt came in between
-        if contents.begun is None:
+        if not contents.is_begun:
             self._begin(record, sites, leaves, name)
-        _refuse_others(contents, sites, leaves, name)
-        columns, starts = contents.columns, contents.ends
-        rows = [column.rows_of(leaf.value) for column, leaf in zip(columns, leaves)]
-        for leaf in leaves:
+        _refuse_other_sites(contents.sites, sites, name)
+        for column, leaf in zip(contents.columns, leaves):
+            _refuse_other_rows(column, leaf, name)
             if isinstance(leaf.value, jax.Array):
                 leaf.value.copy_to_host_async()
-        self._grow([start + count for start, count in zip(starts, rows)])
-        futures = itertools.chain.from_iterable(
-            written(array, column, leaf.value, start)
-            for array, column, leaf, start in zip(self._arrays, columns, leaves, starts)
-        )
-        what = f"{name}: a batch for {self._folder} was not kept"
-        self._agree(self._begun(futures), what)
-        self._journal.write({"rows": rows, "metadata": told})
-        self._pending.clear()
+        counts = [c.rows_of(leaf.value) for c, leaf in zip(contents.columns, leaves)]
+        ends = [end + count for end, count in zip(contents.ends, counts)]
+        self._resize(ends)
+        rows = zip(self._arrays, contents.columns, contents.ends, ends)
+        views = [view_of(self._ts, *each) for each in rows]
+        parts = zip(views, contents.columns, leaves)
+        futures = (written(view, column, leaf.value) for view, column, leaf in parts)
+        self._finish(itertools.chain.from_iterable(futures))
+        self._journal.write({"rows": counts, "metadata": told})
         self._meet("told")
         self._catch_up()
         return len(self) - 1
@@ -206,54 +215,50 @@ class StoreWriter:
         """Makes the arrays that the first Record needs."""
         if not leaves:
             raise CaptureError(f"{name}: the Record has no values.")
-        axes = self._axis.all_for(record, leaves, name)
+        axes = self._axes.all_for(record, leaves, name)
         columns = [
-            column_for(leaf.text, leaf.value, axis, leaf.value.dtype.name)
-            for leaf, axis in zip(leaves, axes)
+            column_for(leaf.text, leaf.value, a) for leaf, a in zip(leaves, axes)
         ]
-        folders = [column.folder(self._folder, n) for n, column in enumerate(columns)]
         data = self._folder / "data"
         if data.is_symlink():
             raise WeightsError(f"{name}: {data} is a link that leads elsewhere.")
-        if self._process == 0:
+        futures: Iterable[Any] = ()
+        if self._is_first:
             if data.exists():  # of a program that was killed here
                 shutil.rmtree(data)
-            pairs = zip(columns, folders)
-            futures = (created(self._ts, c, f, self._compression) for c, f in pairs)
-            what = f"{name}: the store {self._folder} was not begun"
-            _wait(self._begun(futures), what)
-        self._meet("begun")
+            futures = (
+                created(
+                    self._ts,
+                    column,
+                    column.folder(self._folder, number),
+                    self._compression,
+                )
+                for number, column in enumerate(columns)
+            )
+        self._finish(futures)
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
         self._catch_up()
-        self._arrays = self._opened(name)
+        self._open_arrays(name)
 
-    def _grow(self, ends: Sequence[int]) -> None:
+    def _resize(self, ends: Sequence[int]) -> None:
         """Makes room for rows, or takes back what a batch that failed had made."""
-        if self._process == 0:
-            futures = (
-                array.resize(
-                    exclusive_max=[end, *array.shape[1:]],
-                    resize_metadata_only=True,
-                )
-                for array, end in zip(self._arrays, ends)
+        pairs = zip(self._arrays, ends)
+        futures = (
+            array.resize(
+                exclusive_max=[end, *array.shape[1:]], resize_metadata_only=True
             )
-            what = f"StoreWriter.append: a batch for {self._folder} was not kept"
-            self._arrays = _wait(self._begun(futures), what)
-        self._meet("grown")
-        if self._process:
-            self._arrays = self._opened("StoreWriter.append")
-
-
-def _wait(futures: Sequence[Any], what: str) -> list[Any]:
-    try:
-        return [future.result() for future in futures]
-    except (ValueError, OSError) as error:
-        told = str(error).partition(" [tensorstore_spec=")[0]
-        raise OSError(f"{what}: {told}. {AGAIN}") from error
+            for array, end in pairs
+        )
+        found = self._finish(futures if self._is_first else ())
+        if self._is_first:
+            self._arrays = found
+        else:
+            self._open_arrays("StoreWriter.append")
 
 
 def _fsync(folder: pathlib.Path) -> None:
+    """Puts on the disk that a folder is there."""
     if sys.platform == "win32":  # where folders cannot be
         return
     for place in (folder, folder.parent):
@@ -265,6 +270,7 @@ def _fsync(folder: pathlib.Path) -> None:
 
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
+    """Refuses a folder that is not a store, before anything is put into it."""
     if not folder.exists():
         if not folder.parent.is_dir():
             raise FileNotFoundError(f"{name}: there is no folder {folder.parent}.")
@@ -291,36 +297,36 @@ def _as_json(metadata: Any, name: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _refuse_others(
-    known: Contents, sites: list[Any], leaves: list[Leaf], name: str
-) -> None:
-    """Refuses a Record of other sites, shapes or types than those in the store."""
-    tail = "Records of one kind belong in one store; begin another for these."
-    if not isinstance(known.sites, list):
+_OTHER = "Records of one kind belong in one store; begin another for these."
+
+
+def _refuse_other_sites(known: Any, sites: list[Any], name: str) -> None:
+    """Refuses a Record of other sites than those in the store."""
+    if not isinstance(known, list):
         raise WeightsError(
-            f"{name}: the journal is broken: its sites are {known.sites!r:.60}."
+            f"{name}: the journal is broken: its sites are {known!r:.60}."
         )
-    for old, new in itertools.zip_longest(known.sites, sites):
-        if _unlike(old, new):
+    for old, new in itertools.zip_longest(known, sites):
+        if difference := _difference(old, new):
             raise StructureError(
                 f"{name}: the store has {_site_text(old)}, and the Record has "
-                f"{_site_text(new)}{_unlike(old, new)}. {tail}"
+                f"{_site_text(new)}{difference}. {_OTHER}"
             )
-    for column, leaf in zip(known.columns, leaves):
-        found = (leaf.value.dtype.name, column.axis, np.shape(leaf.value))
-        has_axis = column.axis is None or column.axis < len(found[2])
-        if (
-            found[0] != column.dtype
-            or not has_axis
-            or column.row_shape(leaf.value) != column.shape
-        ):
-            wanted = list(map(str, column.shape))
-            if column.axis is not None:
-                wanted.insert(column.axis, "rows")
-            raise StructureError(
-                f"{name}: {leaf.text} is {found[0]}[{','.join(map(str, found[2]))}], "
-                f"and the store has {column.dtype}[{','.join(wanted)}]. {tail}"
-            )
+
+
+def _refuse_other_rows(column: Column, leaf: Leaf, name: str) -> None:
+    """Refuses a value of another type, or with rows of another shape."""
+    shape, axis = np.shape(leaf.value), column.axis
+    is_same = leaf.value.dtype.name == column.dtype
+    is_same &= axis is None or axis < len(shape)
+    if not is_same or row_shape(shape, axis) != column.shape:
+        wanted = list(map(str, column.shape))
+        if axis is not None:
+            wanted.insert(axis, "rows")
+        raise StructureError(
+            f"{name}: {leaf.text} is {typed(leaf.value)}, and the store has "
+            f"{column.dtype}[{','.join(wanted)}]. {_OTHER}"
+        )
 
 
 def _site_text(about: Any) -> str:
@@ -336,9 +342,9 @@ def _site_text(about: Any) -> str:
     return text.removesuffix("#0").lstrip(":")
 
 
-def _unlike(old: Any, new: Any) -> str:
+def _difference(old: Any, new: Any) -> str:
     """In what two sites differ; the class of a Module may be another."""
-    if old is None or new is None or _site_text(old) != _site_text(new):
+    if _site_text(old) != _site_text(new):
         return " in its place"
     fields = {key: None for key in (*old, *new) if old.get(key) != new.get(key)}
     fields.pop("module", None)
