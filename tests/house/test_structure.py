@@ -45,8 +45,8 @@ ORDER = {
         carry differentiation program call_cache packed_calls compiled
     """,
     "_observe": """
-        capture loggers records /edits observe blame edit patch scope_exits tap_scopes
-        watch
+        handlers capture loggers records /edits observe blame edit patch scope_exits
+        tap_scopes watch
     """,
     "_observe.blame": "search blame",
     "_nn": """

@@ -598,3 +598,18 @@ def test_values_that_are_no_arrays_are_listed_by_their_class():
     assert note.value == "a text"
     _, record = tt.observe(Note())(ONE)
     assert "note      sow     str" in str(record)
+
+
+class Plain:
+    """Not a Module: its methods are functions like others."""
+
+    factor = 2.0
+
+    def scaled(self, x):
+        return tt.tap(x * self.factor, "scaled")
+
+
+def test_a_method_of_any_object_can_be_listed_and_blamed():
+    assert [site.text for site in tt.sites(Plain().scaled, 1.0)] == ["scaled"]
+    assert tt.blame(Plain().scaled)(jnp.inf).argument == "x"
+    assert not tt.blame(Plain().scaled)(1.0)

@@ -5,24 +5,17 @@ Nothing is written on a Module or a class: values come out of the run itself, un
 transform, JAX's own included.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from treetap._capture.callee import (
-    keep_name,
-    refuse_uncallable,
-    restored,
-    roots_of,
-)
+from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.emit import LEAF, kind_given
-from treetap._capture.listener import listen
 from treetap._capture.listening import Listening, append
 from treetap._capture.selectors import site_text
-from treetap._capture.session import Call, Session
+from treetap._capture.session import Call
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding, Fed
 from treetap._core.errors import CaptureError
@@ -31,6 +24,7 @@ from treetap._core.trace_level import current_trace
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.metadata import PLAIN
 from treetap._core.variables.variable import Variable, make
+from treetap._observe.handlers import Handler
 
 
 def capture(
@@ -78,9 +72,8 @@ def capture(
             kinds.append(outputs)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        work = _Capture(kinds, init, outputs, roots_of(fn, args, kwargs))
-        with restored(fn, args, kwargs), contextlib.closing(work.session):
-            out = listen(work.session, fn, *args, **kwargs)
+        work = _Capture(kinds, init, outputs)
+        with work.around(fn, args, kwargs) as out:
             states = work.states()
         return (out, *states) if kinds else out
 
@@ -90,18 +83,17 @@ def capture(
 Key = tuple[Path, str, type]
 
 
-class _Capture:
+class _Capture(Handler):
     """One call of a captured function."""
 
-    def __init__(self, kinds: list[Any], init: Any, outputs: Any, roots: Any):
+    def __init__(self, kinds: list[type], init: Any, outputs: type | None):
         self.kinds = kinds
         self.init: dict[Key, Variable[Any]] = dict(_given(init))
         self.used: set[Key] = set()
         self.shapes: dict[Key, Any] = {}
         self.perturbed: dict[Key, Any] = {}
         heard = frozenset(kinds) | {kind for _, _, kind in self.init}
-        asked = Listening(heard, outputs, False)
-        self.session = Session(asked, roots, wants=self.wants, feeds=self.feeds)
+        super().__init__(Listening(heard, outputs, False))
 
     def wants(self, call: Call) -> bool:
         """Whether a value is recorded: not what `perturb` is called with."""

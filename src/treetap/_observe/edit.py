@@ -5,22 +5,22 @@ The edits are fed into the run by a session, see `session` and `plans`; the plac
 where they can go are in the program only while somebody edits.
 """
 
-import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from treetap._capture.callee import keep_name, refuse_uncallable, restored, roots_of
-from treetap._capture.listener import listen
+from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing
-from treetap._capture.session import Call, Session
+from treetap._capture.session import Call
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._modules.methods import method_names
-from treetap._observe.observe import EVERYTHING, Heard, sites
-from treetap._observe.records import Site
+from treetap._observe.handlers import Handler
+from treetap._observe.observe import EVERYTHING, Heard, names_of_all, sites
+from treetap._observe.records import Record, Site
 from treetap.edits import Edit, Target, apply, swap
 
 ALL_BUT_OUTPUTS, ALL = (Listening(frozenset(), None, False, edits) for edits in (1, 2))
@@ -42,23 +42,21 @@ def _as_edits(given: Any) -> list[Edit]:
     )
 
 
-class _Edited:
+class _Edited(Handler):
     """One run: the edits, and what they were for."""
 
-    def __init__(self, edits: Any, roots: Any):
-        self.edits: list[tuple[Select, list[Edit]]] = edits
+    def __init__(self, edits: list[tuple[Select, list[Edit]]]):
+        self.edits = edits
         self.used: set[int] = set()
         self.sown: dict[int, str] = {}
         self.passed: list[str] = []
         names = [chosen.names for chosen, _ in edits]
         has_outputs = any(n is None or n & method_names for n in names)
-        self.session = Session(
-            ALL if has_outputs else ALL_BUT_OUTPUTS,
-            roots,
-            wants=lambda call: False,
-            feeds=self.feeds,
-            edits=True,
-        )
+        super().__init__(ALL if has_outputs else ALL_BUT_OUTPUTS)
+
+    def wants(self, call: Call) -> bool:
+        """Nothing is recorded."""
+        return False
 
     def feeds(self, call: Call) -> Fed | None:
         """The edits of a call."""
@@ -81,8 +79,8 @@ class _Edited:
         axes = tuple(one for _, axes in fitted for one in axes)
         return Fed(Editing(heard.text, tree, axes), arrays)
 
-    def check(self, fn: Any, args: Any, kwargs: Any) -> None:
-        """Refuses edits that were for nothing."""
+    def check(self, look: Callable[[], Record]) -> None:
+        """Refuses edits that were for nothing; `look` gives all sites there are."""
         for n, (chosen, _) in enumerate(self.edits):
             if n in self.used:
                 continue
@@ -92,11 +90,8 @@ class _Edited:
                     "so an edit would change nothing. Use `tap` or `perturb`, and "
                     "their result."
                 )
-            near = self.passed
-            if self.session.asked is ALL_BUT_OUTPUTS:
-                with contextlib.suppress(Exception):  # not all can be looked at
-                    near = [site.text for site in sites(fn, *args, **kwargs)]
-            raise refuse_nothing(chosen, near, "edit")
+            near = names_of_all(look) if self.asked is ALL_BUT_OUTPUTS else []
+            raise refuse_nothing(chosen, near or self.passed, "edit")
 
 
 def _target(call: Call, text: str) -> Target:
@@ -117,29 +112,36 @@ class _Stop(BaseException):
     """Raised where a run is to end: not for anybody else to catch."""
 
 
+class _Stopping(Handler):
+    """One run that ends at a site."""
+
+    def __init__(self, chosen: Select):
+        super().__init__(EVERYTHING)
+        self.chosen = chosen
+        self.passed: list[str] = []
+
+    def wants(self, call: Call) -> bool:
+        """Whether it is the site."""
+        heard = Heard(call)
+        self.passed.append(heard.text)
+        return self.chosen(heard)
+
+    def heard(self, call: Call) -> None:
+        """Ends the run with the value."""
+        raise _Stop(jax.tree.unflatten(call.label.tree, call.values or []))
+
+
 def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
     """A function that ends at a site, with its value."""
     chosen = as_select(select)
 
     def stopped(*args: Any, **kwargs: Any) -> Any:
-        passed: list[str] = []
-
-        def wants(call: Call) -> bool:
-            passed.append(Heard(call).text)
-            return chosen(Heard(call))
-
-        def stop(call: Call) -> None:
-            raise _Stop(jax.tree.unflatten(call.label.tree, call.values or []))
-
-        session = Session(
-            EVERYTHING, roots_of(fn, args, kwargs), wants=wants, on_call=stop
-        )
+        work = _Stopping(chosen)
         try:
-            with contextlib.closing(session):
-                listen(session, fn, *args, **kwargs)
+            with work.around(fn, args, kwargs):
+                raise refuse_nothing(chosen, work.passed, "edit: stop_at")
         except _Stop as found:
             return found.args[0]
-        raise refuse_nothing(chosen, passed, "edit: stop_at")
 
     return keep_name(stopped, fn)
 
@@ -180,10 +182,9 @@ def edit(
     inner = fn if stop_at is None else _stopping(fn, stop_at)
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        work = _Edited(chosen, roots_of(fn, args, kwargs))
-        with restored(fn, args, kwargs), contextlib.closing(work.session):
-            out = listen(work.session, inner, *args, **kwargs)
-            work.check(fn, args, kwargs)
-            return out
+        work = _Edited(chosen)
+        with work.around(inner, args, kwargs, edits=True) as out:
+            work.check(functools.partial(sites, fn, *args, **kwargs))
+        return out
 
     return keep_name(edited, fn)

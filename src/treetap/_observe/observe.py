@@ -7,57 +7,60 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 
 import contextlib
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from treetap._capture.callee import (
-    callee_of,
-    keep_name,
-    refuse_uncallable,
-    restored,
-    roots_of,
-)
-from treetap._capture.listener import listen
+from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
-from treetap._capture.session import Call, Session
+from treetap._capture.session import Call
 from treetap._capture.statistics.reduced import Reduction, measured
 from treetap._capture.statistics.reducers import as_reducers
 from treetap._capture.walk import jax_compat
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
-from treetap._core.settings import Mode
+from treetap._core.paths import Path
 from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
+from treetap._observe.handlers import Handler, PureCall
 from treetap._observe.records import Record, Site
-from treetap._transforms.lift.lift import Inside, Lift
 
 EVERYTHING = Listening(None, Intermediate, True)
 NO_OUTPUTS = Listening(None, None, True)
 
 
-class Heard:
-    """A call in the form that selectors look at."""
+def _names_of(call: Call) -> dict[str, Any]:
+    """What tells a call from others: what a Site has beside its value."""
+    return {
+        "path": call.where.path,
+        "name": call.label.name,
+        "index": call.index,
+        "kind": call.label.kind,
+        "how": call.label.how,
+        "wraps": call.wraps,
+        "module": call.where.kind,
+    }
 
-    __slots__ = ("_call", "how", "index", "kind", "module", "name", "path", "wraps")
+
+class Heard(SimpleNamespace):
+    """A call in the form that selectors look at: like a Site, without its value."""
+
+    path: Path
+    name: str
+    index: int
+    kind: type | None
+    module: str
 
     def __init__(self, call: Call):
+        super().__init__(**_names_of(call))
         self._call = call
-        self.how = call.label.how
-        self.wraps = call.wraps
-        self.path = call.where.path
-        self.name = call.label.name
-        self.index = call.index
-        self.kind = call.label.kind
-        self.module = call.where.kind
 
     @property
     def text(self) -> str:
@@ -77,19 +80,16 @@ class Heard:
         return jax.tree.unflatten(self._call.label.tree, types)
 
 
-class _Observation:
+class _Observation(Handler):
     """One run: what is selected, and what else there was."""
 
-    def __init__(self, select: Any, grads: bool, roots: Any, **options: Any):
+    def __init__(self, select: Any, grads: bool):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
         self.passed: list[Call] = []
-        self.near: list[str] = []
-        asked = EVERYTHING
-        if self.chosen is not None and self.chosen.names is not None:
-            asked = EVERYTHING if self.chosen.names & method_names else NO_OUTPUTS
-        self.session = Session(
-            asked, roots, wants=self.wants, gradients=grads, **options
+        names = None if self.chosen is None else self.chosen.names
+        super().__init__(
+            EVERYTHING if names is None or names & method_names else NO_OUTPUTS
         )
 
     def wants(self, call: Call) -> bool:
@@ -99,22 +99,25 @@ class _Observation:
         self.passed.append(call)
         return False
 
-    def hear_all(self, fn: Any, args: Any, kwargs: Any) -> None:
-        """Looks at all sites, for the error that names those near a selector."""
-        with contextlib.suppress(Exception):  # not every function can be looked at
-            self.near = [site.text for site in sites(fn, *args, **kwargs)]
+    def record(
+        self, values: bool, look: Callable[[], "Record"] | None = None
+    ) -> Record:
+        """What was heard.
 
-    def record(self, values: bool) -> Record:
-        """What was heard."""
-        if self.chosen is not None and not self.session.calls:
-            texts = self.near or [Heard(call).text for call in self.passed]
+        Args:
+            values: Whether Sites have the values.
+            look: Gives all sites there are, for the error that names those near to a
+                selector that takes none; here only some may have been emitted.
+        """
+        calls = self.session.calls
+        if self.chosen is not None and not calls:
+            texts = [Heard(call).text for call in self.passed]
+            if look is not None and self.asked is NO_OUTPUTS:
+                texts = names_of_all(look) or texts
             raise refuse_nothing(self.chosen, texts, "observe")
-        sites = [self.site(call, values) for call in self.session.calls]
-        if (
-            self.grads
-            and self.chosen is None
-            and not any(call.gradients for call in self.session.calls)
-        ):
+        sites = [self.site(call, values) for call in calls]
+        has_gradients = any(call.gradients for call in calls)
+        if self.grads and self.chosen is None and not has_gradients:
             raise CaptureError(
                 "observe: no value has a gradient. " + _WHY.format(which="them")
             )
@@ -126,17 +129,11 @@ class _Observation:
         return Site(
             value=jax.tree.unflatten(tree, call.values or []) if values else None,
             grad=self.gradient(call) if self.grads and self.session.values else None,
-            reduced=_in_tree(tree, call.states),
+            reduced=None if call.states is None else tree.unflatten(call.states),
             grad_reduced=self.gradient_states(call),
             taken=call.flags.get("taken"),
             count=call.flags.get("count"),
-            path=call.where.path,
-            name=call.label.name,
-            index=call.index,
-            kind=call.label.kind,
-            how=call.label.how,
-            wraps=call.wraps,
-            module=call.where.kind,
+            **_names_of(call),
         )
 
     def gradient(self, call: Call) -> Any:
@@ -182,8 +179,12 @@ class _Observation:
         return found[0] if len(found) == 1 else found
 
 
-def _in_tree(tree: Any, states: list[Any] | None) -> Any:
-    return None if states is None else jax.tree.unflatten(tree, states)
+def names_of_all(look: Callable[[], Record]) -> list[str]:
+    """What all sites of a function are called; nothing if it cannot be looked at."""
+    try:
+        return [site.text for site in look()]
+    except Exception:
+        return []
 
 
 def _of_zeros(call: Call, n: int) -> Any:
@@ -267,21 +268,19 @@ def observe(
         "iterations": max_iterations,
         "values": keeps or reduction is None,
         "reduction": reduction,
+        "gradients": grads,
     }
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        roots = roots_of(fn, args, kwargs)
-        work = _Observation(select, grads, roots, **options)
-        with restored(fn, args, kwargs), contextlib.closing(work.session):
-            try:
-                out = listen(work.session, fn, *args, **kwargs)
+        work = _Observation(select, grads)
+        again = functools.partial(fn, *args, **kwargs)
+        try:
+            with work.around(fn, args, kwargs, **options) as out:
                 _await([call.values for call in work.session.calls])
-            except jax.errors.JaxRuntimeError as error:
-                _add_bill(error, keeps, functools.partial(fn, *args, **kwargs), select)
-                raise
-            if not work.session.calls and work.session.asked is NO_OUTPUTS:
-                work.hear_all(fn, args, kwargs)
-            return out, work.record(keeps)
+                return out, work.record(keeps, functools.partial(sites, again))
+        except jax.errors.JaxRuntimeError as error:
+            _add_bill(error, keeps, again, select)
+            raise
 
     return keep_name(observed, fn)
 
@@ -311,7 +310,9 @@ def _add_bill(error: Exception, keeps: bool, call: Any, select: Any) -> None:
         )
 
 
-def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any) -> Any:
+def sites(
+    fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any
+) -> Record:
     """All sites of a call with their shapes and sizes; nothing is computed or changed.
 
     Args:
@@ -333,32 +334,22 @@ def sites(fn: Callable[..., Any], *args: Any, select: Any = None, **kwargs: Any)
     while isinstance(fn, functools.partial):
         args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
         fn = fn.func
-    owner, _ = callee_of(fn)
-    is_own = owner is fn or inspect.ismethod(fn)
-    lift = Lift("sites", Mode.GRAPH)
-    inputs = lift.inputs((owner if is_own else None, args), kwargs)
+    pure = PureCall(fn, args, kwargs, "sites")
+    leaves, structure = jax.tree.flatten(pure.values())
     found: list[Record] = []
 
-    flat, structure = jax.tree.flatten(inputs.values())
-    arrays = [x if hasattr(x, "dtype") else None for x in flat]  # not Python's flags
-
-    def pure(arrays: list[Any]) -> None:
-        filled = [old if new is None else new for old, new in zip(flat, arrays)]
-        values = jax.tree.unflatten(structure, filled)
-        tree = Inside(inputs.definition, values, lift).tree
-        (copy, rest), named = tree["args"], tree["kwargs"]
-        inner = fn
-        if is_own:
-            inner = copy if owner is fn else types.MethodType(fn.__func__, copy)  # pyright: ignore[reportFunctionMemberAccess] - a method
-        work = _Observation(select, False, roots_of(inner, rest, named))
-        with contextlib.closing(work.session):
-            listen(work.session, inner, *rest, **named)
-            for call in work.session.calls:
-                call.values = [_abstract(value) for value in call.values or []]
-                call.flags = {}
+    def traced(arrays: list[Any]) -> None:
+        filled = [old if new is None else new for old, new in zip(leaves, arrays)]
+        call = pure.with_values(structure.unflatten(filled))
+        work = _Observation(select, False)
+        with work.around(call.fn, call.args, call.kwargs):
+            for heard in work.session.calls:
+                heard.values = [_abstract(value) for value in heard.values or []]
+                heard.flags = {}
             found.append(work.record(True))
 
-    jax.eval_shape(pure, arrays)
+    # Python's numbers stay as they are: they may be flags.
+    jax.eval_shape(traced, [x if hasattr(x, "dtype") else None for x in leaves])
     return found[0]
 
 

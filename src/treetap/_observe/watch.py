@@ -7,8 +7,6 @@ what the statistics cost, divided by how rarely they are taken.
 """
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any, Self, Unpack
 
@@ -22,7 +20,7 @@ from treetap._capture.statistics.reducers import (
     as_reducers,
 )
 from treetap._core.settings import Mode
-from treetap._core.trees.attributes import Node
+from treetap._observe.handlers import owner_of, with_owner
 from treetap._observe.loggers import opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record
@@ -148,7 +146,7 @@ def watch(
     target, fixed, named, known = _taken_apart(fn)
     observed = functools.partial(observe, select=select, grads=grads, reduce=reduce)
     looking = observed(target)
-    owner = _owner_of(target)
+    owner = owner_of(target)
     if owner is not None:
         fixed, looking = (owner, *fixed), _of_owner(target, observed)
     given: Any = {**known, **options}
@@ -160,21 +158,11 @@ def watch(
     return Watched(fn, look, every, to)
 
 
-def _owner_of(fn: Any) -> Node | None:
-    """The Module that a function is, or is a method of: an argument like others."""
-    if isinstance(fn, Node):
-        return fn
-    owner = getattr(fn, "__self__", None)
-    return owner if inspect.ismethod(fn) and isinstance(owner, Node) else None
-
-
 def _of_owner(fn: Any, observed: Callable[..., Any]) -> Callable[..., Any]:
     """An observed Module, or method, as a function of the Module."""
 
     def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        is_method = inspect.ismethod(fn)
-        inner = types.MethodType(fn.__func__, owner) if is_method else owner
-        return observed(inner)(*args, **kwargs)
+        return observed(with_owner(fn, owner))(*args, **kwargs)
 
     return call
 

@@ -7,13 +7,11 @@ way, the origin is found from these codes (see `search`), and a third run brings
 else is to be known of it. `guard` is the small sister that is always on.
 """
 
-import contextlib
-import inspect
+import functools
 import linecache
 import os
 import pathlib
 import sysconfig
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +25,15 @@ from treetap._capture.callee import (
     keep_name,
     named_arguments,
     refuse_uncallable,
-    roots_of,
 )
-from treetap._capture.listener import listen
 from treetap._capture.listening import Listening
-from treetap._capture.module_paths import resolve
+from treetap._capture.module_paths import Roots, resolve
 from treetap._capture.name_stacks import is_transposed, scopes_in
-from treetap._capture.session import Session
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.run import Choice, is_inexact, survey
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path
-from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import has_hashable_statics
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
@@ -54,8 +49,8 @@ from treetap._observe.blame.search import (
     looking,
     program,
 )
+from treetap._observe.handlers import Handler, PureCall
 from treetap._observe.observe import observe
-from treetap._transforms.lift.lift import Inside, Lift
 from treetap._transforms.lift.program import MAX_PROGRAMS
 
 SCOPES_ONLY = Listening(frozenset(), None, False)
@@ -174,27 +169,20 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
         False
     """
     refuse_uncallable(fn, "blame")
-    known: dict[Any, _Suspect] = {}
+    known: BoundedCache[Any, _Suspect] = BoundedCache(MAX_PROGRAMS)
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
-        owner, _ = callee_of(fn)
-        is_own = owner is fn or inspect.ismethod(fn)
-        given = (owner if is_own else None, args)
-        inputs = _LIFT.inputs(given, kwargs)
-        raw = inputs.values()
+        call = PureCall(fn, args, kwargs, "blame")
+        raw = call.values()
         traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
         values = [jnp.asarray(raw[n]) for n in traced]
         rest = [value for value in raw if not isinstance(value, _TRACED)]
         kinds = tuple(map(type, rest)), tuple(map(jax.typeof, values))
-        key = inputs.definition, tuple(rest), kinds
-        lasts = has_hashable_statics(inputs.definition.spec) and _is_hashable(key)
-        suspect = known.get(key) if lasts else None
-        if suspect is None:
-            suspect = _Suspect(fn, inputs, raw, traced)
-        if lasts:
-            known[key] = suspect
-            if len(known) > MAX_PROGRAMS:
-                known.pop(next(iter(known)))
+        definition = call.inputs.definition
+        key = definition, tuple(rest), kinds
+        make = functools.partial(_Suspect, call, raw, traced)
+        lasts = has_hashable_statics(definition.spec) and _is_hashable(key)
+        suspect = known.made(key, make) if lasts else make()
 
         def name_of(n: int) -> str:
             return _argument(fn, args, kwargs, raw[traced[n]])
@@ -204,7 +192,6 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
     return keep_name(blamed, fn)
 
 
-_LIFT = Lift("blame", Mode.GRAPH)
 # What the program is a function of; other values are parts of it, as flags are.
 _NUMBERS = (float, complex)
 _TRACED = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
@@ -221,30 +208,23 @@ def _is_hashable(value: Any) -> bool:
 class _Suspect:
     """A function as a program, for arguments of some structure."""
 
-    def __init__(self, fn: Any, inputs: Any, raw: list[Any], traced: list[int]):
-        owner, _ = callee_of(fn)
-        is_own = owner is fn or inspect.ismethod(fn)
-        held: list[Any] = []
+    def __init__(self, call: PureCall, raw: list[Any], traced: list[int]):
+        handler = Handler(SCOPES_ONLY)
+        known: list[Roots] = []
 
-        def pure(*given: Any) -> Any:
+        def pure(*given: Any) -> list[Any]:
             leaves = list(raw)
             for n, leaf in zip(traced, given):
                 leaves[n] = leaf
-            inside = Inside(inputs, leaves, _LIFT)
-            (copy, rest), named = inside.tree["args"], inside.tree["kwargs"]
-            inner = fn
-            if is_own:
-                inner = copy if owner is fn else types.MethodType(fn.__func__, copy)
-            session = Session(SCOPES_ONLY, roots_of(inner, rest, named))
-            with contextlib.closing(session):
-                out = listen(session, inner, *rest, **named)
-                held.append(session.known)
-            results = [*jax.tree.leaves(out), *raw_values(inside.leaves)]
+            fn, args, kwargs, leaves = call.with_values(leaves)
+            with handler.around(fn, args, kwargs) as out:
+                known.append(handler.session.known)
+            results = [*jax.tree.leaves(out), *raw_values(leaves)]
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
         values = [jnp.asarray(raw[n]) for n in traced]
         self.body = jax_compat.body_of(jax.make_jaxpr(pure)(*values))
-        self.known = held[0]
+        self.known = known[0]
         self.check = jax.jit(self._all_finite)
         self.sorts: Any = None
 

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handlers: what is done around a call of a function that somebody wrapped.
+
+`capture`, `observe`, `edit` and `blame` each have a `Handler`: it says what is to be
+emitted, which values are wanted and what is fed into them. Its `around` is the one way
+to run a function with ears open: a session is opened for the Modules of the call and
+closed at the end, and what failed leaves Variables as they were.
+
+`PureCall` is for those who trace a call instead of running it (`sites`, `blame`): it
+makes the call a function of plain values, so that nothing of the caller's is changed.
+"""
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from treetap._capture.callee import callee_of, restored, roots_of
+from treetap._capture.listener import listen
+from treetap._capture.listening import Listening
+from treetap._capture.session import Call, Session
+from treetap._capture.walk.plans import Fed
+from treetap._core.settings import Mode
+from treetap._core.trees.attributes import Node
+from treetap._transforms.lift.lift import Inside, Lift
+
+
+class Handler:
+    """What one call asks for, and what becomes of what is heard; made for each call.
+
+    Attributes:
+        asked: Which taps are emitted.
+        session: What was heard, while the block of `around` is open.
+    """
+
+    session: Session
+
+    def __init__(self, asked: Listening):
+        self.asked = asked
+
+    def wants(self, call: Call) -> bool:
+        """Whether the value of a call is recorded; all of them are, unless told."""
+        return True
+
+    def feeds(self, call: Call) -> Fed | None:
+        """What is fed into the value of a call; nothing, unless told."""
+        return None
+
+    def heard(self, call: Call) -> None:
+        """Is told of each call that was recorded, once its value is there."""
+
+    @contextlib.contextmanager
+    def around(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Runs a function; a block with its result, in which the session is open.
+
+        If anything of it fails, the block included, in a way that `restored` knows,
+        the Variables of the call are as they were before.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            **options: As for `Session`.
+        """
+        self.session = Session(
+            self.asked,
+            roots_of(fn, args, kwargs),
+            wants=self.wants,
+            feeds=self.feeds,
+            on_call=self.heard,
+            **options,
+        )
+        with restored(fn, args, kwargs), contextlib.closing(self.session):
+            yield listen(self.session, fn, *args, **kwargs)
+
+
+def owner_of(fn: Any) -> Node | None:
+    """The Module that a function is, or is a method of; None for other functions."""
+    owner, _ = callee_of(fn)
+    return owner if owner is fn or inspect.ismethod(fn) else None
+
+
+def with_owner(fn: Any, owner: Node) -> Callable[..., Any]:
+    """A Module, or a method of one, with another object in the Module's place."""
+    return types.MethodType(fn.__func__, owner) if inspect.ismethod(fn) else owner  # pyright: ignore[reportReturnType] - a Module that was called
+
+
+class Rebuilt(NamedTuple):
+    """A call whose objects are built anew: of what it is, and their Variables."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+
+
+class PureCall:
+    """A call of a function of Modules, as one of the values that are in them.
+
+    Args:
+        fn: The function: a Module, a method of one, or any other.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        name: The public function at work, for messages.
+    """
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any, name: str):
+        self.fn = fn
+        self.owner = owner_of(fn)
+        self.lift = Lift(name, Mode.GRAPH)
+        self.inputs = self.lift.inputs((self.owner, args), kwargs)
+
+    def values(self) -> list[Any]:
+        """The values of all Variables, and other leaves, in order."""
+        return self.inputs.values()
+
+    def with_values(self, values: Sequence[Any]) -> Rebuilt:
+        """The same call of other objects, which have these values."""
+        inside = Inside(self.inputs.definition, values, self.lift)
+        (owner, args), kwargs = inside.tree["args"], inside.tree["kwargs"]
+        fn = self.fn if self.owner is None else with_owner(self.fn, owner)
+        return Rebuilt(fn, args, kwargs, inside.leaves)
