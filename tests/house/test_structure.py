@@ -56,10 +56,10 @@ ORDER = {
     """,
     "_train": "/metrics comparable_functions optimizer ema model_and_optimizer",
     "_io": """
-        file_paths record_descriptions safetensors_file record_file store weight_layouts
-        weight_rules weight_targets checkpoints weights_in weights_out weights
+        file_paths record_descriptions safetensors_file record_file store weight_rules
+        weight_targets checkpoints weights
     """,
-    "_io.store": "arrays axes journals contents stores writers",
+    "_io.store": "axes journals contents arrays stores writers",
     "_report": "table texts calls flops pictures rows payload html summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": "defaults compat contexts deprecated objects traversals flax_parts as_flax",

@@ -4,8 +4,7 @@
 import numpy as np
 import pytest
 
-from treetap._io.weight_layouts import Misfit, assembled, needs
-from treetap._io.weight_rules import Rules, tensor
+from treetap._io.weight_rules import Misfit, Rules, assembled, needs, tensor
 
 
 def made(source, shape, files, pattern="x"):

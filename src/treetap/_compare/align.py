@@ -19,16 +19,18 @@ from treetap._compare.sources import Entry, Side
 from treetap._compare.unroll import Pair
 from treetap._core.errors import CaptureError
 from treetap._core.wording import near_to, shown
-from treetap._io.weight_layouts import (
+from treetap._io.weight_rules import (
     Bound,
     Gathered,
     Misfit,
+    Rules,
     Shape,
+    Source,
     Step,
     assembled,
     needs,
+    tensor,
 )
-from treetap._io.weight_rules import Rules, Source, Tensor
 from treetap._io.weight_targets import section
 
 NUMBERS = ("value", "grad")
@@ -326,10 +328,10 @@ def _turn(given: Any, name: str) -> Turn:
         sides = given.split("->")
         if " " not in given.replace(" -> ", "->").replace("->", ""):
             sides = [" ".join(side.strip()) for side in sides]  # NCHW->NHWC
-        return Tensor("x").rearrange("->".join(sides)).steps
+        return tensor("x").rearrange("->".join(sides)).steps
     is_axes = isinstance(given, Sequence) and all(type(n) is int for n in given)
     if is_axes and not isinstance(given, str):
-        return Tensor("x").transpose(*given).steps
+        return tensor("x").transpose(*given).steps
     raise TypeError(
         f"{name}: a layout is axes such as (0, 2, 3, 1), a text such as 'NCHW->NHWC' "
         f"or 'b t (h k) -> b t h k', or a function of an array, not {given!r:.60}."

@@ -2,45 +2,269 @@
 """Rules: where the value of a Variable lies in a weights file, and how it is laid out.
 
 A rule maps a pattern of paths in the model to a `Tensor`, which names a tensor of the
-file and the steps from it to the Variable. The same rules read a file and write one.
-`Rules.find` gives the `Source` of each path; the first pattern that matches decides.
+file and the steps from it to the Variable. `Rules.find` gives the `Source` of each
+path; the first pattern that matches decides.
+
+The same rules read a file and write one: every step can be undone knowing only the
+shape in the model. So for reading the steps are first followed backwards from that
+shape, to what the file must have (`needs`), then forwards with the arrays
+(`assembled`). A step that cannot give the wanted shape raises `Misfit`.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.paths import Path, show_path
-from treetap._io.weight_layouts import (
-    Bound,
-    Gathered,
-    Groups,
-    Part,
-    Rearranged,
-    Step,
-    Transposed,
-)
+
+MOST = 100_000  # tensors in one stack
+Shape = tuple[int, ...]
+Bound = Mapping[str, str]  # what the names in braces stand for
+Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merged
 
 
+# Steps.
+
+
+class Misfit(Exception):
+    """A layout cannot give the shape that is wanted; says how."""
+
+
+def _axis_in(axis: int, shape: Shape, step: Any) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise Misfit(f"{step} needs an axis {axis}, but the shape there is {shape}")
+    return axis % len(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """Axes in another order; without axes, in reverse."""
+
+    axes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f".transpose({', '.join(map(str, self.axes))})"
+
+    def order(self, count: int) -> tuple[int, ...]:
+        """For each axis afterwards, its place before."""
+        if self.axes and len(self.axes) != count:
+            raise Misfit(f"{self} is for {len(self.axes)} axes, and there are {count}")
+        return self.axes or tuple(reversed(range(count)))
+
+    def before(self, after: Shape) -> Shape:
+        """The shape that the step starts from."""
+        lengths = dict(zip(self.order(len(after)), after))
+        return tuple(lengths[axis] for axis in range(len(after)))
+
+    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+        """From the file to the model."""
+        return array.transpose(self.order(len(after)))
+
+    def backward(self, array: np.ndarray) -> np.ndarray:
+        """From the model to the file."""
+        return array.transpose(np.argsort(self.order(array.ndim)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """Axes split, merged and reordered by name."""
+
+    pattern: str
+    left: Groups
+    right: Groups
+    sizes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        sizes = "".join(f", {name}={size}" for name, size in self.sizes)
+        return f".rearrange({self.pattern!r}{sizes})"
+
+    def lengths(self, after: Shape) -> dict[str, int]:
+        """The length of each named axis, from the shape on the right."""
+        if len(after) != len(self.right):
+            raise Misfit(f"{self} gives {len(self.right)} axes, and {after} is wanted")
+        found = dict(self.sizes)
+        for length, group in zip(after, self.right):
+            known = math.prod(found[name] for name in group if name in found)
+            unknown = [name for name in group if name not in found]
+            if unknown:
+                found[unknown[0]], rest = divmod(length, known)
+            else:
+                rest = length - known
+            if rest:
+                raise Misfit(f"{self} cannot give an axis of {length} in {after}")
+        return found
+
+    def before(self, after: Shape) -> Shape:
+        """The shape that the step starts from."""
+        lengths = self.lengths(after)
+        return tuple(math.prod(lengths[n] for n in group) for group in self.left)
+
+    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+        """From the file to the model."""
+        return _moved(array, self.left, self.right, self.lengths(after), after)
+
+    def backward(self, array: np.ndarray) -> np.ndarray:
+        """From the model to the file."""
+        lengths, before = self.lengths(array.shape), self.before(array.shape)
+        return _moved(array, self.right, self.left, lengths, before)
+
+
+def _moved(
+    array: np.ndarray, old: Groups, new: Groups, lengths: dict[str, int], shape: Shape
+) -> np.ndarray:
+    """An array with its axes taken apart, reordered and merged."""
+    start = [name for group in old for name in group]
+    end = [name for group in new for name in group]
+    apart = array.reshape([lengths[name] for name in start])
+    return apart.transpose([start.index(name) for name in end]).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several pieces that lie one after the other along an axis."""
+
+    index: int
+    of: int | tuple[int, ...]
+    axis: int
+
+    def __str__(self) -> str:
+        return f".part({self.index}, of={self.of}, axis={self.axis})"
+
+    @property
+    def count(self) -> int:
+        """How many pieces there are."""
+        return self.of if isinstance(self.of, int) else len(self.of)
+
+    def before(self, after: Shape) -> Shape:
+        """The shape of all pieces together."""
+        axis = _axis_in(self.axis, after, self)
+        if isinstance(self.of, int):
+            total = after[axis] * self.of
+        elif after[axis] == self.of[self.index]:
+            total = sum(self.of)
+        else:
+            raise Misfit(
+                f"{self} gives {self.of[self.index]} at axis {axis} of {after}"
+            )
+        return (*after[:axis], total, *after[axis + 1 :])
+
+    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+        """From the file to the model."""
+        axis = _axis_in(self.axis, after, self)
+        if isinstance(self.of, int):
+            start = self.index * after[axis]
+        else:
+            start = sum(self.of[: self.index])
+        return array[(slice(None),) * axis + (slice(start, start + after[axis]),)]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Several tensors in one: on a new axis, or along one they have."""
+
+    field: str | None  # the name in braces that tells them apart
+    over: tuple[str, ...] | None
+    axis: int
+    sizes: tuple[int, ...] | None
+    is_new: bool
+
+    def __str__(self) -> str:
+        given = {"over": self.over, "axis": self.axis, "sizes": self.sizes}
+        given = {key: value for key, value in given.items() if value is not None}
+        shown = [repr(self.field)] if self.field else []
+        shown += [f"{key}={value}" for key, value in given.items()]
+        return f".{'stack' if self.is_new else 'concat'}({', '.join(shown)})"
+
+    def pieces(self, after: Shape) -> list[tuple[str, Shape]]:
+        """What each tensor is told by, and its shape."""
+        axis = _axis_in(self.axis, after, self)
+        start, length, end = after[:axis], after[axis], after[axis + 1 :]
+        if self.is_new and length > MOST:
+            raise Misfit(f"{self} would be {length} tensors at axis {axis} of {after}")
+        if self.is_new:
+            labels = self.over or tuple(map(str, range(length)))
+            if len(labels) != length or not labels:
+                raise Misfit(f"{self} gives {len(labels)} at axis {axis} of {after}")
+            return [(label, start + end) for label in labels]
+        labels = self.over or ()
+        sizes = self.sizes or (length // len(labels),) * len(labels)
+        if sum(sizes) != length:
+            raise Misfit(f"{self} cannot give an axis of {length} in {after}")
+        return [(label, (*start, size, *end)) for label, size in zip(labels, sizes)]
+
+    def join(self, arrays: list[np.ndarray], after: Shape) -> np.ndarray:
+        """From the file to the model."""
+        axis = _axis_in(self.axis, after, self)
+        return np.stack(arrays, axis) if self.is_new else np.concatenate(arrays, axis)
+
+    def split(self, array: np.ndarray) -> list[np.ndarray]:
+        """From the model to the file."""
+        axis = _axis_in(self.axis, array.shape, self)
+        if self.is_new:
+            return list(np.moveaxis(array, axis, 0))
+        sizes = [shape[axis] for _, shape in self.pieces(array.shape)]
+        return np.split(array, np.cumsum(sizes)[:-1], axis)
+
+
+Step = Transposed | Rearranged | Part | Gathered
+
+
+def needs(
+    steps: Sequence[Step], shape: Shape, bound: Bound
+) -> Iterator[tuple[Bound, Shape]]:
+    """The tensors that a value of some shape is made of, and their shapes."""
+    if not steps:
+        yield bound, shape
+        return
+    *first, last = steps
+    if not isinstance(last, Gathered):
+        yield from needs(first, last.before(shape), bound)
+        return
+    for label, piece in last.pieces(shape):
+        yield from needs(first, piece, {**bound, str(last.field): label})
+
+
+def assembled(
+    steps: Sequence[Step],
+    shape: Shape,
+    bound: Bound,
+    read: Callable[[Bound], np.ndarray],
+) -> np.ndarray:
+    """A value made from tensors; a view of them where that can be."""
+    if not steps:
+        return read(bound)
+    *first, last = steps
+    if not isinstance(last, Gathered):
+        inner = assembled(first, last.before(shape), bound, read)
+        return last.forward(inner, shape)
+    arrays = [
+        assembled(first, piece, {**bound, str(last.field): label}, read)
+        for label, piece in last.pieces(shape)
+    ]
+    return last.join(arrays, shape)
+
+
+# Tensors.
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Tensor:
     """A tensor of a weights file, and the way to a Variable; made by `tensor`."""
 
-    __slots__ = ("is_optional", "names", "steps")
-
     names: tuple[str, ...]
-    steps: tuple[Step, ...]
-    is_optional: bool
+    steps: tuple[Step, ...] = ()
+    is_optional: bool = False
 
-    def __init__(self, name: str, *alternatives: str):
-        self.names = (name, *alternatives)
+    def __post_init__(self) -> None:
         if not all(isinstance(each, str) for each in self.names):
             raise TypeError(f"tensor: names are texts, and these are {self.names}.")
-        self.steps = ()
-        self.is_optional = False
-        fields = [fields_in(each, "tensor") for each in self.names]
-        if any(set(other) != set(fields[0]) for other in fields):
+        fields = [set(fields_in(each, "tensor")) for each in self.names]
+        if any(other != fields[0] for other in fields):
             raise WeightsError(
                 f"tensor: the names {self.names} do not have the same names in braces."
             )
@@ -50,31 +274,8 @@ class Tensor:
         end = ".optional()" if self.is_optional else ""
         return f"tensor({names}){''.join(map(str, self.steps))}{end}"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tensor) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> Any:
-        return self.names, self.steps, self.is_optional
-
-    def _then(self, *steps: Step) -> "Tensor":
-        new = object.__new__(Tensor)
-        new.names, new.is_optional = self.names, self.is_optional
-        new.steps = (*self.steps, *steps)
-        return new
-
-    def _gathering(self, field: str) -> "Tensor":
-        """The same, with a name for what it stacks over without saying so."""
-        new = self._then()
-        new.steps = tuple(
-            replace(step, field=field)
-            if isinstance(step, Gathered) and step.field is None
-            else step
-            for step in self.steps
-        )
-        return new
+    def _then(self, step: Step) -> "Tensor":
+        return replace(self, steps=(*self.steps, step))
 
     def transpose(self, *axes: int) -> "Tensor":
         """Its axes in another order, as `numpy.transpose`; in reverse by default."""
@@ -177,9 +378,7 @@ class Tensor:
 
     def optional(self) -> "Tensor":
         """May be absent: then a Variable keeps its value."""
-        new = self._then()
-        new.is_optional = True
-        return new
+        return replace(self, is_optional=True)
 
 
 def tensor(name: str, *alternatives: str) -> Tensor:
@@ -200,7 +399,7 @@ def tensor(name: str, *alternatives: str) -> Tensor:
         >>> tt.tensor("h.{i}.attn.weight").part(0, of=3).transpose()
         tensor('h.{i}.attn.weight').part(0, of=3, axis=0).transpose()
     """
-    return Tensor(name, *alternatives)
+    return Tensor((name, *alternatives))
 
 
 def _groups(side: str) -> Groups:
@@ -212,8 +411,10 @@ def _groups(side: str) -> Groups:
     return tuple(tuple(n for n in group if n != "1") for group in groups)
 
 
+# Rules.
+
 _FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(\.\.\.)?\}")
-_WILD = re.compile(r"(\*\*?)")
+_TOKEN = re.compile(rf"{_FIELD.pattern}|(\*\*?)|(.)", re.DOTALL)  # of a pattern
 
 
 def fields_in(text: str, name: str) -> list[str]:
@@ -237,25 +438,20 @@ def filled(template: str, bound: Bound) -> str:
 
 def _compiled(pattern: str, name: str) -> re.Pattern[str]:
     """A regular expression for paths, written with `/`."""
-    fields_in(pattern, name)
-    seen: set[str] = set()
-    parts: list[str] = []
-    end = 0
-    for match in (*_FIELD.finditer(pattern), None):
-        for text in _WILD.split(pattern[end : match.start() if match else None]):
-            parts.append({"*": "[^/]+", "**": ".+"}.get(text, re.escape(text)))
-        if match is None:
-            break
-        end = match.end()
-        field, many = match[1], match[2]
+    seen = dict.fromkeys(fields_in(pattern, name), False)
+
+    def part(match: re.Match[str]) -> str:
+        field, many, wild, _ = match.groups()
+        if wild:
+            return "[^/]+" if wild == "*" else ".+"
         if not field:
-            parts.append(re.escape(match[0][0]))
-        elif field in seen:
-            parts.append(f"(?P={field})")
-        else:
-            seen.add(field)
-            parts.append(f"(?P<{field}>{'.+' if many else '[^/]+'})")
-    return re.compile("".join(parts))
+            return re.escape(match[0][0])  # of braces that are doubled, one
+        if seen[field]:
+            return f"(?P={field})"
+        seen[field] = True
+        return f"(?P<{field}>{'.+' if many else '[^/]+'})"
+
+    return re.compile(_TOKEN.sub(part, pattern))
 
 
 class Source(NamedTuple):
@@ -285,36 +481,35 @@ class Rules:
                 f"{type(rules).__name__}."
             )
         for pattern, given in (rules or {}).items():
-            tensor = Tensor(given) if isinstance(given, str) else given
-            if not isinstance(tensor, Tensor):
+            held = tensor(given) if isinstance(given, str) else given
+            if not isinstance(held, Tensor):
                 raise TypeError(
-                    f"{name}: the rule for {pattern!r} is a {type(tensor).__name__}; "
+                    f"{name}: the rule for {pattern!r} is a {type(held).__name__}; "
                     "give the name of a tensor, or a `tensor(...)`."
                 )
             matcher = _compiled(pattern, name)
-            fields = set(matcher.groupindex)
-            resolved = _resolved(pattern, fields, tensor, name)
+            resolved = _resolved(pattern, set(matcher.groupindex), held, name)
             self._rules.append((pattern, matcher, resolved))
             self.unmatched[pattern] = None
 
     def find(self, path: Path) -> Source:
         """Where the value at a path of the model is stored."""
         text = show_path(path)
-        for pattern, matcher, tensor in self._rules:
+        for pattern, matcher, held in self._rules:
             if match := matcher.fullmatch(text):
                 self.unmatched.pop(pattern, None)
-                return Source(tensor, match.groupdict(), pattern)
+                return Source(held, match.groupdict(), pattern)
         name = ".".join(map(str, path)).replace("{", "{{").replace("}", "}}")
-        return Source(Tensor(name), {}, None)
+        return Source(tensor(name), {}, None)
 
 
-def _resolved(pattern: str, given: set[str], tensor: Tensor, name: str) -> Tensor:
+def _resolved(pattern: str, given: set[str], held: Tensor, name: str) -> Tensor:
     """A rule's Tensor in which every name in braces has a meaning, and only one."""
-    wanted = set(fields_in(tensor.names[0], name))
-    fields = [step.field for step in tensor.steps if isinstance(step, Gathered)]
+    wanted = set(fields_in(held.names[0], name))
+    fields = [step.field for step in held.steps if isinstance(step, Gathered)]
     named = [field for field in fields if field is not None]
     free = wanted - given - set(named)
-    place = f"{name}: the rule {pattern!r}: {tensor!r}"
+    place = f"{name}: the rule {pattern!r}: {held!r}"
     if strange := sorted({n for n in named if n not in wanted or n in given}):
         raise WeightsError(f"{place} cannot gather over {strange}.")
     if lost := sorted(given - wanted):
@@ -323,7 +518,14 @@ def _resolved(pattern: str, given: set[str], tensor: Tensor, name: str) -> Tenso
             "Use it in the name; if they are to share a tensor, write `*` instead."
         )
     if len(free) == fields.count(None) == 1:
-        return tensor._gathering(*free)
+        (field,) = free
+        steps = [
+            replace(step, field=field)
+            if isinstance(step, Gathered) and step.field is None
+            else step
+            for step in held.steps
+        ]
+        return replace(held, steps=tuple(steps))
     if free:
         raise WeightsError(
             f"{place} does not say what {sorted(free)} in braces stands for. Put it "
@@ -333,4 +535,4 @@ def _resolved(pattern: str, given: set[str], tensor: Tensor, name: str) -> Tenso
         raise WeightsError(
             f"{place} has nothing to stack over: the pattern has every name."
         )
-    return tensor
+    return held

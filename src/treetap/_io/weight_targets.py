@@ -23,8 +23,9 @@ from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.placement import resolve_sharding
 from treetap._core.variables.values import is_gone
 from treetap._core.variables.variable import Variable
+from treetap._core.wording import first_few
 from treetap._io.safetensors_file import WRITABLE
-from treetap._io.weight_layouts import Shape
+from treetap._io.weight_rules import Shape
 
 SHOWN = 20  # lines of each kind in a message
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -82,11 +83,7 @@ def section(title: str, lines: Sequence[str]) -> str:
     """Some lines under a title, and how many were left out."""
     if not lines:
         return ""
-    shown = "".join(f"\n    - {line}" for line in lines[:SHOWN])
-    more = len(lines) - SHOWN
-    return f"\n  {title} ({len(lines)}):{shown}" + (
-        f"\n    - and {more} more" if more > 0 else ""
-    )
+    return f"\n  {title} ({len(lines)}):\n" + first_few(lines, SHOWN, "    - ", "\n")
 
 
 def no_value(raw: Any) -> str:

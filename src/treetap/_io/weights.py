@@ -1,53 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights: the values of a model in a safetensors file, under any names and layouts.
 
-`save_weights` and `load_weights` follow the same rules in opposite directions. Loading
-compares all of the model with all of the file's headers first; what does not fit is
-told in one error, and the model changes in one step at the end, or not at all.
+`save_weights` and `load_weights` follow the same rules in opposite directions.
+
+Saving takes each value apart into tensors. A part of a fused tensor waits until the
+others have come; what never becomes whole, or comes twice and differs, is a problem.
+
+Loading plans from headers alone: every value of the model is given its `Source`, and
+what does not fit is noted. All of that is told in one error; only when there is nothing
+to tell are values read, converted and placed, each where the old one is, and the model
+changes in one step at the end.
 """
 
+import fnmatch
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treetap._core.errors import WeightsError
-from treetap._core.paths import show_path
+from treetap._core.paths import Path, show_path
 from treetap._core.trees.filters import Filter, Not
 from treetap._core.trees.state import nested
 from treetap._core.trees.update import update
 from treetap._core.variables.kinds import Cache, Intermediate, RngState
 from treetap._core.variables.values import is_ref
-from treetap._core.wording import shown
+from treetap._core.wording import near_to, quoted, shown
 from treetap._io.file_paths import refuse_no_path
 from treetap._io.safetensors_file import (
+    Stored,
     refuse_other_formats,
     stored_tensors,
     write_tensors,
 )
-from treetap._io.weight_rules import Rules, Tensor
-from treetap._io.weight_targets import Target, no_value, section, targets_of
-from treetap._io.weights_in import Incoming, misfits
-from treetap._io.weights_out import Outgoing
+from treetap._io.weight_rules import (
+    Bound,
+    Gathered,
+    Misfit,
+    Part,
+    Rearranged,
+    Rules,
+    Shape,
+    Source,
+    Step,
+    Tensor,
+    assembled,
+    needs,
+)
+from treetap._io.weight_targets import (
+    NUMBERS,
+    SHOWN,
+    Target,
+    is_held,
+    no_value,
+    section,
+    sharding_of,
+    targets_of,
+)
 
 LASTING = Not((RngState, Cache, Intermediate))  # what is not made anew by each run
-
-
-class LoadedWeights(NamedTuple):
-    """What `load_weights` did.
-
-    Attributes:
-        loaded: Paths of the Variables that were read.
-        missing: Paths of the Variables for which the file has no tensor.
-        unused: Names of the tensors, or parts of them, that no Variable wanted.
-    """
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unused: tuple[str, ...]
 
 
 # Saving.
@@ -129,7 +145,127 @@ def _on_host(target: Target) -> np.ndarray:
     return np.asarray(raw, target.dtype)
 
 
+class _Cut(NamedTuple):
+    """Which parts belong together: of one tensor, cut in one way."""
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    bound: tuple[tuple[str, str], ...]
+    of: int | tuple[int, ...]
+    axis: int
+
+
+class Outgoing:
+    """The tensors of a file, gathered from the values of Variables."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+        self.problems: list[str] = []
+        self._givers: dict[str, tuple[str, bool]] = {}
+        # What is left to undo once the parts are one, and the parts by number.
+        self._parts: dict[_Cut, tuple[Source, dict[int, tuple[str, np.ndarray]]]] = {}
+
+    def add(self, source: Source, array: np.ndarray, path: str) -> None:
+        """Takes a value apart into its tensors; parts wait for the others."""
+        try:
+            list(needs(source.tensor.steps, array.shape, source.bound))
+        except Misfit as misfit:
+            self.problems.append(f"{path} {array.shape}: {misfit}")
+        else:
+            self._put(source, array, path)
+
+    def _put(self, source: Source, array: np.ndarray, path: str) -> None:
+        """Undoes the last step of a source, then those before; then it has a tensor."""
+        if not source.tensor.steps:
+            self._keep(source, array, path)
+            return
+        *first, last = source.tensor.steps
+        earlier = source._replace(tensor=replace(source.tensor, steps=tuple(first)))
+        if isinstance(last, Gathered):
+            pieces = last.pieces(array.shape)
+            for (label, _), piece in zip(pieces, last.split(array)):
+                bound = {**source.bound, str(last.field): label}
+                self._put(earlier._replace(bound=bound), piece, path)
+        elif isinstance(last, Part):
+            bound = tuple(sorted(source.bound.items()))
+            axis = last.axis % array.ndim
+            cut = _Cut(source.tensor.names, tuple(first), bound, last.of, axis)
+            _, known = self._parts.setdefault(cut, (earlier, {}))
+            if last.index in known and not _equal(known[last.index][1], array):
+                other = known[last.index][0]
+                self.problems.append(f"{path} and {other} are one part, and differ")
+            known[last.index] = (path, array)
+        else:
+            self._put(earlier, last.backward(array), path)
+
+    def _keep(self, source: Source, array: np.ndarray, path: str) -> None:
+        """Takes a whole tensor; one that is there already must be given by a rule."""
+        name = source.names(source.bound)[0]
+        is_default = source.rule is None
+        if name == "__metadata__":
+            self.problems.append(f"{path} cannot be {name!r}: the format has that name")
+        if name in self.tensors:
+            giver, was_default = self._givers[name]
+            told = f"{path} and {giver} would both be {name!r}"
+            if is_default and was_default:
+                self.problems.append(told)
+            elif not _equal(self.tensors[name], array):
+                self.problems.append(f"{told}, and differ")
+        self._givers[name] = (path, is_default)
+        self.tensors[name] = array
+
+    def finish(self) -> None:
+        """Puts the parts together."""
+        for cut, (source, known) in self._parts.items():
+            givers = ", ".join(path for path, _ in known.values())
+            name = source.names(source.bound)[0] if not cut.steps else cut.names[0]
+            count = cut.of if isinstance(cut.of, int) else len(cut.of)
+            absent = [index for index in range(count) if index not in known]
+            arrays = [known[index][1] for index in sorted(known)]
+            if absent:
+                self.problems.append(
+                    f"{name!r}: no Variable gives part {absent} of {cut.of}; "
+                    f"the others come from {givers}"
+                )
+            elif len({_kind(array, cut) for array in arrays}) > 1:
+                self.problems.append(
+                    f"{name!r}: its parts {givers} differ in shape or dtype"
+                )
+            else:
+                self._put(source, np.concatenate(arrays, cut.axis), givers)
+        self._parts.clear()
+
+
+def _kind(array: np.ndarray, cut: _Cut) -> Any:
+    """What parts of one tensor must have in common."""
+    shape = list(array.shape)
+    if not isinstance(cut.of, int):
+        shape[cut.axis] = -1
+    return array.dtype, tuple(shape)
+
+
+def _equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two arrays have the same bytes; so NaNs are equal to themselves."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return first.tobytes() == second.tobytes()
+
+
 # Loading.
+
+
+class LoadedWeights(NamedTuple):
+    """What `load_weights` did.
+
+    Attributes:
+        loaded: Paths of the Variables that were read.
+        missing: Paths of the Variables for which the file has no tensor.
+        unused: Names of the tensors, or parts of them, that no Variable wanted.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
 
 
 def load_weights(
@@ -194,3 +330,224 @@ def load_weights(
         tuple(show_path(target.path) for target in missing),
         tuple(unused),
     )
+
+
+class Incoming:
+    """Which tensors go where; made from headers alone."""
+
+    def __init__(self, stored: dict[str, Stored], cast: bool, problems: list[str]):
+        self.stored = stored
+        self.cast = cast
+        self.problems = problems  # what is wrong in any case
+        self.ready: list[tuple[Target, Source]] = []
+        self.missing: list[tuple[Target, list[str]]] = []
+        # By name of tensor, how it is cut and which parts are used.
+        self.uses: dict[str, dict[Any, set[int]]] = {}
+
+    def lookup(self, source: Source, bound: Bound) -> Stored | None:
+        """The tensor that a source means; None when the file has none."""
+        names = source.names(bound)
+        return next((self.stored[n] for n in names if n in self.stored), None)
+
+    def add(self, target: Target, source: Source) -> None:
+        """Plans for one value of the model."""
+        tensor = source.tensor
+        try:
+            wanted = list(needs(tensor.steps, target.shape, source.bound))
+        except Misfit as misfit:
+            self.problems.append(f"{target.text} is {target.shape}: {misfit}")
+            return
+        absent: list[str] = []
+        before = len(self.problems)
+        for bound, shape in wanted:
+            stored = self.lookup(source, bound)
+            if stored is None:
+                absent.append(source.names(bound)[0])
+            else:
+                self.use(stored.name, tensor, len(target.shape))
+                self.check(target, stored, shape, tensor)
+        if absent:
+            may_be = tensor.is_optional and len(absent) == len(wanted)
+            if not may_be or isinstance(target.raw, jax.ShapeDtypeStruct):
+                self.missing.append((target, absent))
+        elif len(self.problems) == before:
+            self.ready.append((target, source))
+
+    def use(self, name: str, tensor: Tensor, rank: int) -> None:
+        """Notes that a tensor, or a part of it, is wanted."""
+        cut, index = _cut(tensor, rank)
+        indices = self.uses.setdefault(name, {}).setdefault(cut, set())
+        if index is not None:
+            indices.add(index)
+
+    def check(
+        self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
+    ) -> None:
+        """Notes how a tensor does not fit."""
+        place = f"{target.text}: the tensor {quoted(stored.name)} is {stored.text}"
+        if stored.shape != shape:
+            turned = stored.shape == shape[::-1] and not tensor.steps
+            hint = "; is it `.transpose()` of it?" if turned else ""
+            via = f" by {tensor!r}" if tensor.steps else ""
+            self.problems.append(f"{place}, the model needs {shape}{via}{hint}")
+        elif stored.dtype is None:
+            self.problems.append(f"{place}, a dtype that JAX cannot read")
+        elif not is_held(target.raw):
+            self.problems.append(
+                f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
+            )
+        elif stored.dtype != target.dtype and not (
+            self.cast and _can_cast(stored.dtype, target.dtype)
+        ):
+            hint = ""
+            if _can_cast(stored.dtype, target.dtype):
+                hint = "; `cast=True` converts"
+            self.problems.append(f"{place}, the model needs {target.dtype}{hint}")
+
+    def unused(self, ignore: Sequence[str]) -> list[str]:
+        """Tensors, and parts of tensors, that no Variable wants."""
+        patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+        found: list[str] = []
+        for name in self.stored:
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                continue
+            uses = self.uses.get(name)
+            if uses is None:
+                found.append(name)
+            elif None not in uses:
+                found += _left_over(name, uses)
+        return found
+
+    def values(self, path: Any) -> list[tuple[Path, Any]]:
+        """Reads all values, each at its place; nothing is written yet."""
+        problems: list[str] = []
+        values: list[tuple[Path, Any]] = []
+        for target, source in self.ready:
+            try:
+                array = self.read(target, source)
+            except _LostValues as lost:
+                problems.append(f"{target.text}: {lost}")
+            else:
+                if not problems:
+                    values.append((target.path, _placed(array, target)))
+        if problems:
+            raise WeightsError(
+                f"load_weights: {path} does not fit the model; nothing was changed."
+                + section("values that cannot be converted", problems)
+            )
+        return values
+
+    def read(self, target: Target, source: Source) -> np.ndarray:
+        """The value for one target, in its dtype; a view of the file if that can be."""
+
+        def tensor(bound: Bound) -> np.ndarray:
+            stored = self.lookup(source, bound)
+            assert stored is not None  # or the target were not ready
+            return _converted(stored.view("load_weights"), target.dtype)
+
+        return assembled(source.tensor.steps, target.shape, source.bound, tensor)
+
+
+class _LostValues(Exception):
+    """A conversion would lose a number, not just round it."""
+
+
+def _cut(tensor: Tensor, rank: int) -> tuple[Any, int | None]:
+    """How a Tensor is cut, and which part it is; None for one that is taken whole."""
+    for place in reversed(range(len(tensor.steps))):
+        step = tensor.steps[place]
+        if isinstance(step, Part):
+            return (tensor.steps[:place], step.of, step.axis % rank), step.index
+        if isinstance(step, Rearranged):
+            rank = len(step.left)
+        elif isinstance(step, Gathered) and step.is_new:
+            rank -= 1
+    return None, None
+
+
+def _left_over(name: str, uses: dict[Any, set[int]]) -> list[str]:
+    """The parts of a tensor that nobody wants; none if some cut uses all of them."""
+    rests: list[str] = []
+    for (_, of, _), indices in uses.items():
+        count = of if isinstance(of, int) else len(of)
+        rest = sorted(set(range(count)) - indices)
+        if not rest:
+            return []
+        rests.append(f"{name} (part {', '.join(map(str, rest))} of {of})")
+    return rests
+
+
+def misfits(
+    path: Any, plan: Incoming, unused: list[str], rules: Rules, strict: bool
+) -> WeightsError:
+    """The error that lists all that does not fit."""
+    lines: list[str] = []
+    spare = [name for name in unused if name in plan.stored]
+    for place, (target, absent) in enumerate(plan.missing):
+        hint = ""
+        if place < SHOWN:
+            near = near_to(absent[0], spare, 1)
+            hint = f"; did you mean {quoted(near[0])}?" if near else ""
+        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+        lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
+    left = [
+        f"{quoted(name)} {plan.stored[name].text}" if name in plan.stored else name
+        for name in unused
+    ]
+    sections = section("what does not fit", plan.problems)
+    if strict:
+        sections += section("Variables without a tensor", lines)
+        sections += section("tensors that no Variable uses", left)
+    return WeightsError(
+        f"load_weights: {path} does not fit the model; nothing was changed."
+        + sections
+        + section("rules that no Variable matched", [*map(shown, rules.unmatched)])
+        + "\nSay where values are with `rules=`, which Variables are meant with "
+        "`only=`, which tensors may be left over with `ignore=`."
+    )
+
+
+def _can_cast(have: np.dtype[Any], want: np.dtype[Any]) -> bool:
+    """Whether `cast` may convert: among floats, and among integers."""
+    kinds = (jnp.floating, jnp.integer)
+    return any(jnp.issubdtype(have, k) and jnp.issubdtype(want, k) for k in kinds)
+
+
+def _converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """An array in another dtype; numbers may be rounded, but not lost."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        new = array.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        is_lost = (new.astype(array.dtype) != array) | ((new < 0) != (array < 0))
+    elif float(jnp.finfo(dtype).max) < float(jnp.finfo(array.dtype).max):
+        is_lost = np.isfinite(array) & ~np.isfinite(new)
+    else:
+        return new
+    if is_lost.any():
+        raise _LostValues(f"{array.dtype} with values that {dtype} does not have")
+    return new
+
+
+def _placed(array: np.ndarray, target: Target) -> Any:
+    """An array of its own memory, of the kind and at the place of the old value."""
+    raw = target.raw
+    if type(raw) in NUMBERS:
+        return array.item()
+    if isinstance(raw, np.ndarray | np.generic):
+        return np.array(array)
+    sharding = sharding_of(raw, target.holder, f"load_weights: {target.text}")
+    if sharding is None:
+        return jnp.asarray(_own(array))
+    # Each device reads no more than it needs.
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: _own(array[index])
+    )
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """An array that does not lie in the file: JAX may keep what it is given."""
+    if array.flags.writeable:  # made here; what is mapped is not
+        return np.require(array, requirements="C")
+    return np.array(array, order="C")
