@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks: visiting everything inside an object, children before parents.
+"""The walk over objects: everything inside a value, children before parents.
 
 Siblings come in sorted order, numbers numerically; the root comes last, with the empty
 path. In graph mode an object is visited once, at its first path; in tree mode a second
-meeting is an AliasError, and a cycle a CycleError.
+meeting is an AliasError, and a cycle a CycleError. (An object without any leaf may
+stand at several places of a tree: copies of it cannot be told apart.)
+
+All that visits objects with their paths is made of this walk: `iter_graph`,
+`iter_modules`, `recursive_map`. Three others do less, or more. `variables_below` keeps
+no paths and is quick; `places` goes from the root down and comes to a shared object
+each time, for errors that name places; `Flattening` describes what it meets.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from treetap._core.errors import StructureError
+from treetap._core.errors import AliasError, StructureError
 from treetap._core.paths import Key, Path, is_container, open_container
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace
@@ -22,128 +28,114 @@ from treetap._core.variables.variable import Variable
 
 Pair = tuple[Path, Any]
 
+INSIDE, DONE = 1, 2  # what is known of something that was met
 
-class _Visit:
-    """One walk; `found` collects what it was sent for."""
 
-    __slots__ = ("active", "found", "graph", "leaves", "name", "root", "seen")
+class _Walk:
+    """One walk; `found` gets what was met, with its path, children first.
 
-    def __init__(self, root: Any, graph: bool, name: str):
+    It appends to a list, which is quicker than a generator in a generator; and it is no
+    closure, which would refer to itself and keep the root alive.
+
+    Args:
+        root: Where to begin.
+        graph: Whether to visit shared objects once instead of refusing them.
+        name: The function at work, for messages.
+        everything: Whether containers, Variables and leaves are wanted beside objects.
+        statics: Whether static attributes are wanted as well.
+    """
+
+    __slots__ = ("everything", "found", "graph", "met", "name", "root", "statics")
+
+    def __init__(
+        self,
+        root: Any,
+        graph: bool,
+        name: str,
+        *,
+        everything: bool = False,
+        statics: bool = False,
+    ):
         self.root = root
         self.graph = graph
         self.name = name
-        self.found: list[Pair] = []
-        self.seen: set[int] = set()
-        self.active: set[int] = set()
-        self.leaves = 0
-
-    def is_new(self, value: Any) -> bool:
-        """Notes a Variable; False when it was met before (graph mode)."""
-        self.leaves += 1
-        if id(value) not in self.seen:
-            self.seen.add(id(value))
-            return True
-        if not self.graph:
-            raise refuse_shared(self.name, self.root, value)
-        return False
-
-    def enter(self, node: Any) -> int | None:
-        """Begins an object; None when its inside was visited before (graph mode).
-
-        Returns:
-            The number of leaves so far, to be handed to `leave`.
-        """
-        identity = id(node)
-        if self.graph and identity in self.seen:
-            return None
-        if not self.graph and identity in self.active:
-            raise refuse_shared(self.name, self.root, node)
-        if not (self.graph or type(node)._pytree__is_pytree):
-            raise refuse_pytree_false(self.name, self.root, node)
-        self.active.add(identity)
-        if self.graph:
-            self.seen.add(identity)
-        return self.leaves
-
-    def leave(self, node: Any, leaves_before: int | None) -> None:
-        """Ends the visit of an object; a shared one with leaves is refused."""
-        identity = id(node)
-        self.active.discard(identity)
-        if self.graph:
-            return
-        if identity in self.seen and self.leaves != leaves_before:
-            raise refuse_shared(self.name, self.root, node)
-        self.seen.add(identity)
-
-
-INSIDE, DONE = 1, 2
-
-
-class _NodesBelow:
-    """A walk to objects. No closures that know each other: they would keep the root."""
-
-    __slots__ = ("found", "graph", "is_wanted", "met", "name", "root", "wanted")
-
-    def __init__(self, root: Any, wanted: type, graph: bool, name: str):
-        self.root = root
-        self.wanted = wanted
-        self.graph = graph
-        self.name = name
+        self.everything = everything
+        self.statics = statics
         self.found: list[Pair] = []
         self.met: dict[int, int] = {}  # by identity: INSIDE or DONE
-        self.is_wanted: dict[
-            type, bool
-        ] = {}  # `isinstance` of an abstract class is slow
+        self.value((), root)
+
+    def refused(self, value: Any) -> AliasError:
+        """The error for a value that stands at two places."""
+        return refuse_shared(self.name, self.root, value)
+
+    def value(self, path: Path, value: Any) -> None:
+        """Visits any value."""
+        if isinstance(value, Node):
+            self.node(path, value)
+            return
+        if isinstance(value, Variable) or is_ref(value):
+            if id(value) in self.met:
+                if not self.graph:
+                    raise self.refused(value)
+                return
+            self.met[id(value)] = DONE
+        elif value is not None and is_container(value):
+            opened = open_container(value)
+            self.children(path, opened.keys, opened.children)
+        if self.everything:
+            self.found.append((path, value))
 
     def node(self, path: Path, node: Any) -> None:
+        """Visits an object of ours."""
         met, graph = self.met, self.graph
         before = met.get(id(node))
         if before is not None:
             if graph:
                 return
             if before is INSIDE:
-                raise refuse_shared(self.name, self.root, node)
+                raise self.refused(node)
         met[id(node)] = INSIDE
         try:
-            children, (layout, *_) = cached_flat(node)
+            children, (layout, statics, _) = cached_flat(node)
         except AttributeError:
             if not (graph or node._pytree__is_pytree):
                 raise refuse_pytree_false(self.name, self.root, node) from None
-            children, (layout, *_) = node._refresh()
+            children, (layout, statics, _) = node._refresh()
+        if self.statics:
+            named = zip(layout.static_names, statics)
+            self.found += [((*path, name), held) for name, held in named]
         self.children(path, layout.keys, children)  # a shared Variable is found in here
         met[id(node)] = DONE
         if before is not None and has_leaves(node):
-            raise refuse_shared(self.name, self.root, node)
-        kind = type(node)
-        if kind not in self.is_wanted:
-            self.is_wanted[kind] = issubclass(kind, self.wanted)
-        if self.is_wanted[kind]:
-            self.found.append((path, node))
+            raise self.refused(node)
+        self.found.append((path, node))
 
-    def children(self, path: Path, keys: Any, children: Any) -> None:
-        met = self.met
+    def children(
+        self, path: Path, keys: Iterable[Key], children: Iterable[Any]
+    ) -> None:
+        """Visits what an object or a container holds."""
+        met, everything = self.met, self.everything
         for key, child in zip(keys, children):
-            if isinstance(child, Variable):
+            if isinstance(child, Variable) and not everything:  # as `value`, quickly
                 if id(child) not in met:
                     met[id(child)] = DONE
                 elif not self.graph:
-                    raise refuse_shared(self.name, self.root, child)
+                    raise self.refused(child)
             elif isinstance(child, Node):
                 self.node((*path, key), child)
-            elif is_container(child):
-                opened = open_container(child)
-                self.children((*path, key), opened.keys, opened.children)
+            elif everything or is_container(child):
+                self.value((*path, key), child)
 
 
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
     """The objects of type `wanted` in a tree or graph, with their paths."""
-    walk = _NodesBelow(root, wanted, graph, name)
-    if isinstance(root, Node):
-        walk.node((), root)
-    elif not isinstance(root, Variable) and is_container(root):
-        opened = open_container(root)
-        walk.children((), opened.keys, opened.children)
-    return walk.found
+    found = _Walk(root, graph, name).found
+    # By class: `isinstance` of an abstract class is slow.
+    kinds = {
+        kind for kind in {type(node) for _, node in found} if issubclass(kind, wanted)
+    }
+    return [pair for pair in found if type(pair[1]) in kinds]
 
 
 def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
@@ -160,41 +152,8 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
         [('a', 0), ('a',), ()]
     """
     graph = resolve_graph(graph)
-    walk = _Visit(node, graph, "iter_graph")
-    found = walk.found
-
-    def visit(path: Path, value: Any) -> None:
-        if isinstance(value, Variable):
-            if walk.is_new(value):
-                found.append((path, value))
-            return
-        before = None
-        if isinstance(value, Node):
-            before = walk.enter(value)
-            if before is None:
-                return
-            children, (layout, statics, _) = flat_of(value)
-            keys = layout.keys
-            if graph:
-                static = zip(layout.static_names, statics)
-                found.extend(((*path, name), held) for name, held in static)
-        elif is_container(value) and value is not None:
-            opened = open_container(value)
-            keys, children = opened.keys, opened.children
-        else:
-            walk.leaves += 1
-            if is_ref(value) and not walk.is_new(value):
-                return
-            found.append((path, value))
-            return
-        for key, child in zip(keys, children):
-            visit((*path, key), child)
-        if isinstance(value, Node):
-            walk.leave(value, before)
-        found.append((path, value))
-
-    visit((), node)
-    return iter(found)
+    walk = _Walk(node, graph, "iter_graph", everything=True, statics=graph)
+    return iter(walk.found)
 
 
 def children_of(node: Any, name: str) -> Iterator[tuple[Key, Any]]:
@@ -224,15 +183,25 @@ def recursive_map(
             attributes too, instead of refusing what is shared.
     """
     graph = resolve_graph(graph)
-    walk = _Visit(node, graph, "recursive_map")
-    results: dict[int, Any] = {}
     trace = current_trace()
+    # In graph mode what may be shared has its result by identity, and one only.
+    results: dict[Any, Any] = {}
+
+    def place_of(path: Path, value: Any) -> Any:
+        may_be_shared = isinstance(value, Node | Variable) or is_ref(value)
+        return id(value) if graph and may_be_shared else path
+
+    def results_of(path: Path, keys: Iterable[Key], children: Iterable[Any]) -> Any:
+        for key, child in zip(keys, children):
+            place = place_of((*path, key), child)
+            if place not in results:  # it is still being rebuilt
+                raise refuse_shared("recursive_map", node, child)
+            yield results[place]
 
     def rebuilt(path: Path, value: Any) -> Any:
         children, structure = flat_of(value)
         layout, statics, _ = structure
-        pairs = zip(layout.keys, children)
-        children = [mapped((*path, key), child) for key, child in pairs]
+        children = [*results_of(path, layout.keys, children)]
         if graph:
             named = zip(layout.static_names, statics)
             statics = tuple(fn((*path, name), held) for name, held in named)
@@ -241,28 +210,12 @@ def recursive_map(
         adopt_all(new, structure, children)
         return new
 
-    def mapped(path: Path, value: Any) -> Any:
+    for path, value in _Walk(node, graph, "recursive_map", everything=True).found:
+        new = value
         if isinstance(value, Node):
-            if id(value) in walk.active:
-                raise refuse_shared("recursive_map", node, value)
-            before = walk.enter(value)
-            if before is None:
-                return results[id(value)]
             new = rebuilt(path, value)
-            walk.leave(value, before)
-        elif isinstance(value, Variable):
-            if not walk.is_new(value):
-                return results[id(value)]
-            new = value
-        elif is_container(value) and value is not None:
+        elif not isinstance(value, Variable | None) and is_container(value):
             opened = open_container(value)
-            pairs = zip(opened.keys, opened.children)
-            new = opened.close([mapped((*path, key), child) for key, child in pairs])
-        else:
-            walk.leaves += 1
-            return fn(path, value)
-        result = fn(path, new)
-        results[id(value)] = result
-        return result
-
-    return mapped((), node)
+            new = opened.close(results_of(path, opened.keys, opened.children))
+        results[place_of(path, value)] = fn(path, new)
+    return results[place_of((), node)]
