@@ -26,8 +26,8 @@ ORDER = {
         marked metadata operators placement values variable kinds packed_values
     """,
     "_core.trees": """
-        attributes filters graphdef layout pickled_functions pytree build sharing copies
-        state flatten split apply traverse update
+        attributes filters graphdef layout pickled_functions pytree sharing state
+        flatten build split apply traverse update
     """,
     "_capture": """
         listening marks edit_points name_stacks statistics walk module_paths callee

@@ -15,7 +15,7 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Path
 from treetap._core.settings import resolve_graph
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.traverse import nodes_below
 from treetap._modules.module import Module, assign
@@ -28,7 +28,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def _rebuilt(node: Any, graph: bool | None, name: str) -> list[tuple[Path, Any]]:
     """A copy that shares the leaves, as its objects with their paths; root last."""
     graph = resolve_graph(graph)
-    copied = Rebuild(node, graph, name).run()
+    copied = rebuilt(node, graph, name)
     return [*nodes_below(copied, Node, True, name), ((), copied)]
 
 

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import resolve_graph
 from treetap._core.trees.attributes import data
-from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree
 from treetap._core.trees.state import State, flat_items, nested
@@ -109,12 +109,12 @@ class EMA(Pytree):
             _check_variable("EMA.apply_to", path, leaf)
         averages = flat_items(self.params)
         twins = {id(found[path]): average for path, average in averages}
-        return Rebuild(
+        return rebuilt(
             model,
             resolve_graph(self.graph),
             "EMA.apply_to",
             variable=lambda variable: twins.get(id(variable), variable),
-        ).run()
+        )
 
     def _moved(self, average: Any, value: Any) -> Any:
         dtype = jnp.result_type(average)

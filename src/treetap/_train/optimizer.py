@@ -23,7 +23,7 @@ from treetap._core.paths import Path, is_container, open_container, show_path
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import is_foreign, refuse_foreign_variable
 from treetap._core.trees.attributes import data
-from treetap._core.trees.copies import as_pure
+from treetap._core.trees.build import as_pure
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.pytree import Pytree

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from treetap._core.errors import MetadataError
 from treetap._core.paths import show_path
 from treetap._core.settings import Mode, resolve_graph, use_eager_sharding
-from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.build import rebuilt
 from treetap._core.trees.sharing import places
 from treetap._core.trees.split import split
 from treetap._core.variables.metadata import VariableMetadata, with_metadata
@@ -86,7 +86,7 @@ def _mapped(
         return variable(found)
 
     try:
-        return Rebuild(tree, graph, name, variable=noted, leaf=leaf).run()
+        return rebuilt(tree, graph, name, variable=noted, leaf=leaf)
     except MetadataError as error:
         (kind,) = {type(found).__name__ for found in at}
         path = next(path for path, value, _ in places(tree) if value is at[0])

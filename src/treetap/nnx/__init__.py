@@ -37,8 +37,8 @@ from treetap._core.trees.attributes import has_data as has_data
 from treetap._core.trees.attributes import is_data as is_data
 from treetap._core.trees.attributes import register_data_type as register_data_type
 from treetap._core.trees.attributes import static as static
-from treetap._core.trees.copies import as_pure as as_pure
-from treetap._core.trees.copies import clone as clone
+from treetap._core.trees.build import as_pure as as_pure
+from treetap._core.trees.build import clone as clone
 from treetap._core.trees.filters import All as All
 from treetap._core.trees.filters import Any as Any
 from treetap._core.trees.filters import Everything as Everything

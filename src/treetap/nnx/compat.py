@@ -11,7 +11,7 @@ A keyword still wins: `compat.split(model, graph=False)` is tree mode.
 
 # ruff: noqa: PLC0414 - `as` says that a name is public here
 
-from treetap._core.trees.copies import clone as clone
+from treetap._core.trees.build import clone as clone
 from treetap._core.trees.split import flatten as flatten
 from treetap._core.trees.split import graphdef as graphdef
 from treetap._core.trees.split import split as split

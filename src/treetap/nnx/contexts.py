@@ -33,8 +33,9 @@ from jax.tree_util import register_dataclass, register_static
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, plain_key
 from treetap._core.trees.attributes import is_object
+from treetap._core.trees.build import put_together
 from treetap._core.trees.filters import Filter
-from treetap._core.trees.flatten import Apart, put_together
+from treetap._core.trees.flatten import Apart
 from treetap._core.trees.graphdef import NOTHING, GraphDef
 from treetap._core.trees.split import state_groups
 from treetap._core.trees.state import merge_state
@@ -133,8 +134,6 @@ class MergeContext:
             return node
         outside = context.outside or []
         owners = {number: outside[origin] for number, origin in graphdef.origins}
-        # Once for the errors, without touching the caller's objects.
-        put_together(graphdef, whole, name, made=dict(self._made))
         return put_together(graphdef, whole, name, made=self._made, owners=owners)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from treetap._core.trees import state as _states
 from treetap._core.trees.apply import call
-from treetap._core.trees.copies import as_pure
+from treetap._core.trees.build import as_pure
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.state import State
 from treetap._core.trees.update import with_vars

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from treetap._core.paths import Path
 from treetap._core.settings import resolve_graph
-from treetap._core.trees.flatten import put_together, take_apart
+from treetap._core.trees.build import put_together
+from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.split import merge, split
 from treetap._core.trees.state import flat_items, nested

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regrowing: objects from a GraphDef and bare values, in the order of the walk.
+"""New objects from a description: around values in order, by name, or from a copy.
 
-The counterpart of `take_leaves`, without names or checks: it is used where the values
-come back from JAX in the order they were handed over.
+`take_apart` and `take_leaves` describe an object once; everything that makes objects
+again is `regrow`, which goes through the description and takes one value after another.
+Values that come back from JAX are in that order already. Values with names, as `merge`
+is given them, are checked and put in order first (`Merging`), so nothing is made or
+changed before all of them are known to fit. And a copy is what is built from an
+object's own description and leaves (`rebuilt`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from operator import is_not
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from operator import is_, is_not
 from types import MappingProxyType
 from typing import Any
 
-from treetap._core.paths import close_container
+import jax
+
+from treetap._core.errors import StructureError
+from treetap._core.paths import Trail, close_container, show_trail
+from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
+from treetap._core.trees.flatten import Apart
 from treetap._core.trees.graphdef import (
     ContainerSpec,
     GraphDef,
@@ -20,82 +30,123 @@ from treetap._core.trees.graphdef import (
     SharedSpec,
     VariableSpec,
 )
+from treetap._core.trees.layout import Structure
 from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, set_spec
-from treetap._core.variables.variable import Variable, last_change, make
+from treetap._core.trees.state import is_branch
+from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_ref
+from treetap._core.variables.variable import (
+    Variable,
+    array_types,
+    last_change,
+    make,
+    twin,
+)
+from treetap._core.wording import first_few
 
 
-class _Regrowth:
-    """One rebuilding: what was made by number, and the Variables in order."""
+class _Builder:
+    """One building: what was made by number, and the leaves in order."""
 
-    def __init__(self, values: Iterable[Any], made: dict[int, Any], owners: Any):
-        self.nodes: list[Any] = []
+    def __init__(
+        self,
+        values: Iterable[Any],
+        made: dict[int, Any],
+        owners: Mapping[int | None, Any],
+        recreate: bool,
+    ):
         self.values: Iterator[Any] = iter(values)
-        self.trace = current_trace()
         self.made = made
         self.owners = owners
+        self.recreate = recreate
+        self.trace = current_trace()
+        self.nodes: list[Any] = []
         self.leaves: list[Any] = []
 
     def any(self, spec: Any) -> Any:
+        """What a description stands for, around the next values."""
         kind = type(spec)
-        if kind is VariableSpec:
-            value = next(self.values)
-            if not isinstance(value, Variable):
-                value = make(spec.type, value, spec.metadata, self.trace)
-        elif kind is LeafSpec:
-            value = next(self.values)
-        elif kind is SharedSpec:
-            return self.made[spec.shared_with]
-        elif kind is ContainerSpec:
-            children = [self.any(child) for child in spec.children]
-            return close_container(spec.type, spec.keys, spec.definition, children)
-        else:
+        if kind is ObjectSpec:
+            if spec.kinds is not None:
+                return self.object_of_variables(spec)
             return self.object(spec)
-        self.leaves.append(value)
-        if spec.number is not None:
-            self.made[spec.number] = value
-        return value
+        if kind is SharedSpec:
+            return self.made[spec.shared_with]
+        if kind is ContainerSpec:
+            children = self.children(spec.children)
+            return close_container(spec.type, spec.keys, spec.definition, children)
+        return self.children((spec,))[0]
+
+    def children(self, specs: Iterable[Any]) -> list[Any]:
+        """What several descriptions stand for; leaves are taken here, quickly."""
+        found: list[Any] = []
+        for spec in specs:
+            kind = type(spec)
+            if kind is ObjectSpec and spec.kinds is not None:
+                found.append(self.object_of_variables(spec))
+                continue
+            if kind is not VariableSpec and kind is not LeafSpec:
+                found.append(self.any(spec))
+                continue
+            value = next(self.values)
+            if kind is VariableSpec:
+                if self.recreate and not isinstance(value, Variable):
+                    value = make(spec.type, value, spec.metadata, self.trace)
+                owned = self.owners.get(spec.number) if self.owners else None
+                if owned is not None and isinstance(value, Variable):
+                    owned.copy_from(value)
+                    value = owned
+            self.leaves.append(value)
+            if spec.number is not None:
+                self.made[spec.number] = value
+            found.append(value)
+        return found
 
     def object(self, spec: ObjectSpec) -> Any:
-        if spec.kinds is not None:
-            return self.object_of_variables(spec)
+        """An object of ours; numbered first, as its children may lead back to it."""
         owned = self.owners.get(spec.number)
         node = bare(spec.type, self.trace) if owned is None else owned
         self.nodes.append(node)
         if spec.number is not None:
             self.made[spec.number] = node
-        children = self.children(spec)
+        children = self.children(spec.children)
         if owned is None:
             fill(node, spec.structure, children)
             adopt_all(node, spec.structure, children)
-        elif any(map(is_not, children, flat_of(node)[0])):
+        elif not _holds(node, spec.structure, children):
             refill(node, spec.structure, children)
         return node
 
-    def children(self, spec: ObjectSpec) -> list[Any]:
-        return [self.any(child) for child in spec.children]
-
     def object_of_variables(self, spec: ObjectSpec) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
+        _, cls, structure, _, kinds, metadata = spec
         trace = self.trace
-        made: list[Any] = []
-        are_new = True
-        for kind, metadata, value in zip(spec.kinds, spec.metadata, self.values):
-            if isinstance(value, Variable):
-                are_new = False
-                made.append(value)
-            else:
-                made.append(make(kind, value, metadata, trace))
-        node = bare(spec.type, trace)
-        children = tuple(made)
-        fill(node, spec.structure, children)
-        if are_new:  # what a walk would find
-            set_spec(node, (children, spec))
+        children = tuple(islice(self.values, len(kinds)))
+        node = bare(cls, trace)
+        if self.recreate:
+            made = [
+                x if isinstance(x, Variable) else make(kind, x, facts, trace)
+                for x, kind, facts in zip(children, kinds, metadata)
+            ]
+            are_new = not any(map(is_, made, children))
+            children = tuple(made)
+            if are_new:  # what a walk would find
+                set_spec(node, (children, spec))
+        fill(node, structure, children)
         self.nodes.append(node)
-        self.leaves += made
+        self.leaves += children
         return node
 
 
-def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
+def _holds(node: Any, structure: Structure, children: Iterable[Any]) -> bool:
+    """Whether an object has these very attributes already."""
+    held, (layout, statics, _) = flat_of(node)
+    before, after = (*held, *statics), (*children, *structure[1])
+    is_same = layout is structure[0] and len(before) == len(after)
+    return is_same and not any(map(is_not, before, after))
+
+
+def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
     """Gives an object its attributes, in place of those it has."""
     if is_foreign(node._pytree__trace):
         raise refuse_foreign_object(type(node).__name__)
@@ -105,12 +156,17 @@ def refill(node: Any, structure: Any, children: Iterable[Any]) -> None:
     adopt_all(node, structure, children)
 
 
+NOBODYS: Mapping[int | None, Any] = MappingProxyType({})
+
+
 def regrow(
     graphdef: GraphDef,
     values: Iterable[Any],
     made: dict[int, Any] | None = None,
-    owners: Mapping[int, Any] = MappingProxyType({}),
+    owners: Mapping[int | None, Any] = NOBODYS,
     nodes: list[Any] | None = None,
+    *,
+    recreate: bool = True,
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
 
@@ -118,14 +174,17 @@ def regrow(
         graphdef: What to build.
         values: Bare values, or Variables, in order.
         made: Objects by number; shared by descriptions that were made in one walk.
-        owners: Objects by number that are to be filled instead of made.
+        owners: Objects and Variables by number that are to be filled, instead of new
+            ones being made.
         nodes: Gets the objects, as `objects_in` orders them.
+        recreate: Whether a bare value becomes a Variable where one is described;
+            otherwise each value stands in its place as it is.
 
     Returns:
         The object, and its leaves in order: new Variables (or those given), and the
         plain values.
     """
-    work = _Regrowth(values, {} if made is None else made, owners)
+    work = _Builder(values, {} if made is None else made, owners, recreate)
     if nodes is not None:
         work.nodes = nodes
     return work.any(graphdef.spec), work.leaves
@@ -135,4 +194,241 @@ def regrow_children(
     spec: ObjectSpec, values: Iterable[Any], made: dict[int, Any]
 ) -> list[Any]:
     """The children of an object that is there already."""
-    return _Regrowth(values, made, {}).children(spec)
+    return _Builder(values, made, NOBODYS, True).children(spec.children)
+
+
+class Merging:
+    """Leaves by name, checked against a description and put into its order.
+
+    Attributes:
+        leaves: The leaves in the order of the description; of use without problems.
+        problems: What does not fit.
+    """
+
+    def __init__(self, copy: bool, recreate: bool):
+        self.copy = copy
+        self.recreate = recreate
+        self.trace = current_trace()
+        self.leaves: list[Any] = []
+        self.problems: list[str] = []
+
+    def any(self, spec: Any, state: Any, trail: Trail) -> None:
+        """Takes the leaves of a description from its state."""
+        kind = type(spec)
+        if kind is ObjectSpec or kind is ContainerSpec:
+            self.children(spec, state, trail)
+        elif kind is SharedSpec:
+            if state is not MISSING and not (is_branch(state) and not state):
+                self.problems.append(f"unexpected {show_trail(trail)}")
+        elif state is MISSING:
+            self.problems.append(f"missing {show_trail(trail)}")
+        else:
+            value = state
+            if kind is VariableSpec:
+                value = self.variable(spec, state, trail)
+            elif isinstance(state, Variable):
+                found = f"a {type(state).__name__} where a plain value belongs"
+                self.problem(trail, found)
+            elif is_branch(state):
+                self.problem(trail, "a mapping where a plain value belongs")
+            self.leaves.append(value)
+
+    def variable(self, spec: VariableSpec, state: Any, trail: Trail) -> Any:
+        """A Variable from a Variable, or from its bare value."""
+        if isinstance(state, Variable):
+            if type(state) is not spec.type:
+                wanted = spec.type.__name__
+                self.problem(trail, f"a {type(state).__name__}, expected a {wanted}")
+            return state.copy() if self.copy else state
+        if not self.recreate:
+            return state
+        if spec.metadata["ref"] and not is_ref(state):
+            state = jax.new_ref(state)
+        return make(spec.type, state, spec.metadata, self.trace)
+
+    def children(
+        self, spec: ObjectSpec | ContainerSpec, state: Any, trail: Trail
+    ) -> None:
+        """Takes the entries of a mapping, which must be exactly the children's."""
+        kinds = spec.kinds if type(spec) is ObjectSpec else None
+        if kinds and type(state) is dict and len(state) == len(kinds) and not self.copy:
+            try:  # the common case: Variables alone, all there and of the right kinds
+                children = spec.structure[0].children_of(state)
+            except KeyError:
+                children = ()
+            if tuple(map(type, children)) == kinds:
+                self.leaves += children
+                return
+        if state is MISSING:
+            state = {}
+        elif type(state) is not dict and not isinstance(state, Mapping):
+            self.problem(trail, f"a {type(state).__name__} where a mapping belongs")
+            state = {}
+        keys = spec.keys
+        absent = 0
+        for key, child in zip(keys, spec.children):
+            inner = state.get(key, MISSING)
+            absent += inner is MISSING
+            if (
+                type(child) is VariableSpec
+                and type(inner) is child[1]
+                and not self.copy
+            ):
+                self.leaves.append(inner)
+            else:
+                self.any(child, inner, (trail, key))
+        if len(state) + absent != len(keys):
+            extra = [show_trail((trail, key)) for key in state if key not in keys]
+            self.problems += [f"unexpected {path}" for path in extra]
+
+    def problem(self, trail: Trail, what: str) -> None:
+        """Notes an entry of the wrong kind."""
+        self.problems.append(f"{show_trail(trail)} is {what}")
+
+
+def put_together(
+    graphdef: GraphDef,
+    state: Any,
+    name: str,
+    *,
+    copy: bool = False,
+    recreate_variables: bool = True,
+    made: dict[int, Any] | None = None,
+    owners: Mapping[int | None, Any] = NOBODYS,
+) -> Any:
+    """Builds new objects from a description and nested dicts of leaves.
+
+    Every name, and the kind of every Variable, must be right; all that is wrong is
+    listed in one StructureError, and then nothing was made. See `regrow` for `made` and
+    `owners`.
+    """
+    work = Merging(copy, recreate_variables)
+    work.any(graphdef.spec, state, ())
+    if work.problems:
+        raise StructureError(_complaint(name, graphdef, state, work.problems))
+    return regrow(graphdef, work.leaves, made, owners, recreate=False)[0]
+
+
+def count_leaves(state: Any) -> int:
+    """How many leaves nested mappings hold."""
+    if is_branch(state):
+        return sum(map(count_leaves, state.values()))
+    return 1
+
+
+def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
+    shown = first_few(problems, 12, before="  - ", end="\n")
+    found = count_leaves(state)
+    counts = ""
+    if found != graphdef.num_leaves:
+        counts = (
+            f" Incorrect number of leaves: {found}, expected {graphdef.num_leaves}."
+        )
+    return (
+        f"{name}: the state does not fit the GraphDef.{counts}\n"
+        f"{shown}\n"
+        "Pass the State(s) that `split` gave with this GraphDef, all of them."
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def rebuilt(
+    root: Any,
+    graph: bool,
+    name: str,
+    *,
+    variable: Callable[[Variable[Any]], Any] = _same,
+    leaf: Callable[[Any], Any] = _same,
+) -> Any:
+    """New objects and containers of the same structure, around other leaves.
+
+    What is shared stays shared in graph mode; in tree mode it is refused, but for
+    objects without leaves, which stay shared as well.
+
+    Args:
+        root: What is rebuilt.
+        graph: Whether shared objects are kept as such, or refused.
+        name: The public function at work, for messages.
+        variable: Gives what stands in the place of a Variable.
+        leaf: Gives what stands in the place of any other leaf.
+    """
+    walk = Apart(root, graph, name, states=False)
+    definition = walk.definition(root)
+    if walk.has_twins:
+        walk = Apart(root, True, name, states=False)
+        definition = walk.definition(root)
+    new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
+    return regrow(definition, new, recreate=False)[0]
+
+
+def clone(
+    node: Any,
+    variables: bool = True,
+    *,
+    arrays: bool = False,
+    graph: bool | None = None,
+) -> Any:
+    """Returns a copy of `node` with Variables of its own.
+
+    Args:
+        node: Any tree of Modules, Variables and arrays.
+        variables: Make new Variables; otherwise the copy shares them.
+        arrays: Copy the arrays as well.
+        graph: Keep shared references instead of refusing them.
+
+    Examples:
+        >>> import treetap as tt
+        >>> a = tt.Param(1.0)
+        >>> b = tt.clone(a)
+        >>> b[...] = 2.0
+        >>> a[...]
+        1.0
+    """
+    if arrays and not variables:
+        raise StructureError(
+            "clone: `arrays=True` copies what is inside Variables, so it needs "
+            "`variables=True`."
+        )
+    trace = current_trace()
+
+    def copy_variable(variable: Variable[Any]) -> Variable[Any]:
+        raw = variable._box[0]
+        is_array = type(raw) in array_types or isinstance(raw, jax.Array)
+        if arrays or not is_array:
+            return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
+        return twin(variable, trace)
+
+    return rebuilt(
+        node,
+        resolve_graph(graph),
+        "clone",
+        variable=copy_variable if variables else _same,
+        leaf=_copied if arrays else _same,
+    )
+
+
+def _copied(leaf: Any) -> Any:
+    if is_ref(leaf):
+        return jax.new_ref(leaf[...])
+    return leaf.copy() if hasattr(leaf, "shape") and hasattr(leaf, "copy") else leaf
+
+
+def as_pure(tree: Any) -> Any:
+    """Replaces every Variable by its value and every Ref by its array, at any depth.
+
+    Examples:
+        >>> import treetap as tt
+        >>> tt.as_pure({"a": tt.Param(1.0)})
+        {'a': 1.0}
+    """
+
+    def value_of(variable: Variable[Any]) -> Any:
+        return as_pure(variable.get_value())
+
+    def leaf_of(leaf: Any) -> Any:
+        return leaf[...] if is_ref(leaf) else leaf
+
+    return rebuilt(tree, True, "as_pure", variable=value_of, leaf=leaf_of)

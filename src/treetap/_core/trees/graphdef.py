@@ -27,6 +27,11 @@ class ObjectSpec(NamedTuple):
     kinds: Any = None
     metadata: Any = None
 
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The names of the children."""
+        return self.structure[0].keys
+
 
 class ContainerSpec(NamedTuple):
     """A container that JAX knows: how to close it again, its children."""

@@ -16,13 +16,34 @@ from jax.tree_util import DictKey, register_pytree_with_keys
 from treetap._core.errors import StructureError
 from treetap._core.paths import Key, sorted_keys
 from treetap._core.settings import resolve_graph
+from treetap._core.trees.build import put_together
 from treetap._core.trees.filters import Filter, grouped, predicates_of, refuse_rest
-from treetap._core.trees.flatten import from_leaves, put_together, take_apart
-from treetap._core.trees.graphdef import ContainerSpec, GraphDef, ObjectSpec
+from treetap._core.trees.flatten import take_apart
+from treetap._core.trees.graphdef import (
+    ContainerSpec,
+    GraphDef,
+    ObjectSpec,
+    leaf_paths,
+)
 from treetap._core.trees.state import FlatState, State, flat_items, merge_state, nested
 from treetap._core.variables.variable import Variable
 
 M = TypeVar("M")
+
+
+def _named(graphdef: GraphDef, leaves: Iterable[Any], name: str) -> Any:
+    """Nested dicts from leaves in the sorted order of their paths."""
+    leaves = list(leaves)
+    if len(leaves) != graphdef.num_leaves:
+        raise StructureError(
+            f"{name}: Incorrect number of leaves: {len(leaves)}, "
+            f"expected {graphdef.num_leaves}."
+        )
+    paths = list(leaf_paths(graphdef.spec))
+    if paths == [()]:
+        return leaves[0]
+    in_order = flat_items(nested((path, path) for path in paths))
+    return nested((path, leaf) for (path, _), leaf in zip(in_order, leaves))
 
 
 class GraphState(State):
@@ -159,7 +180,7 @@ def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
         return _as_mapping(only)
     has_names = isinstance(definition.spec, ObjectSpec | ContainerSpec)
     if isinstance(only, list | tuple) and has_names:
-        return from_leaves(definition, only, name)
+        return _named(definition, only, name)
     return only.raw_mapping if isinstance(only, State) else only
 
 
@@ -240,7 +261,7 @@ def unflatten(
     elif isinstance(leaves, Mapping):
         found = leaves
     else:
-        found = from_leaves(graphdef, leaves, "unflatten")
+        found = _named(graphdef, leaves, "unflatten")
     return put_together(
         graphdef, found, "unflatten", recreate_variables=recreate_variables
     )

@@ -27,7 +27,7 @@ from treetap._core.paths import (
 )
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.copies import Rebuild
+from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import Filter, grouped, predicate_of, predicates_of
 from treetap._core.trees.pytree import attributes_of, flat_of, opened
 from treetap._core.trees.sharing import places
@@ -449,4 +449,4 @@ def with_vars(
             variable.copy(ref=ref) if changes and id(variable) in chosen else variable
         )
 
-    return Rebuild(node, True, "with_vars", variable=convert).run()
+    return rebuilt(node, True, "with_vars", variable=convert)
