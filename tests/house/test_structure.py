@@ -19,8 +19,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        bounded_cache display earlier_names errors paths settings trace_level variables
-        trees wording
+        bounded_cache wording display earlier_names errors paths settings trace_level
+        variables trees
     """,
     "_core.variables": """
         marked metadata operators placement values variable kinds packed_values

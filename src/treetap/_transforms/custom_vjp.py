@@ -21,7 +21,7 @@ from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import regrow
-from treetap._core.trees.flatten import Apart
+from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import opened, variables_below
 from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
@@ -187,7 +187,7 @@ class _Rule:
             )
         out, residual = pair
         packed, updates = inside.finish(out, keep=self.written)
-        walk = Apart(residual, True, "custom_vjp")
+        walk = Flattening(residual, True, "custom_vjp")
         kept = WHOLE.pack(residual, walk, Spread("custom_vjp", "the residual"))
         return packed, kept, updates
 

@@ -14,7 +14,7 @@ import jax
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
 from treetap._core.trees.build import regrow
-from treetap._core.trees.flatten import Apart
+from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import has_mesh, resolve_sharding
@@ -70,7 +70,7 @@ def _shape_with_updates(f: Any, inputs: Inputs) -> Any:
     def pure(values: list[Any]) -> Any:
         tree, _ = regrow(inputs.definition, values)
         out = f(*tree["args"], **tree["kwargs"])
-        walk = Apart(out, Mode.UPDATES, "eval_shape")
+        walk = Flattening(out, Mode.UPDATES, "eval_shape")
         packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
         refuse_captured(walk, "eval_shape")
         return packed

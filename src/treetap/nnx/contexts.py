@@ -35,7 +35,7 @@ from treetap._core.paths import Path, plain_key
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import put_together
 from treetap._core.trees.filters import Filter
-from treetap._core.trees.flatten import Apart
+from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import NOTHING, GraphDef
 from treetap._core.trees.split import state_groups
 from treetap._core.trees.state import merge_state
@@ -94,7 +94,7 @@ class SplitContext:
 
     def __init__(self, context: UpdateContext | None):
         self._context = context
-        self._walk = Apart(None, True, "split_context")
+        self._walk = Flattening(None, True, "split_context")
 
     def split(self, node: Any, *filters: Filter) -> Any:
         """As `treetap.split`; what was split before in this block is a reference."""

@@ -21,7 +21,7 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Trail, close_container, show_trail
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
-from treetap._core.trees.flatten import Apart
+from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import (
     ContainerSpec,
     GraphDef,
@@ -355,10 +355,10 @@ def rebuilt(
         variable: Gives what stands in the place of a Variable.
         leaf: Gives what stands in the place of any other leaf.
     """
-    walk = Apart(root, graph, name, states=False)
+    walk = Flattening(root, graph, name, states=False)
     definition = walk.definition(root)
     if walk.has_twins:
-        walk = Apart(root, True, name, states=False)
+        walk = Flattening(root, True, name, states=False)
         definition = walk.definition(root)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
     return regrow(definition, new, recreate=False)[0]

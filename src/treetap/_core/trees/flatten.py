@@ -42,7 +42,7 @@ from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, get_metadata
 
 
-class Apart:
+class Flattening:
     """One walk over an object: what was met, and the leaves counted."""
 
     def __init__(
@@ -218,7 +218,7 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
         The GraphDef, and the state: a dict, the leaf itself for a bare Variable or
         array, or an empty dict.
     """
-    walk = Apart(value, graph, name)
+    walk = Flattening(value, graph, name)
     spec, state = walk.any(value)
     definition = GraphDef(spec, len(walk.leaves), graph)
     return definition, {} if state is NOTHING else state
@@ -228,5 +228,5 @@ def take_leaves(
     value: Any, graph: bool | Mode, name: str, reason: str = TREE_MODE
 ) -> tuple[GraphDef, list[Any]]:
     """Describes an object and gives its leaves as a list, in the order of the walk."""
-    walk = Apart(value, graph, name, states=False, reason=reason)
+    walk = Flattening(value, graph, name, states=False, reason=reason)
     return walk.definition(value), walk.leaves

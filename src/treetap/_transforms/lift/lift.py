@@ -31,7 +31,7 @@ from treetap._core.settings import Mode, resolve_mode
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import regrow
-from treetap._core.trees.flatten import Apart, take_leaves
+from treetap._core.trees.flatten import Flattening, take_leaves
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.pytree import variables_below
 from treetap._core.trees.sharing import first_two_places, places
@@ -243,7 +243,7 @@ class Inputs:
         self.name = lift.name
         self.tree = tree
         reason = _no_aliases(lift.name)
-        walk = Apart(tree, lift.mode, lift.name, states=False, reason=reason)
+        walk = Flattening(tree, lift.mode, lift.name, states=False, reason=reason)
         self.definition = walk.definition(tree)
         self.leaves = walk.leaves
         self.numbers = walk.numbers
@@ -453,7 +453,7 @@ class Inside:
         lists = tuple(map(tuple, written))
         if self.grafts is None:
             self.check_output(out)
-            walk = Apart(out, self.mode, self.name, states=False)
+            walk = Flattening(out, self.mode, self.name, states=False)
             packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
             return packed, Updates(
                 tuple(values), Written(lists, (), has_packed(packed))

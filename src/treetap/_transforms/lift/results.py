@@ -16,7 +16,7 @@ from treetap._core.errors import AliasError, StructureError
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import regrow
-from treetap._core.trees.flatten import Apart, take_leaves
+from treetap._core.trees.flatten import Flattening, take_leaves
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.prefixes import (
@@ -79,7 +79,7 @@ class Results:
         if self._is_packing:
             self.for_jax = jax.tree.map(for_jax, prefix, is_leaf=is_entry)
 
-    def pack(self, out: Any, walk: Apart, work: Spread) -> Any:
+    def pack(self, out: Any, walk: Flattening, work: Spread) -> Any:
         """A result as JAX can carry it.
 
         Args:
@@ -105,7 +105,7 @@ class Results:
         return jax.tree.map(pack, self.prefix, out, is_leaf=is_entry)
 
 
-def _is_plain(out: Any, walk: Apart) -> bool:
+def _is_plain(out: Any, walk: Flattening) -> bool:
     """Whether a result is a tree that shares nothing with itself or the arguments."""
     if walk.graph is Mode.UPDATES:
         return not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object)))
@@ -126,7 +126,7 @@ def _lanes(prefix: Any) -> list[Any]:
 
 
 def _packed(
-    part: Any, walk: Apart, prefixes: list[Any] | None = None, values: Any = ()
+    part: Any, walk: Flattening, prefixes: list[Any] | None = None, values: Any = ()
 ) -> Packed:
     """One part, its values in one lane, or in one for each of some prefixes.
 
@@ -156,7 +156,7 @@ def repack(like: Any, tree: Any, name: str) -> Any:
         tree: The tree.
         name: The transform.
     """
-    walk = Apart(tree, Mode.GRAPH, name)
+    walk = Flattening(tree, Mode.GRAPH, name)
 
     def repacked(packed: Any, part: Any) -> Any:
         if not _is_packed(packed):

@@ -17,7 +17,7 @@ from treetap._core.settings import Mode
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import refill, regrow_children
-from treetap._core.trees.flatten import Apart
+from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import ObjectSpec
 from treetap._core.trees.pytree import flat_of
 from treetap._core.variables.variable import Variable
@@ -89,15 +89,17 @@ class Grafts:
             for number, node in self.nodes.items()
         }
 
-    def walk(self) -> Apart:
+    def walk(self) -> Flattening:
         """A walk for which the objects of the arguments are known already."""
-        walk = Apart(None, Mode.UPDATES, self.name)
+        walk = Flattening(None, Mode.UPDATES, self.name)
         walk.members = [self.members[number] for number in range(len(self.members))]
         walk.numbers = {id(x): number for number, x in self.members.items()}
         return walk
 
     @staticmethod
-    def _described(walk: Apart, number: int, node: Any) -> tuple[ObjectSpec, list[Any]]:
+    def _described(
+        walk: Flattening, number: int, node: Any
+    ) -> tuple[ObjectSpec, list[Any]]:
         """An object's description and the leaves it holds itself."""
         children, structure = flat_of(node)
         before = len(walk.leaves)
@@ -107,7 +109,7 @@ class Grafts:
 
     def collect(
         self,
-        walk: Apart,
+        walk: Flattening,
         lanes: Lanes | None,
         own: dict[int, int],
         force: Container[int] = (),
@@ -161,7 +163,7 @@ class Grafts:
         return work
 
 
-def refuse_captured(walk: Apart, name: str, known: int = 0) -> None:
+def refuse_captured(walk: Flattening, name: str, known: int = 0) -> None:
     """Refuses Variables and objects that were made outside the function.
 
     Args:
