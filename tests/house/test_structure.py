@@ -56,7 +56,7 @@ ORDER = {
     """,
     "_train": "/metrics comparable_functions optimizer ema model_and_optimizer",
     "_io": """
-        file_paths record_descriptions safetensors_file record_file store weight_rules
+        files record_descriptions safetensors_file record_file store weight_rules
         weight_targets checkpoints weights
     """,
     "_io.store": "axes journals contents arrays stores writers",

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,13 +27,14 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
 from treetap._core.errors import WeightsError
-from treetap._core.paths import Path, plain_key
+from treetap._core.paths import plain_key
 from treetap._core.trees.split import merge, split
 from treetap._core.trees.state import State, flat_items, nested
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import words_of
-from treetap._io.file_paths import refuse_no_path
+from treetap._io.files import refuse_no_path
+from treetap._io.record_descriptions import is_key
 from treetap._io.weight_targets import NUMBERS, is_held, no_value, section, sharding_of
 
 T = TypeVar("T")
@@ -57,36 +58,41 @@ class _Leaf(NamedTuple):
         return "/".join(self.pure)
 
 
-class _Held(NamedTuple):
-    """What stands at one path of a tree, as leaves and the structure around them."""
+class _Tree:
+    """A tree taken apart into leaves, of which it can be made again."""
 
-    path: Path
-    holder: Any
-    structure: Any
-    leaves: list[_Leaf]
+    def __init__(self, tree: Any, name: str):
+        self._graphdef, found = split(tree, graph=True)
+        if not isinstance(found, State):
+            raise WeightsError(
+                f"{name}: a bare {type(tree).__name__} has no name. Put it into a dict."
+            )
+        self._items = [*flat_items(found.raw_mapping)]
+        raws = [
+            holder.get_raw_value() if isinstance(holder, Variable) else holder
+            for _, holder in self._items
+        ]
+        pairs, self._structure = tree_flatten_with_path(raws, is_leaf=is_ref)
+        self.leaves = [self._leaf(keys, raw) for keys, raw in pairs]
+
+    def _leaf(self, keys: Any, raw: Any) -> _Leaf:
+        path, holder = self._items[keys[0].idx]
+        start, end = tuple(map(str, path)), _names_of(keys[1:])
+        level = ("value",) if isinstance(holder, Variable) else ()
+        return _Leaf(holder, raw, start + level + end, start + end)
+
+    def rebuilt(self, values: Iterable[Any]) -> Any:
+        """The same tree, with other values."""
+        raws = self._structure.unflatten(values)
+        pairs = [
+            (path, holder.copy(raw) if isinstance(holder, Variable) else raw)
+            for (path, holder), raw in zip(self._items, raws)
+        ]
+        return merge(self._graphdef, nested(pairs))
 
 
-def _opened(tree: Any, name: str) -> tuple[Any, list[_Held]]:
-    """A description of a tree, and all it holds."""
-    graphdef, state = split(tree, graph=True)
-    if not isinstance(state, State):
-        raise WeightsError(
-            f"{name}: a bare {type(tree).__name__} has no name. Put it into a dict."
-        )
-    return graphdef, [_held(*item) for item in flat_items(state.raw_mapping)]
-
-
-def _held(path: Path, holder: Any) -> _Held:
-    is_variable = isinstance(holder, Variable)
-    raw = holder.get_raw_value() if is_variable else holder
-    pairs, structure = tree_flatten_with_path(raw, is_leaf=is_ref)
-    start = tuple(map(str, path))
-    level = ("value",) if is_variable else ()
-    leaves: list[_Leaf] = []
-    for keys, leaf in pairs:
-        end = tuple(str(plain_key(key)) for key in keys)
-        leaves.append(_Leaf(holder, leaf, start + level + end, start + end))
-    return _Held(path, holder, structure, leaves)
+def _names_of(keys: Any) -> Names:
+    return tuple(str(plain_key(key)) for key in keys)
 
 
 def _orbax(name: str) -> ModuleType:
@@ -103,8 +109,10 @@ def _checkpointer(ocp: ModuleType) -> Any:
     return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
-def _is_remote(path: str | os.PathLike[str]) -> bool:
-    return "://" in os.fspath(path)
+def _place_of(path: str | os.PathLike[str]) -> pathlib.Path | str:
+    """A folder of this machine; or a text, of remote storage."""
+    text = os.fspath(path)
+    return text if "://" in text else pathlib.Path(os.path.abspath(text))
 
 
 # Saving.
@@ -137,11 +145,10 @@ def save_checkpoint(
     name = "save_checkpoint"
     refuse_no_path(path, name)
     ocp = _orbax(name)
-    _, held = _opened(tree, name)
     values: dict[Names, Any] = {}
     problems: list[str] = []
     flat: dict[str, str] = {}  # Orbax's own names
-    for leaf in (leaf for each in held for leaf in each.leaves):
+    for leaf in _Tree(tree, name).leaves:
         joined = ".".join(leaf.names)
         if joined in flat:
             problems.append(f"{leaf.text} and {flat[joined]} would both be {joined!r}")
@@ -156,13 +163,11 @@ def save_checkpoint(
             + section("what cannot be saved", problems)
         )
     args = ocp.args.StandardSave(nested(values.items()))
-    if _is_remote(path):
-        with _checkpointer(ocp) as checkpointer:
-            checkpointer.save(os.fspath(path), args=args, force=overwrite)
-        return
-    place = pathlib.Path(os.path.abspath(path))
-    _refuse_place(place, overwrite, name)
-    if jax.process_count() > 1:  # they must agree on the folder, so none is beside it
+    place = _place_of(path)
+    if isinstance(place, pathlib.Path):
+        _refuse_place(place, overwrite, name)
+    if isinstance(place, str) or jax.process_count() > 1:
+        # Orbax writes beside the folder, under one name that all processes agree on.
         sync_global_devices(f"{name} {place}")  # all have looked before one removes it
         with _checkpointer(ocp) as checkpointer:
             checkpointer.save(place, args=args, force=overwrite)
@@ -259,11 +264,10 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
     name = "restore_checkpoint"
     refuse_no_path(path, name)
     ocp = _orbax(name)
-    graphdef, held = _opened(target, name)
-    leaves = [leaf for each in held for leaf in each.leaves]
-    place = os.fspath(path)
-    if not _is_remote(path):
-        place = pathlib.Path(os.path.abspath(path))
+    tree = _Tree(target, name)
+    leaves = tree.leaves
+    place = _place_of(path)
+    if isinstance(place, pathlib.Path):
         _refuse_incomplete(place, name)
     with _checkpointer(ocp) as checkpointer:
         stored = getattr(checkpointer.metadata(place).item_metadata, "tree", None)
@@ -283,12 +287,9 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
                 f"{name}: {place} is broken: {words_of(error)}"
             ) from error
     values: dict[int, Any] = dict(zip(order, jax.tree.leaves(restored), strict=True))
-    finished = iter([_finished(values[i], leaf, name) for i, leaf in enumerate(leaves)])
-    return merge(graphdef, nested([(h.path, _rebuilt(h, finished)) for h in held]))
-
-
-def _names_of(keys: Any) -> Names:
-    return tuple(str(plain_key(key)) for key in keys)
+    return tree.rebuilt(
+        _finished(values[i], leaf, name) for i, leaf in enumerate(leaves)
+    )
 
 
 def _refuse_incomplete(place: pathlib.Path, name: str) -> None:
@@ -338,11 +339,6 @@ def _matched(
     return found
 
 
-def _is_key(raw: Any) -> bool:
-    dtype = getattr(raw, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def _difference(raw: Any, about: Any) -> str:
     """How what is stored differs from what the target has; empty when it does not."""
     shape, dtype = getattr(about, "shape", None), getattr(about, "dtype", None)
@@ -358,7 +354,7 @@ def _difference(raw: Any, about: Any) -> str:
     if not is_held(raw):
         return f"{raw.dtype} needs `jax_enable_x64`"
     wanted: Any = raw
-    if _is_key(raw):
+    if is_key(raw):
         abstract = jax.ShapeDtypeStruct(raw.shape, raw.dtype)
         wanted = jax.eval_shape(jax.random.key_data, abstract)
     if tuple(shape) != wanted.shape or dtype != wanted.dtype:
@@ -372,7 +368,7 @@ def _request(leaf: _Leaf, name: str) -> Any:
     if type(raw) in NUMBERS:
         return raw
     sharding = sharding_of(raw, leaf.holder, f"{name}: {leaf.text}")
-    if sharding is None and _is_key(raw):
+    if sharding is None and is_key(raw):
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     if sharding is None:
         return np.broadcast_to(np.zeros((), raw.dtype), raw.shape)
@@ -386,7 +382,7 @@ def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
         return type(raw)(value)
     if isinstance(raw, np.ndarray | np.generic):
         return value
-    if _is_key(raw):
+    if is_key(raw):
         if value.dtype != raw.dtype:
             raise WeightsError(
                 f"{name}: {leaf.text} is stored as {value.dtype}, the target has "
@@ -398,9 +394,3 @@ def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
     elif isinstance(value, np.ndarray):
         value = jnp.asarray(value)
     return jax.new_ref(value) if is_ref(raw) and leaf.holder is raw else value
-
-
-def _rebuilt(held: _Held, values: Iterator[Any]) -> Any:
-    """What stands at one path, made of restored values."""
-    raw = held.structure.unflatten([next(values) for _ in held.leaves])
-    return held.holder.copy(raw) if isinstance(held.holder, Variable) else raw

@@ -18,12 +18,12 @@ import numpy as np
 
 from treetap._core.errors import CaptureError, WeightsError
 from treetap._core.wording import shown
-from treetap._io.file_paths import refuse_no_path
+from treetap._io.files import refuse_no_path
 from treetap._io.record_descriptions import DTYPES, Leaf, Strange, described, rebuilt
 from treetap._io.safetensors_file import (
     WRITABLE,
     Stored,
-    refuse_other_formats,
+    new_file,
     stored_tensors,
     write_tensors,
 )
@@ -61,12 +61,8 @@ def save_record(
         Array([2., 2.], dtype=float32)
     """
     name = "save_record"
-    refuse_no_path(path, name)
-    file = pathlib.Path(path)
-    refuse_other_formats(file, name)
+    file = new_file(path, metadata, name)
     texts = dict(metadata or {})
-    if not all(isinstance(text, str) for item in texts.items() for text in item):
-        raise TypeError(f"{name}: `metadata` maps texts to texts, and is {metadata!r}.")
     if taken := sorted({ABOUT, ORDER} & texts.keys()):
         raise ValueError(f"{name}: `metadata` has {taken}, which are not free.")
     sites, leaves = described(record, name)

@@ -26,6 +26,7 @@ import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.wording import first_few, quoted, words_of
+from treetap._io.files import refuse_no_path, to_disk
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -362,6 +363,17 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
 # Writing.
 
 
+def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathlib.Path:
+    """The file that is to be written; refused if it, or its metadata, cannot be."""
+    refuse_no_path(path, name)
+    file = pathlib.Path(path)
+    refuse_other_formats(file, name)
+    items = (metadata or {}).items()
+    if not all(isinstance(text, str) for item in items for text in item):
+        raise TypeError(f"{name}: `metadata` maps texts to texts, and is {metadata!r}.")
+    return file
+
+
 def write_tensors(
     path: pathlib.Path,
     tensors: Mapping[str, np.ndarray],
@@ -390,7 +402,7 @@ def write_tensors(
                 f"{name}: {path} could not be written: {error.object!r:.80} is no text "
                 "that a file can hold."
             ) from error
-        _to_disk(beside, os.O_RDWR)
+        to_disk(beside, os.O_RDWR)
         if path.exists():
             shutil.copymode(path, beside)
         os.replace(beside, path)
@@ -398,12 +410,4 @@ def write_tensors(
         beside.unlink(missing_ok=True)
         raise
     with contextlib.suppress(OSError):  # not every system can do it for folders
-        _to_disk(path.parent, os.O_RDONLY)
-
-
-def _to_disk(path: pathlib.Path, mode: int) -> None:
-    handle = os.open(path, mode)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        to_disk(path.parent)

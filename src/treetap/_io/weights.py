@@ -14,7 +14,6 @@ changes in one step at the end.
 
 import fnmatch
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,10 +30,10 @@ from treetap._core.trees.update import update
 from treetap._core.variables.kinds import Cache, Intermediate, RngState
 from treetap._core.variables.values import is_ref
 from treetap._core.wording import near_to, quoted, shown
-from treetap._io.file_paths import refuse_no_path
+from treetap._io.files import refuse_no_path
 from treetap._io.safetensors_file import (
     Stored,
-    refuse_other_formats,
+    new_file,
     stored_tensors,
     write_tensors,
 )
@@ -101,12 +100,7 @@ def save_weights(
         ('w',)
     """
     name = "save_weights"
-    refuse_no_path(path, name)
-    file = pathlib.Path(path)
-    refuse_other_formats(file, name)
-    texts = {"format": "pt", **(metadata or {})}
-    if not all(isinstance(text, str) for item in texts.items() for text in item):
-        raise TypeError(f"{name}: `metadata` maps texts to texts, and is {metadata!r}.")
+    file = new_file(path, metadata, name)
     found = Rules(rules, name)
     outgoing = Outgoing()
     targets, problems = targets_of(model, only, name)
@@ -129,7 +123,7 @@ def save_weights(
         key: np.require(array, requirements="C")
         for key, array in outgoing.tensors.items()
     }
-    write_tensors(file, tensors, texts, name)
+    write_tensors(file, tensors, {"format": "pt", **(metadata or {})}, name)
 
 
 def _no_value(raw: Any) -> str:

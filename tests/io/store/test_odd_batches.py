@@ -59,10 +59,13 @@ def test_where_there_are_no_locks_a_store_is_written_without(tmp_path, monkeypat
 
 
 def test_folders_are_not_flushed_where_they_cannot_be(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError):
-        writers._fsync(tmp_path / "nowhere")
+    flushed = []
+    monkeypatch.setattr(writers, "to_disk", flushed.append)
+    StoreWriter(tmp_path / "runs").close()
+    assert flushed == [tmp_path / "runs", tmp_path]
     monkeypatch.setattr(writers.sys, "platform", "win32")
-    writers._fsync(tmp_path / "nowhere")
+    StoreWriter(tmp_path / "runs").close()
+    assert len(flushed) == 2
 
 
 def test_a_record_of_other_processes_is_not_saved_in_one_file(tmp_path, monkeypatch):

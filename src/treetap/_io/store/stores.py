@@ -15,7 +15,7 @@ import numpy as np
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import near_to, quoted, shown
-from treetap._io.file_paths import refuse_no_path
+from treetap._io.files import refuse_no_path
 from treetap._io.record_descriptions import Strange, rebuilt
 from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
 from treetap._io.store.contents import read_contents

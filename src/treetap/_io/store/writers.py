@@ -22,7 +22,7 @@ from jax.experimental.multihost_utils import process_allgather, sync_global_devi
 
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import typed
-from treetap._io.file_paths import refuse_no_path
+from treetap._io.files import refuse_no_path, to_disk
 from treetap._io.record_descriptions import Leaf, described
 from treetap._io.store.arrays import (
     column_for,
@@ -102,7 +102,9 @@ class StoreWriter:
             self._meet("read")  # all have looked before one cuts
             self._journal.cut(self._contents.lines)
             self._open_arrays(name)
-            _fsync(self._folder)
+            if sys.platform != "win32":  # where folders cannot be
+                to_disk(self._folder)
+                to_disk(self._folder.parent)
         except BaseException:
             self._journal.close()
             raise
@@ -255,18 +257,6 @@ class StoreWriter:
             self._arrays = found
         else:
             self._open_arrays("StoreWriter.append")
-
-
-def _fsync(folder: pathlib.Path) -> None:
-    """Puts on the disk that a folder is there."""
-    if sys.platform == "win32":  # where folders cannot be
-        return
-    for place in (folder, folder.parent):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
