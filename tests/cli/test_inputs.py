@@ -134,9 +134,9 @@ WRONG = {
     "a pickle inside": (
         "in.npz",
         lambda path: np.savez(path, x=np.array([{}], dtype=object)),
-        "'x' in .* is a pickle",
+        "'x' in .* is no array of numbers, .*allow_pickle",
     ),
-    "broken": ("in.npz", broken_zip, "is broken"),
+    "broken": ("in.npz", broken_zip, "broken"),
     "a strange type": (
         "in.npz",
         lambda path: np.savez(path, x=np.array(["a"])),
@@ -181,37 +181,32 @@ WRONG = {
     "a shape that lies": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": npy(shape="(1099511627776,)")}),
-        "does not fit into",
+        "is no array of numbers, or broken",
     ),
     "a header of nonsense": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": npy(shape="(((")}),
-        "is broken",
+        "broken",
     ),
     "a negative shape": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": npy(shape="(-1,)")}),
-        "is broken",
+        "broken",
     ),
     "rows and rows of nothing": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": npy(shape="(32768, 32768, 0)")}),
-        "is broken",
+        "broken",
     ),
     "data cut short": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": npy(shape="(3,)")}),
-        "its data are not 12 bytes",
+        "expected 12 bytes got 8",
     ),
     "no array": (
         "in.npz",
         lambda path: zipped(path, {"x.npy": b"hello"}),
-        "'x' in .* is no array",
-    ),
-    "another packing": (
-        "in.npz",
-        lambda path: zipped(path, {"x.npy": npy()}, zipfile.ZIP_BZIP2),
-        "packed in a way that numpy does not use",
+        "'x' in .* is no array of numbers",
     ),
     "a name twice": (
         "in.npz",
@@ -223,10 +218,10 @@ WRONG = {
         lambda path: sharing(path),
         "it cannot hold the .* bytes that it says",
     ),
-    "a password": ("in.npz", lambda path: encrypted(path), "is broken: .*encrypted"),
+    "a password": ("in.npz", lambda path: encrypted(path), "broken: .*encrypted"),
     "a newer version": (
         "in.npz",
-        lambda path: zipped(path, {"x.npy": b"\x93NUMPY\x03\x00" + npy()[8:]}),
+        lambda path: zipped(path, {"x.npy": b"\x93NUMPY\x04\x00" + npy()[8:]}),
         "is no array of numbers",
     ),
     "wrong names": (

@@ -14,8 +14,9 @@ from command_line import loaded, named, passed, refused
 from rich.cells import cell_len
 
 import treetap as tt
-from treetap._cli import inspecting
-from treetap._cli.looking import look_at
+from treetap._cli import main
+from treetap._cli.command import Request
+from treetap._cli.figures import look_at
 from treetap._core.wording import json_number
 
 
@@ -109,9 +110,10 @@ def test_the_built_in_model_as_json(monkeypatch, capsys):
     found = types.SimpleNamespace(
         records=[record], losses=[3.0, 2.0], steps=[0, 1], model=out
     )
-    monkeypatch.setattr(inspecting, "trained", lambda *_: found)
-    monkeypatch.setattr(inspecting, "written", lambda *_: "'Twas brillig")
-    assert inspecting.show_demo(1, 0, None, (), as_json=True) == 0
+    monkeypatch.setattr(main, "trained", lambda *_: found)
+    monkeypatch.setattr(main, "written", lambda *_: "'Twas brillig")
+    request = Request(None, (), 0, None, cast=False, as_json=True)
+    assert main.show_demo(request, 1, None, ()) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["written"] == "'Twas brillig"
     assert (told["losses"], told["steps"], told["out"]) == ([3.0, 2.0], [0, 1], [])

@@ -12,7 +12,7 @@ from command_line import loaded, named, passed, refused, run
 from rich.cells import cell_len
 
 import treetap as tt
-from treetap._cli.options import guarded
+from treetap._cli.command import guarded
 
 COMMANDS = ("inspect", "sites", "summary", "blame", "compare", "completion", "run-nnx")
 

@@ -64,8 +64,7 @@ ORDER = {
     "_compare": "sources tolerances unroll align comparison",
     "nnx": "defaults compat contexts deprecated objects traversals flax_parts as_flax",
     "_cli": """
-        console demo failures run_nnx targets inputs programs looking options comparing
-        inspecting main
+        console demo failures run_nnx targets inputs programs figures command main
     """,
 }
 FOLDERS = [name for name in ORDER if "." not in name]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking: an observed run as rows of figures, for the terminal and for programs.
+"""Figures: an observed run as rows of numbers, for the terminal and for programs.
 
 A Look is what `treetap inspect` shows: one row for each site with the figures of its
 value and gradient, and the first of them that is not finite.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from treetap._capture.statistics.reducers import (
 from treetap._cli.console import (
     BLOCKS,
     LETTERS,
+    console_of,
     many,
     number_text,
     share_text,
@@ -34,7 +35,7 @@ from treetap._core import display
 from treetap._core.wording import json_number, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
-from treetap._report.payload import NUMBERS
+from treetap._report.payload import NUMBERS, first_troubles
 from treetap._report.table import Column, Listing, short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
@@ -165,14 +166,15 @@ def look_at(
 
 
 def first_nonfinite(rows: tuple[Row, ...]) -> First | None:
-    """Values in their order; then gradients in theirs, the last site's first."""
-    parts = [(row.site.text, "value", row.value) for row in rows]
-    parts += [(row.site.text, "gradient", row.gradient) for row in reversed(rows)]
-    for text, part, figures in parts:
-        if figures is not None and figures.nonfinite:
-            turns = [n for n, one in enumerate(figures.parts) if one.nonfinite]
-            return First(text, part, figures, turns[0] if turns else None)
-    return None
+    """The first as made: values in their order, then gradients from the last site."""
+    found = first_troubles([[(row.value, row.gradient) for row in rows]])
+    trouble = next(filter(None, found), None)
+    if trouble is None:
+        return None
+    figures, part = trouble.figures, "gradient" if trouble.is_grad else "value"
+    turns = [n for n, one in enumerate(figures.parts) if one.nonfinite]
+    turn = turns[0] if turns else None
+    return First(rows[trouble.site].site.text, part, figures, turn)
 
 
 def type_text(site: Site) -> str:
@@ -189,10 +191,27 @@ def type_text(site: Site) -> str:
 # For people.
 
 
-def figures_listing(look: Look, *, ascii_only: bool = False) -> Listing:
-    """The table of a look."""
+def look_shown(look: Look, title: str, notes: Sequence[str]) -> list[Any]:
+    """What to print of a look: a title, the table, the verdict, what else there is."""
+    from rich.text import Text
+
+    signs = LETTERS if console_of().options.ascii_only else BLOCKS
+    shown: list[Any] = [Text(title, "bold"), figures_listing(look, signs)]
+    if look.first is None:
+        shown.append(Text("All is finite.", "green"))
+    else:
+        told = f"First not finite: {look.first}."
+        if look.first.part == "gradient":
+            told = f"All values are finite. {told}"
+        shown.append(Text(told, "bold red"))
+        hint = "`treetap blame` names the operation that made it."
+        shown.append(Text(hint, "dim"))
+    return [*shown, *map(Text, notes)]
+
+
+def figures_listing(look: Look, signs: str) -> Listing:
+    """The table of a look; histograms are drawn with some signs."""
     rows = look.rows
-    signs = LETTERS if ascii_only else BLOCKS
 
     def number(head: str, rank: int, texts: Iterator[str]) -> Column:
         return Column(head, list(texts), True, rank=rank)

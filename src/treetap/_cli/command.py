@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands: what all of them have in common, their options and how they end.
+
+`command` makes one of a function, whose result is the exit code. What the shared
+options ask for comes to it as a `Request`, which imports the TARGET, makes its inputs
+ready, and writes the answer for people or as JSON. Whatever goes wrong is told in one
+message.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from treetap._cli.console import console_of, waiting
+from treetap._cli.failures import (
+    BAD,
+    INTERRUPTED,
+    Failure,
+    message_of,
+    place_of,
+    print_traceback,
+)
+from treetap._cli.inputs import inputs_for, load_into
+from treetap._cli.programs import How, Program, program_of
+from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
+
+TARGET_HELP = """
+A TARGET is `package.module:factory` or `path/to/file.py:factory`. The current folder is
+importable; so is the folder of a file, as with `python file.py`.
+
+The factory is called without arguments, and returns
+
+\b
+  model                    a Module, a method of one, or any function
+  (model, inputs)          inputs: an array, a tuple or list of arguments,
+                           or a dict of arguments by name
+  (model, inputs, loss)    loss(model, *inputs) gives a single number
+
+A Module may stand in place of the factory. A function that needs arguments is itself
+what is called, with the inputs of --inputs or --shape. These take the place of those
+that a factory returns.
+"""
+
+
+def option(name: str, text: str, **settings: Any) -> click.Option:
+    """An option with its help."""
+    return click.Option([name], help=text, **settings)
+
+
+def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
+    """An option that is there or not; the function may know it by another name."""
+    names = [name, variable] if variable else [name]
+    return click.Option(names, is_flag=True, help=text, **settings)
+
+
+TARGET = click.Argument(["target"])
+SELECT = option(
+    "--select",
+    "Only some sites: 'blocks/*/attn', '**:attention_weights'. May be repeated.",
+    metavar="SELECTOR",
+    multiple=True,
+    callback=lambda _, __, texts: texts[0] if len(texts) == 1 else list(texts) or None,
+)
+GRADS = flag("--grads", "Differentiate the loss, too.")
+EAGER = flag(
+    "--eager",
+    "Do not compile: for models whose Python code looks at values.",
+    "how",
+    callback=lambda _, __, is_eager: "eager" if is_eager else "jit",
+)
+INPUTS = [
+    option(
+        "--inputs",
+        "Inputs from a .npz or .safetensors file: arg0, arg1, … (or numpy's arr_0, …) "
+        "by position, other arrays by name.",
+        metavar="FILE",
+    ),
+    click.Option(
+        ["--shape", "shapes"],
+        metavar="TYPE[SIZES]",
+        multiple=True,
+        help="An input that is drawn: 'float32[8,128]', 'int32[8,128]<50' (from 0 to "
+        "49; without `<`, 0 and 1), 'mask=bool[8]' by name. May be repeated.",
+    ),
+    option("--seed", "For drawn inputs.", type=int, default=0, show_default=True),
+    option("--weights", "Read the model's weights from safetensors.", metavar="FILE"),
+    flag("--cast", "Let weights be converted to the model's dtypes."),
+]
+ENDS = [
+    flag("--json", "Write JSON to stdout, and nothing else there.", "as_json"),
+    flag("--debug", "Show the traceback when something fails."),
+]
+
+
+class Request(NamedTuple):
+    """What is asked for by the options that all commands have.
+
+    Attributes:
+        inputs: A file of inputs.
+        shapes: Inputs that are drawn.
+        seed: What they are drawn from.
+        weights: A file of weights.
+        cast: Whether weights may be converted.
+        as_json: Whether the answer is JSON.
+    """
+
+    inputs: str | None
+    shapes: tuple[str, ...]
+    seed: int
+    weights: str | None
+    cast: bool
+    as_json: bool
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether anything is said of inputs or weights, but perhaps the seed."""
+        return bool(self.inputs or self.shapes or self.weights or self.cast)
+
+    def prepared(self, target: str, *, abstract: bool = False) -> tuple[Case, Inputs]:
+        """Imports a TARGET, and makes its inputs ready."""
+        case = case_of(target)
+        if self.weights is not None:
+            load_into(case, self.weights, cast=self.cast)
+        inputs = inputs_for(
+            case, self.inputs, self.shapes, self.seed, abstract=abstract
+        )
+        refuse_misfit(case, inputs)
+        return case, inputs
+
+    def program(self, target: str, *, grads: bool, how: How) -> Program:
+        """What to run for a TARGET; from shapes alone if it is only traced."""
+        case, inputs = self.prepared(target, abstract=how == "traced")
+        return program_of(case, inputs, grads=grads, how=how)
+
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Long work: told on a terminal. What others print is kept out of JSON."""
+        with contextlib.ExitStack() as stack:
+            if self.as_json:
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            stack.enter_context(waiting(text))
+            yield
+
+    def answer(self, found: Mapping[str, Any], *shown: Any) -> None:
+        """Writes what was found as JSON, or prints it for people.
+
+        Args:
+            found: All of it, for JSON.
+            *shown: What rich prints; None is left out.
+        """
+        if self.as_json:
+            click.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
+            return
+        console = console_of()
+        for part in shown:
+            if part is not None:
+                console.print(part)
+
+
+def command(
+    short: str, text: str, *options: click.Parameter
+) -> Callable[[Callable[..., int]], click.Command]:
+    """Makes a command of a function of a Request and of its own options by name.
+
+    Args:
+        short: What it does, for the list of commands.
+        text: The same at length; what a TARGET is follows.
+        *options: Its own arguments and options.
+    """
+    text = f"{textwrap.dedent(text).strip()}\n{TARGET_HELP}"
+
+    def made(fn: Callable[..., int]) -> click.Command:
+        def run(**given: Any) -> int:
+            shared = {name: given.pop(name) for name in Request._fields}
+            return fn(Request(**shared), **given)
+
+        return click.Command(
+            fn.__name__,
+            callback=guarded(run),
+            params=[*options, *ENDS],
+            help=text,
+            short_help=short,
+        )
+
+    return made
+
+
+def guarded(run: Callable[..., int]) -> Callable[..., None]:
+    """A function that ends with the exit code it returns, and with one message if it
+    fails."""
+
+    @functools.wraps(run)
+    def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:
+        try:
+            code = run(*args, **kwargs)
+        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            code = INTERRUPTED
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not place_of(error):
+                raise  # rich's, when nobody reads on
+            if debug:
+                print_traceback(error)
+            click.echo(f"Error: {message_of(error)}", err=True)
+            code = BAD
+        click.get_current_context().exit(code)
+
+    return call
+
+
+def refuse_output(path: str, suffixes: tuple[str, ...]) -> None:
+    """Refuses a file that could not be written, before anything is computed."""
+    file = pathlib.Path(path)
+    if file.suffix not in suffixes:
+        raise Failure(f"--out {path}: a name that ends in {' or '.join(suffixes)}.")
+    if file.is_dir():
+        raise Failure(f"--out: {path} is a folder; name a file in it.")
+    if not file.parent.is_dir():
+        raise Failure(f"--out: there is no folder {file.parent}.")
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise Failure(f"--out: nothing can be written in the folder {file.parent}.")
