@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strictness for all tests, and the devices that sharding tests need."""
 
+import gc
 import itertools
 import os
 
@@ -23,6 +24,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if jax.config.jax_check_tracer_leaks:  # by `make test-leaks`
     pytest_runtest_setup = pytest_runtest_call = leaks.leave_out_those_of_jax
+
+
+def pytest_collection_finish():
+    """All that has been imported stays: collecting garbage need not look at it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

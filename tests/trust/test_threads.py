@@ -18,6 +18,7 @@ import treetap as tt
 from treetap import edits
 
 THREADS, STEPS = 16, 6
+FEW = 2  # steps, of which the last is looked at
 
 
 class Net(tt.Module):
@@ -60,14 +61,14 @@ def look(x):
     return out, record["h"].value, grads, len(jax.tree.leaves(state))
 
 
-def work(seed, how, hold=lambda: None):
+def work(seed, how, steps, hold=lambda: None):
     """What one thread does: the losses, the parameters, and what it sees."""
     model = Net(rngs=tt.Rngs(seed))
     optimizer = tt.Optimizer(model, optax.adam(0.01), wrt=tt.Param)
     x = jax.random.normal(jax.random.key(seed), (5, 3))
     hold()
     found = []
-    for number in range(STEPS):
+    for number in range(steps):
         found.append(STEPPING[how](model, optimizer, x))
         if number % 4 == 1:
             watched = tt.observe(tt.value_and_grad(loss), grads=True)
@@ -78,21 +79,20 @@ def work(seed, how, hold=lambda: None):
     return [np.asarray(leaf) for leaf in jax.tree.leaves((found, params))]
 
 
-QUICK = ("jit",)
-HOW = [
-    pytest.param(how, marks=[] if how in QUICK else [pytest.mark.long])
-    for how in STEPPING
+CASES = [
+    pytest.param("jit", FEW, id="jit"),
+    *(pytest.param(how, STEPS, marks=pytest.mark.long) for how in STEPPING),
 ]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_threads_find_what_they_find_alone(how):
+@pytest.mark.parametrize(("how", "steps"), CASES)
+def test_threads_find_what_they_find_alone(how, steps):
     barrier = threading.Barrier(THREADS)
     found, failed = {}, []
 
     def run(seed):
         try:
-            found[seed] = work(seed, how, barrier.wait)
+            found[seed] = work(seed, how, steps, barrier.wait)
         except BaseException as error:
             barrier.abort()
             failed.append(error)
@@ -109,5 +109,5 @@ def test_threads_find_what_they_find_alone(how):
         sys.setswitchinterval(interval)
     assert failed == []
     for seed in range(THREADS):
-        for one, two in zip(found[seed], work(seed, how), strict=True):
+        for one, two in zip(found[seed], work(seed, how, steps), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
