@@ -17,13 +17,18 @@ import treetap as tt
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 import induction
 from induction import HALF, HEADS, LENGTH
+from keep_induction import kept
 
 ROWS = np.arange(LENGTH)
+MODELS = [
+    pytest.param(kept, id="kept"),
+    pytest.param(induction.trained, id="trained", marks=pytest.mark.long),
+]
 
 
-@pytest.fixture(scope="module")
-def model():
-    made = induction.trained()
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    made = request.param()
     assert induction.loss_of(made, *induction.sequences(jax.random.key(2), 64)) < 0.1
     return made
 

@@ -13,33 +13,53 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "treetap"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [
+    path
+    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")))
+    if BLOCK.search(path.read_text())
+]
 
 
+# What takes seconds is left to `make test-all`.
+HEAVY_PAGES = """
+    costs editing layers logging many-devices porting quickstart statistics training
+""".split()
+HEAVY_EXAMPLES = "chars gpt2 llama sharded sparse_autoencoder steering vit".split()
 # Options that make a long example short.
 SHORTER = {"chars": ("--steps", "10", "--width", "16")}
+# Run by a test of its own, which looks at what it finds.
+LOOKED_AT = {"induction"}
 
 
-def module_names():
+def names_of_modules():
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__")
+        if ">>>" in path.read_text("utf-8"):
+            yield ".".join(part for part in parts if part != "__init__")
 
 
-@pytest.mark.parametrize("name", list(module_names()))
+@pytest.mark.parametrize("name", list(names_of_modules()))
 def test_docstring_examples(name):
     module = importlib.import_module(name)
-    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, tried = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
+    assert tried > 0
 
 
-def blocks():
-    for page in PAGES:
-        yield pytest.param(page, id=str(page.relative_to(ROOT)))
+def each_of(paths, heavy):
+    """A case for each file; those with the heavy names are long."""
+    return [
+        pytest.param(
+            path,
+            id=str(path.relative_to(ROOT)),
+            marks=[pytest.mark.long] if path.stem in heavy else [],
+        )
+        for path in paths
+    ]
 
 
-@pytest.mark.parametrize("page", list(blocks()))
+@pytest.mark.parametrize("page", each_of(PAGES, HEAVY_PAGES))
 def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -48,8 +68,6 @@ def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             exec(compile(code, str(page), "exec"), namespace)
 
 
-# Run by a test of its own, which looks at what it finds.
-LOOKED_AT = {"induction"}
 EXAMPLES = [
     path
     for path in sorted((ROOT / "examples").glob("*.py"))
@@ -57,7 +75,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", each_of(EXAMPLES, HEAVY_EXAMPLES))
 def test_examples_run(path, tmp_path):
     done = subprocess.run(
         [sys.executable, str(path), *SHORTER.get(path.stem, ())],
@@ -75,3 +93,9 @@ def test_the_readme_has_code_and_the_two_commands():
     assert len(BLOCK.findall(text)) >= 1
     assert "make demo" in text
     assert "make test" in text
+
+
+def test_heavy_ones_are_there():
+    pages, examples = ({path.stem for path in paths} for paths in (PAGES, EXAMPLES))
+    assert {*HEAVY_PAGES} <= pages
+    assert {*HEAVY_EXAMPLES} <= examples

@@ -21,6 +21,7 @@ def shown_by(source, scope):
     return eval(compile(ast.Expression(last.value), "<cell>", "eval"), scope)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_and_show_pages(path):
     cells = json.loads(path.read_text())["cells"]
