@@ -66,6 +66,7 @@ def undisturbed(tmp_path_factory):
     return out, done.stdout
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_ends_with_the_same_numbers(undisturbed, tmp_path):
     killed_in_the_middle(tmp_path, 100)
     done = run(tmp_path, "--steps", "100")
