@@ -18,10 +18,10 @@ from treetap._capture.selectors import site_text
 from treetap._capture.session import Call
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding, Fed
-from treetap._core.errors import CaptureError
+from treetap._core.errors import CaptureError, StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.trace_level import current_trace
-from treetap._core.trees.state import State, flat_items
+from treetap._core.trees.state import State, flat_items, nested
 from treetap._core.variables.metadata import PLAIN
 from treetap._core.variables.variable import Variable, make
 from treetap._observe.handlers import Handler
@@ -189,18 +189,17 @@ def _given(init: Any) -> Iterator[tuple[Key, Variable[Any]]]:
 def _state(found: dict[Key, Any], kind: type) -> State:
     """A State of the entries of one kind, nested by path and sorted."""
     trace = current_trace()
-    root: dict[Any, Any] = {}
-    chosen = [(path, name, x) for (path, name, k), x in found.items() if k is kind]
-    for path, name, value in chosen:
-        branch = root
-        for place, key in enumerate(path):
-            branch = branch.setdefault(key, {})
-            if isinstance(branch, Variable):
-                raise _refuse_clash(path[: place + 1], kind)
-        if name in branch:
-            raise _refuse_clash((*path, name), kind)
-        branch[name] = make(kind, value, PLAIN, trace)
-    return State(_sorted(root))
+    entries = [
+        ((*path, name), make(kind, value, PLAIN, trace))
+        for (path, name, other), value in found.items()
+        if other is kind
+    ]
+    try:
+        return State(_sorted(nested(entries)))
+    except StructureError as error:
+        raise CaptureError(
+            f"capture: {error} Use another name in `sow` or `perturb`."
+        ) from None
 
 
 def _sorted(branch: Any) -> Any:
@@ -209,10 +208,3 @@ def _sorted(branch: Any) -> Any:
         return branch
     keys = sorted(branch, key=lambda key: (isinstance(key, str), key))
     return {key: _sorted(branch[key]) for key in keys}
-
-
-def _refuse_clash(path: Path, kind: type) -> CaptureError:
-    return CaptureError(
-        f"capture: {show_path(path)} is both the name of a {kind.__name__} and a child "
-        "with values of its own. Use another name in `sow` or `perturb`."
-    )

@@ -2,11 +2,13 @@
 """Events: numbers and histograms on their way to TensorBoard and other loggers.
 
 `EventWriter` writes TensorBoard's files; its histograms are counts and edges, so the
-numbers themselves need not be at hand. `write` gives what a record says to whatever a
-user logs with; it knows a writer by its methods. `Record.log` and `watch` use it.
+numbers themselves need not be at hand. `scalars_of` and `bars_of` put figures in flat
+dicts by tag, and `write` gives these to whatever a user logs with; it knows a writer by
+its methods. `Record.log` and `watch` use it.
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -14,7 +16,64 @@ from typing import Any, Self
 
 import numpy as np
 
-from treetap._capture.statistics.figures import Bars
+from treetap._capture.statistics.figures import Bars, Figures
+
+Pair = tuple[Figures, Figures | None]  # of a value, and of its gradient
+
+_SCALARS = ("mean", "std", "low", "high", "abs_max", "norm", "dead", "nonfinite")
+_METHODS = ("add_scalar", "write_scalars", "scalar")  # by which a writer is known
+
+
+def named(found: dict[str, Pair], prefix: str, parts: bool) -> dict[str, Pair]:
+    """Figures by what their tags begin with.
+
+    Args:
+        found: Figures by site.
+        prefix: What all names begin with, before a `/`.
+        parts: Whether iterations and shards are there one by one, too.
+    """
+    several: dict[str, Pair] = {}
+    for text, (figures, grad) in found.items():
+        several[text] = figures, grad
+        others = grad.parts if grad else ()
+        same = len(others) == len(figures.parts)
+        for n, part in enumerate(figures.parts if parts else ()):
+            several[f"{text}[{n}]"] = part, others[n] if same else None
+    prefix = prefix.rstrip("/")
+    return {f"{prefix}/{name}" if prefix else name: x for name, x in several.items()}
+
+
+def scalars_of(pairs: dict[str, Pair]) -> dict[str, float]:
+    """Figures of values and gradients by tag; all are finite, or NaN."""
+    found: dict[str, float] = {}
+    for root, (figures, grad) in pairs.items():
+        found |= _numbers_of(f"{root}/", figures)
+        if grad is None:
+            continue
+        found |= _numbers_of(f"{root}/grad/", grad)
+        if grad.norm is not None and figures.norm is not None:
+            ratio = grad.norm / figures.norm if figures.norm else math.nan
+            found[f"{root}/grad/ratio"] = _finite(ratio)
+    return found
+
+
+def _numbers_of(root: str, figures: Figures) -> dict[str, float]:
+    pairs = [(root + name, getattr(figures, name)) for name in _SCALARS]
+    return {tag: _finite(value) for tag, value in pairs if value is not None}
+
+
+def _finite(value: float) -> float:
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def bars_of(pairs: dict[str, Pair]) -> dict[str, Bars]:
+    """Histograms of values and gradients by tag, as far as there are any."""
+    return {
+        f"{root}/{tag}": figures.bars
+        for root, pair in pairs.items()
+        for tag, figures in zip(("values", "grad/values"), pair)
+        if figures is not None and figures.bars is not None
+    }
 
 
 class EventWriter:
@@ -135,8 +194,7 @@ def opened(writer: Any, name: str) -> Any:
     """
     if isinstance(writer, str | os.PathLike):
         return EventWriter(writer)
-    methods = ("add_scalar", "write_scalars", "scalar", "__call__")
-    if not isinstance(writer, type) and any(hasattr(writer, each) for each in methods):
+    if not isinstance(writer, type) and (is_writer(writer) or callable(writer)):
         return writer
     what = repr(writer) if isinstance(writer, type) else f"a {type(writer).__name__}"
     raise TypeError(
@@ -144,6 +202,11 @@ def opened(writer: Any, name: str) -> Any:
         "`EventWriter`, a SummaryWriter of PyTorch, tensorboardX, TensorBoard, Flax or "
         "CLU, or a function of a dict of numbers and a step, such as `wandb.log`."
     )
+
+
+def is_writer(writer: Any) -> bool:
+    """Whether something takes numbers by one of the methods that are known."""
+    return any(hasattr(writer, name) for name in _METHODS)
 
 
 def write(

@@ -12,14 +12,22 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from treetap._capture.selectors import as_select, refuse_nothing, site_text
-from treetap._capture.statistics.figures import Bars, Figures, bars_of, scalars_of
+from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.measures import Wanted, figures_of_all
 from treetap._capture.statistics.reduced import Reduced
 from treetap._core import display
-from treetap._core.errors import CaptureError
+from treetap._core.errors import CaptureError, StructureError
 from treetap._core.paths import Path
-from treetap._core.trees.state import State
-from treetap._observe.loggers import opened, write
+from treetap._core.trees.state import State, nested
+from treetap._core.wording import first_few, typed
+from treetap._observe.loggers import (
+    Pair,
+    bars_of,
+    named,
+    opened,
+    scalars_of,
+    write,
+)
 
 
 @register_dataclass
@@ -136,7 +144,10 @@ class Site:
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)
         held = jax.tree.leaves(self.reduced, is_leaf=_is_reduced)
-        texts = [_type_text(leaf) for leaf in leaves]
+        texts = [
+            typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+            for leaf in leaves
+        ]
         texts += [name for reduced in held for name, _ in reduced.reducers]
         types = ", ".join(dict.fromkeys(texts))
         under = ", ".join(self.wraps)
@@ -219,43 +230,7 @@ def _shape_of(tree: Any) -> Any:
     return jax.tree.structure(tree, is_leaf=lambda x: x is None or _is_reduced(x))
 
 
-_Pair = tuple[Figures, Figures | None]
-
-
-def _tagged(
-    found: dict[str, _Pair], prefix: str, parts: bool
-) -> tuple[dict[str, float], dict[str, Bars]]:
-    """Numbers and histograms by tag."""
-    scalars: dict[str, float] = {}
-    bars: dict[str, Bars] = {}
-    for text, pair in found.items():
-        several = {text: pair} | (_by_part(text, *pair) if parts else {})
-        for name, (figures, grad) in several.items():
-            root = "/".join(part for part in (prefix.rstrip("/"), name) if part)
-            for tag, value in scalars_of(figures, grad).items():
-                scalars[f"{root}/{tag}"] = value
-            for tag, each in bars_of(figures, grad).items():
-                bars[f"{root}/{tag}"] = each
-    return scalars, bars
-
-
-def _by_part(text: str, figures: Figures, grad: Figures | None) -> dict[str, _Pair]:
-    others = grad.parts if grad else ()
-    same = len(others) == len(figures.parts)
-    return {
-        f"{text}[{n}]": (part, others[n] if same else None)
-        for n, part in enumerate(figures.parts)
-    }
-
-
 _COLUMNS = ("site", "how", "type", "size", "under")
-
-
-def _type_text(leaf: Any) -> str:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return type(leaf).__name__
-    return f"{dtype}{list(np.shape(leaf))}".replace(" ", "")
 
 
 @register_dataclass
@@ -301,7 +276,7 @@ class Record:
         found = self.select(key).sites
         if len(found) == 1:
             return found[0]
-        shown = ", ".join(site.text for site in found[:8])
+        shown = first_few([site.text for site in found])
         raise CaptureError(
             f"{key!r} stands for {len(found)} sites: {shown}. Name one of them, or use "
             "`record.select`."
@@ -343,7 +318,7 @@ class Record:
         """The statistics over all iterations and shards together, site by site."""
         return Record(tuple(site.total() for site in self.sites))
 
-    def figures(self) -> dict[str, tuple[Figures, Figures | None]]:
+    def figures(self) -> dict[str, Pair]:
         """What each value is like, and its gradient: numbers on the host, by site.
 
         All are fetched at once; `Site.figures` has those of a single site.
@@ -379,7 +354,7 @@ class Record:
             >>> watch(jnp.array([3.0, 4.0]))[1].to_scalars("train")
             {'train/h/norm': 10.0}
         """
-        return _tagged(self.figures(), prefix, parts)[0]
+        return scalars_of(named(self.figures(), prefix, parts))
 
     def log(
         self, writer: Any, step: int, prefix: str = "", *, parts: bool = False
@@ -395,8 +370,9 @@ class Record:
             parts: As for `to_scalars`.
         """
         held = opened(writer, "Record.log")
+        pairs = named(self.figures(), prefix, parts)
         try:
-            write(held, step, *_tagged(self.figures(), prefix, parts))
+            write(held, step, scalars_of(pairs), bars_of(pairs))
         finally:
             if held is not writer:
                 held.close()
@@ -432,44 +408,32 @@ class Record:
 
     def to_state(self) -> State:
         """Nested mappings by path and name, to tuples of values in call order."""
-        root: dict[Any, Any] = {}
+        entries: dict[Path, tuple[Any, ...]] = {}
         for site in self.sites:
-            branch = root
-            for key in site.path:
-                branch = branch.setdefault(key, {})
-                if not isinstance(branch, dict):
-                    raise CaptureError(
-                        f"Record.to_state: {site.text} is below another site's name."
-                    )
-            held = branch.get(site.name, ())
-            if isinstance(held, dict):
-                raise CaptureError(
-                    f"Record.to_state: {site.text} is also the name of a child."
-                )
-            branch[site.name] = (*held, site.value)
-        return State(root)
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [site._cells() for site in self.sites]
+            place = (*site.path, site.name)
+            entries[place] = (*entries.get(place, ()), site.value)
+        try:
+            return State(nested(entries.items()))
+        except StructureError as error:
+            raise CaptureError(f"Record.to_state: {error}") from None
 
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *self._rows()]
+        rows = [_COLUMNS, *(site._cells() for site in self.sites)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(_COLUMNS))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
             for row in rows
         ]
-        total = display.readable_bytes(self.nbytes)
-        return "\n".join([f"Record: {len(self.sites)} sites, {total}", *lines])
+        return "\n".join([self._caption(), *lines])
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<th>{x}</th>" for x in ("site", "how", "type", "size", "under")
-        )
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>"
-            for row in self._rows()
-        )
-        total = display.readable_bytes(self.nbytes)
-        caption = f"<caption>Record: {len(self.sites)} sites, {total}</caption>"
-        return f"<table>{caption}<tr>{cells}</tr>{rows}</table>"
+        rows = [
+            "".join(f"<td>{html.escape(cell)}</td>" for cell in site._cells())
+            for site in self.sites
+        ]
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        body = "".join(f"<tr>{row}</tr>" for row in [head, *rows])
+        return f"<table><caption>{self._caption()}</caption>{body}</table>"
+
+    def _caption(self) -> str:
+        return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"

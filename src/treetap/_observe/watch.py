@@ -21,7 +21,7 @@ from treetap._capture.statistics.reducers import (
 )
 from treetap._core.settings import Mode
 from treetap._observe.handlers import owner_of, with_owner
-from treetap._observe.loggers import opened
+from treetap._observe.loggers import is_writer, opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record
 from treetap._transforms.jit import jit
@@ -29,7 +29,6 @@ from treetap._transforms.jit_partial import JitPartial
 from treetap._transforms.lift.compiled import Jit, JitOptions
 
 STATISTICS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram())
-_WRITING = ("add_scalar", "write_scalars", "scalar")
 
 
 class Watched:
@@ -66,7 +65,7 @@ class Watched:
 
     def _tell(self, record: Record) -> None:
         """Hands a Record over."""
-        if any(hasattr(self._to, name) for name in _WRITING):
+        if is_writer(self._to):
             record.log(self._to, self.step)
         else:
             self._to(record, self.step)

@@ -19,7 +19,6 @@ from treetap._capture.statistics.measures import (
     Wanted,
     figures_of,
     figures_of_all,
-    figures_of_reduced,
 )
 from treetap._capture.statistics.reduced import measured
 from treetap._capture.statistics.reducers import as_reducers
@@ -281,7 +280,7 @@ def test_figures_from_reducers_are_those_of_values(rows):
     array[0, 1, :, 2] = 0
     array[1, 0, 0, 0], array[1, 0, 0, 1] = np.nan, -np.inf
     reduced = measured(REDUCERS, jnp.asarray(array), (), rows)
-    found, direct = figures_of_reduced(reduced), figures_of(array, apart=rows)
+    found, direct = figures_of(reduced), figures_of(array, apart=rows)
     assert found.low is found.high is None
     assert len(found.parts) == len(direct.parts)
     for ours, theirs in zip((found, *found.parts), (direct, *direct.parts)):
@@ -303,7 +302,7 @@ def test_reducers_leave_out_what_they_do_not_know():
         tt.AllFinite(): {"nonfinite": 1},
         tt.TopK(1): {},
     }.items():
-        found = figures_of_reduced(measured(as_reducers(reducer), array, (), 0))
+        found = figures_of(measured(as_reducers(reducer), array, (), 0))
         names = (*EXACT, *ROUNDED, "nonfinite")
         left = {name: getattr(found, name) for name in names}
         assert {k: v for k, v in left.items() if v is not None} == known
@@ -316,18 +315,18 @@ def test_reduced_trees_and_parts_that_were_not_seen():
         measured(kept, jnp.array([[3.0], [9.0]]), guards, 1),
         measured(kept, jnp.array([[4.0, 0.0], [9.0, 9.0]]), guards, 1),
     ]
-    found = figures_of_reduced(tree)
+    found = figures_of(tree)
     assert (found.count, found.norm, found.mean) == (3, 5.0, pytest.approx(7 / 3))
     assert [part.count for part in found.parts] == [3, 0]
     mixed = [tree[0], measured(kept, jnp.ones(3), (), 0)]
-    assert figures_of_reduced(mixed).parts == ()
+    assert figures_of(mixed).parts == ()
 
 
 def test_counts_beyond_32_bits():
     reduced = measured(as_reducers([tt.NonFinite()]), jnp.ones(3), (), 0)
     states = jax.tree.map(lambda x: x.at[0].set(2), reduced.states)
     wide = type(reduced)(reduced.seen, states, reduced.reducers)
-    assert figures_of_reduced(wide).count == 2**33 + 3
+    assert figures_of(wide).count == 2**33 + 3
 
 
 def test_traced_and_donated_values_are_refused():

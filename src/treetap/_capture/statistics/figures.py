@@ -184,34 +184,3 @@ def _bars_together(several: list[Bars]) -> Bars | None:
         if bars.edges is not edges and not np.array_equal(bars.edges, edges):
             return None
     return Bars(np.sum([bars.counts for bars in several], axis=0), edges)
-
-
-# Flat, by tag: for loggers.
-
-_SCALARS = ("mean", "std", "low", "high", "abs_max", "norm", "dead", "nonfinite")
-
-
-def scalars_of(figures: Figures, grad: Figures | None) -> dict[str, float]:
-    """Figures of a value and its gradient by name; all are finite, or NaN."""
-    found = _numbers_of(figures)
-    if grad is not None:
-        found |= {f"grad/{name}": value for name, value in _numbers_of(grad).items()}
-        if grad.norm is not None and figures.norm is not None:
-            ratio = grad.norm / figures.norm if figures.norm else math.nan
-            found["grad/ratio"] = ratio if math.isfinite(ratio) else math.nan
-    return found
-
-
-def _numbers_of(figures: Figures) -> dict[str, float]:
-    pairs = [(name, getattr(figures, name)) for name in _SCALARS]
-    return {
-        name: float(value) if math.isfinite(value) else math.nan
-        for name, value in pairs
-        if value is not None
-    }
-
-
-def bars_of(figures: Figures, grad: Figures | None) -> dict[str, Bars]:
-    """Histograms of a value and its gradient, as far as there are any."""
-    both = {"values": figures.bars, "grad/values": grad.bars if grad else None}
-    return {name: bars for name, bars in both.items() if bars is not None}

@@ -86,16 +86,11 @@ def figures_of(tree: Any, *, apart: int = 0, bins: int = BINS) -> Figures:
 
     Args:
         tree: Arrays of any type; keys and what is no array are left out, and a
-            `ShapeDtypeStruct` has no figures.
+            `ShapeDtypeStruct` has no figures. Or `Reduced`, for what they know.
         apart: How many first axes to keep apart, too, as `parts`.
         bins: Of the histogram, between the smallest and the largest number.
     """
     return figures_of_all([Wanted(tree, apart)], bins=bins)[0]
-
-
-def figures_of_reduced(tree: Any) -> Figures:
-    """The figures that reducers have measured, from a tree of `Reduced`."""
-    return figures_of_all([Wanted(tree)])[0]
 
 
 def figures_of_all(wanted: Sequence[Wanted], *, bins: int = BINS) -> list[Figures]:
