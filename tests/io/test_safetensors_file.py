@@ -129,7 +129,7 @@ BROKEN = {
         file_of({"a": ONE, "b": {**ONE, "data_offsets": [2, 6]}}, b"123456"),
         "offset for tensor `b`",
     ),
-    "same place": (file_of({"a": ONE, "b": ONE}, b"1234"), "offset for tensor `b`"),
+    "same place": (file_of({"a": ONE, "b": ONE}, b"1234"), "offset for tensor `[ab]`"),
     "gap": (
         file_of({"a": ONE, "b": {**ONE, "data_offsets": [8, 12]}}, bytes(12)),
         "offset for tensor `b`",

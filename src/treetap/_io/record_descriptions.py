@@ -8,9 +8,8 @@ called by a name that it holds, and what is not as it should be raises `Strange`
 
 import collections
 import dataclasses
-import keyword
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +25,20 @@ from treetap._observe.records import Record, Site
 
 PARTS = ("value", "grad", "taken", "count")
 DEEPEST = 64  # levels of a value, or of a key
-_SCALARS: dict[str, type] = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "complex": complex,
+_TEXTS: dict[str, type] = {"name": str, "how": str, "module": str}
+_FIELDS = {**_TEXTS, "index": int, "path": list, "wraps": list}  # of a site, as JSON
+_SCALARS = {kind.__name__: kind for kind in (bool, int, float, complex)}
+_NAMES = (
+    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 complex64 complex128 bfloat16 float8_e3m4 float8_e4m3 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn"
+)
+DTYPES: dict[str, np.dtype[Any]] = {
+    text: np.dtype(getattr(jnp, text))
+    for text in _NAMES.split()
+    if hasattr(jnp, text)  # not every release of JAX has all
 }
-_KINDS = {bool: "b", int: "i", float: "f", complex: "c"}  # as numpy writes them
 
 
 class Strange(Exception):
@@ -104,23 +110,24 @@ def _distinct(leaves: list[Leaf]) -> list[Leaf]:
 
 def _site(site: Site, number: int, leaves: list[Leaf], name: str) -> dict[str, Any]:
     where = f"{name}: {site.text}"
-    about: dict[str, Any] = {
-        "path": [_key(key, where) for key in site.path],
-        "name": site.name,
-        "index": site.index,
-        "how": site.how,
-        "wraps": list(site.wraps),
-        "module": site.module,
-    }
+    about: dict[str, Any] = {field: getattr(site, field) for field in _FIELDS}
+    about["path"] = [_key(key, where) for key in site.path]
+    about["wraps"] = list(site.wraps)
     if site.kind is not None:
-        about["kind"] = [*_kind_names(site.kind)]
+        about["kind"] = [
+            _full_name(cls) for cls in site.kind.__mro__ if issubclass(cls, Variable)
+        ]
     _refuse_statistics(site, where)
     for part in PARTS:
         value = getattr(site, part)
         if value is not None:
-            place = _Place(site.text, number, part, where, ())
-            about[part] = _node(value, place, leaves)
+            place = _Place(site.text, number, part, where, leaves)
+            about[part] = place.node(value, ())
     return about
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _refuse_statistics(site: Site, where: str) -> None:
@@ -135,62 +142,57 @@ def _refuse_statistics(site: Site, where: str) -> None:
 
 
 class _Place(NamedTuple):
-    """Where in a Record something stands."""
+    """One tree of a site, while it is taken apart; `leaves` gathers those of all."""
 
     text: str
     site: int
     part: str
     where: str
-    keys: tuple[Any, ...]
+    leaves: list[Leaf]
 
-    def below(self, key: Any) -> "_Place":
-        """The place of a child."""
-        return self._replace(keys=(*self.keys, key))
+    def node(self, value: Any, keys: tuple[Any, ...]) -> Any:
+        """The description of a tree, or of what stands in it under some keys."""
+        if value is None:
+            return None
+        if len(keys) > DEEPEST:
+            raise CaptureError(
+                f"{self.where} is nested more than {DEEPEST} levels deep."
+            )
+        kind = type(value)
+        if is_named_tuple(kind):
+            pairs = [
+                [f, self.node(getattr(value, f), (*keys, f))] for f in kind._fields
+            ]
+            return {"named": kind.__name__, "fields": pairs}
+        if kind in (tuple, list):
+            items = [self.node(item, (*keys, n)) for n, item in enumerate(value)]
+            return {kind.__name__: items}
+        if kind is dict:
+            pairs = [
+                [_key(key, self.where), self.node(item, (*keys, key))]
+                for key, item in value.items()
+            ]
+            return {"dict": pairs}
+        return self._leaf(value, keys)
 
-
-def _node(value: Any, place: _Place, leaves: list[Leaf]) -> Any:
-    if value is None:
-        return None
-    if len(place.keys) > DEEPEST:
-        raise CaptureError(f"{place.where} is nested more than {DEEPEST} levels deep.")
-    children = None
-    if is_named_tuple(type(value)):
-        children = [[f, getattr(value, f)] for f in type(value)._fields]
-        found = [[f, _node(v, place.below(f), leaves)] for f, v in children]
-        return {"named": type(value).__name__, "fields": found}
-    if type(value) in (tuple, list):
-        found = [_node(v, place.below(n), leaves) for n, v in enumerate(value)]
-        return {type(value).__name__: found}
-    if type(value) is dict:
-        found = [
-            [_key(k, place.where), _node(v, place.below(k), leaves)]
-            for k, v in value.items()
-        ]
-        return {"dict": found}
-    return _leaf(value, place, leaves)
-
-
-def _leaf(value: Any, place: _Place, leaves: list[Leaf]) -> Any:
-    about: dict[str, Any] = {"leaf": len(leaves)}
-    if type(value) in _SCALARS.values():
-        about["python"] = type(value).__name__
-        if type(value) is int and not -(2**63) <= value < 2**63:
-            raise CaptureError(f"{place.where} is {value}, too large for 64 bits.")
-        held: Any = np.asarray(value)
-    elif is_key(value):
-        about["key"] = str(jax.random.key_impl(value))
+    def _leaf(self, value: Any, keys: tuple[Any, ...]) -> dict[str, Any]:
+        about: dict[str, Any] = {"leaf": len(self.leaves)}
         held = value
-    else:
-        held = value
-    if why := _refused(held):
-        raise CaptureError(
-            f"{place.where} {why}. Take it apart, or leave it out with `select`."
-        )
-    if is_key(held):
-        held = jax.random.key_data(held)
-    text = leaf_text(place.text, place.keys, place.part)
-    leaves.append(Leaf(text, held, place.site, place.part))
-    return about
+        if type(value) in _SCALARS.values():
+            about["python"] = type(value).__name__
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                raise CaptureError(f"{self.where} is {value}, too large for 64 bits.")
+            held = np.asarray(value)
+        if why := _refused(held):
+            raise CaptureError(
+                f"{self.where} {why}. Take it apart, or leave it out with `select`."
+            )
+        if is_key(held):
+            about["key"] = str(jax.random.key_impl(held))
+            held = jax.random.key_data(held)
+        text = leaf_text(self.text, keys, self.part)
+        self.leaves.append(Leaf(text, held, self.site, self.part))
+        return about
 
 
 def _refused(value: Any) -> str:
@@ -208,21 +210,6 @@ def _refused(value: Any) -> str:
     return f"holds {value.dtype}, which is no type of numbers to keep"
 
 
-_NUMPY = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 "
-_NUMPY += "float64 complex64 complex128"
-_SMALL = "int2 int4 uint2 uint4 bfloat16 float8_e3m4 float8_e4m3 float8_e4m3fn "
-_SMALL += "float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
-_SMALL += "float8_e8m0fnu float4_e2m1fn"
-DTYPES: dict[str, np.dtype[Any]] = {
-    **{text: np.dtype(text) for text in _NUMPY.split()},
-    **{
-        text: np.dtype(getattr(jnp, text))
-        for text in _SMALL.split()
-        if hasattr(jnp, text)
-    },
-}
-
-
 def _key(key: Any, where: str) -> Any:
     """A key of a path or a dict, as JSON that tells 1 from "1"."""
     if type(key) in (str, int):
@@ -235,12 +222,6 @@ def _key(key: Any, where: str) -> Any:
         f"{where} is at a key {key!r:.60}, which a file cannot hold. Use texts and "
         "numbers as keys."
     )
-
-
-def _kind_names(kind: type) -> Iterator[str]:
-    for cls in kind.__mro__:
-        if issubclass(cls, Variable):
-            yield f"{cls.__module__}.{cls.__qualname__}"
 
 
 # Putting together.
@@ -256,86 +237,70 @@ def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
     waiting: list[type] = [Variable]
     while waiting:
         cls = waiting.pop()
-        if kinds.setdefault(f"{cls.__module__}.{cls.__qualname__}", cls) is cls:
+        if kinds.setdefault(_full_name(cls), cls) is cls:
             waiting += cls.__subclasses__()
-    sites = _wanted(description, list, "the list of sites")
-    return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
+    try:
+        sites = wanted(description, list, "the list of sites")
+        return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Strange(f"{error!r:.200}") from error
 
 
-def _wanted(value: Any, kind: type, what: str) -> Any:
+def wanted(value: Any, kind: type, what: str) -> Any:
+    """A value, which must be of that very type."""
     if type(value) is not kind:
         raise Strange(f"{what} is {value!r:.60}, not a {kind.__name__}")
     return value
 
 
 def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> Site:
-    about = _wanted(about, dict, "a site")
-    texts = {
-        field: _wanted(about.get(field), str, f"`{field}` of a site")
-        for field in ("name", "how", "module")
+    wanted(about, dict, "a site")
+    found = {
+        field: wanted(about.get(field), kind, f"`{field}` of a site")
+        for field, kind in _FIELDS.items()
     }
-    names = _wanted(about.get("kind", []), list, "`kind` of a site")
-    found = [kinds[n] for n in names if isinstance(n, str) and n in kinds]
-    wraps = _wanted(about.get("wraps"), list, "`wraps` of a site")
-    return Site(
-        **{part: _rebuilt_node(about.get(part), leaves, 0) for part in PARTS},
-        path=tuple(map(_rebuilt_key, _wanted(about.get("path"), list, "`path`"))),
-        index=_wanted(about.get("index"), int, "`index` of a site"),
-        kind=found[0] if found else None,
-        wraps=tuple(_wanted(wrap, str, "an item of `wraps`") for wrap in wraps),
-        **texts,
-    )
+    found["path"] = tuple(map(_rebuilt_key, found["path"]))
+    found["wraps"] = tuple(wanted(w, str, "an item of `wraps`") for w in found["wraps"])
+    names = wanted(about.get("kind", []), list, "`kind` of a site")
+    found["kind"] = next((kinds[name] for name in names if name in kinds), None)
+    parts = {part: _rebuilt_node(about.get(part), leaves, 0) for part in PARTS}
+    return Site(**parts, **found)
 
 
 def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:
     if node is None:
         return None
-    node = _wanted(node, dict, "a value")
     if depth > DEEPEST + 1:
         raise Strange(f"a value is nested more than {DEEPEST} levels deep")
-    if "leaf" in node:
+    if "leaf" in wanted(node, dict, "a value"):
         return _rebuilt_leaf(node, leaves)
-    pairs: Any = node.get("dict", node.get("fields"))
-    if pairs is None:
-        kind = list if "list" in node else tuple
-        items = _wanted(node.get(kind.__name__), list, "a sequence of values")
-        return kind(_rebuilt_node(item, leaves, depth + 1) for item in items)
-    pairs = [_wanted(pair, list, "an item") for pair in _wanted(pairs, list, "items")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise Strange("an item is not a key and a value")
+    for kind in (tuple, list):
+        if kind.__name__ in node:
+            items = wanted(node[kind.__name__], list, "a sequence of values")
+            return kind(_rebuilt_node(item, leaves, depth + 1) for item in items)
+    pairs = node["dict"] if "dict" in node else node["fields"]
     items = [(_rebuilt_key(k), _rebuilt_node(v, leaves, depth + 1)) for k, v in pairs]
-    if "dict" in node:
-        return _rebuilt_dict(items)
-    fields = [key for key, _ in items]
-    names = [node.get("named"), *fields]
-    if not all(_is_name(n) for n in names) or len(set(fields)) < len(fields):
-        raise Strange(f"no named tuple is {names!r:.80}")
-    made = collections.namedtuple(names[0], fields)
-    return made(*(value for _, value in items))
-
-
-def _rebuilt_dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found = dict(items)
     if len(found) < len(items):  # 1 and True are one key, too
-        raise Strange("a dict has a key twice")
-    return found
-
-
-def _is_name(name: Any) -> bool:
-    is_word = isinstance(name, str) and name.isidentifier()
-    # Python reads a name in this form, in which two may be the same, or a keyword
-    is_word = is_word and unicodedata.normalize("NFKC", name) == name
-    return is_word and not keyword.iskeyword(name) and not name.startswith("_")
+        raise Strange("two items have the same key")
+    if "dict" in node:
+        return found
+    names = [node["named"], *found]
+    # Python reads a name in this form, in which two may be the same, or a keyword;
+    # `namedtuple` itself refuses all else that is no name.
+    if any(unicodedata.normalize("NFKC", name) != name for name in names):
+        raise Strange(f"no named tuple is {names!r:.80}")
+    return collections.namedtuple(names[0], names[1:])(**found)
 
 
 def _rebuilt_leaf(node: dict[str, Any], leaves: Sequence[Any]) -> Any:
-    index = _wanted(node["leaf"], int, "the number of a leaf")
+    index = wanted(node["leaf"], int, "the number of a leaf")
     if not 0 <= index < len(leaves):
         raise Strange(f"there is no leaf {index}")
     value = leaves[index]
     if "python" in node:
         kind = _SCALARS.get(str(node["python"]))
-        if kind is None or np.shape(value) != () or value.dtype.kind != _KINDS[kind]:
+        if kind is None or value.shape != () or value.dtype.kind != np.dtype(kind).kind:
             raise Strange(f"leaf {index} is no Python number")
         return kind(value)
     if "key" not in node:
@@ -352,10 +317,9 @@ def _rebuilt_leaf(node: dict[str, Any], leaves: Sequence[Any]) -> Any:
 def _rebuilt_key(key: Any, depth: int = 0) -> Any:
     if type(key) in (str, int):
         return key
-    key = _wanted(key, dict, "a key")
+    wanted(key, dict, "a key")
     if "tuple" in key and depth < DEEPEST:
-        parts = _wanted(key["tuple"], list, "a key")
-        return tuple(_rebuilt_key(part, depth + 1) for part in parts)
+        return tuple(_rebuilt_key(part, depth + 1) for part in key["tuple"])
     plain = key.get("plain", key)
     if plain is not None and type(plain) not in (bool, float):
         raise Strange(f"a key is {key!r:.60}")

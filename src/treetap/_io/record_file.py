@@ -19,10 +19,18 @@ import numpy as np
 from treetap._core.errors import CaptureError, WeightsError
 from treetap._core.wording import shown
 from treetap._io.files import refuse_no_path
-from treetap._io.record_descriptions import DTYPES, Leaf, Strange, described, rebuilt
+from treetap._io.record_descriptions import (
+    DTYPES,
+    Leaf,
+    Strange,
+    described,
+    rebuilt,
+    wanted,
+)
 from treetap._io.safetensors_file import (
     WRITABLE,
     Stored,
+    json_object,
     new_file,
     stored_tensors,
     write_tensors,
@@ -154,11 +162,15 @@ def record_in(
             numpy's.
         name: The public function at work, for messages.
     """
+    about = json_object(text, path, name)
     try:
-        about = _parsed(text)
-        if not isinstance(about, dict) or about.get("version") != VERSION:
+        if about.get("version") != VERSION:
             raise Strange("it was written by another version of this library")
-        entries = _listed(about.get("leaves"))
+        entries = wanted(about.get("leaves"), list, "the list of leaves")
+        keys = [wanted(entry, dict, "a leaf").get("tensor") for entry in entries]
+        keys = [wanted(key, str, "the name of a tensor") for key in keys]
+        if len(set(keys)) < len(keys):  # many of one would not fit in the memory
+            raise Strange("two of its leaves are the same tensor")
         leaves = [_leaf(entry, stored, made, name) for entry in entries]
         return rebuilt(about.get("sites"), leaves)
     except (Strange, RecursionError) as error:
@@ -167,35 +179,14 @@ def record_in(
         ) from error
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:  # of JSON, or of numbers with many digits
-        raise Strange(str(error)) from error
-
-
-def _listed(value: Any) -> list[Any]:
-    """The list of leaves, of which each has a tensor of its own.
-
-    A tensor that served many would take many times the memory of the file.
-    """
-    if not isinstance(value, list):
-        raise Strange(f"its leaves are {value!r:.60}")
-    names = [entry.get("tensor") for entry in value if isinstance(entry, dict)]
-    texts = [text for text in names if isinstance(text, str)]
-    if len(set(texts)) < len(texts):
-        raise Strange("two of its leaves are the same tensor")
-    return value
-
-
 def _leaf(
-    entry: Any,
+    entry: dict[str, Any],
     stored: Mapping[str, Stored],
     made: Callable[[np.ndarray, bool], Any],
     name: str,
 ) -> Any:
-    key = entry.get("tensor") if isinstance(entry, dict) else None
-    if not isinstance(key, str) or key not in stored:
+    key = entry["tensor"]
+    if key not in stored:
         raise Strange(f"it has no tensor {entry!r:.80}")
     found = stored[key]
     if found.dtype is None:

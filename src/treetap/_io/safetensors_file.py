@@ -206,7 +206,7 @@ def _header_of(file: pathlib.Path, name: str) -> tuple[dict[str, Any], int]:
         raise WeightsError(f"{name}: {file} is broken: {what}.") from error
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        return _parsed(opened.read(length), file, name), 8 + length
+        return json_object(opened.read(length), file, name), 8 + length
 
 
 def _diagnosis(file: pathlib.Path, reason: str) -> str:
@@ -257,7 +257,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parsed(text: bytes, file: pathlib.Path, name: str) -> dict[str, Any]:
+def json_object(text: str | bytes, file: Any, name: str) -> dict[str, Any]:
     """An object from JSON, whatever the text is."""
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
@@ -327,7 +327,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
         raise WeightsError(
             f"{name}: {index} has {size:,} bytes, too many for an index."
         )
-    places = _parsed(index.read_bytes(), index, name).get("weight_map")
+    places = json_object(index.read_bytes(), index, name).get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(file, str) for file in places.values()
     ):
