@@ -45,24 +45,9 @@ from treetap._core.variables.variable import (
     get_box,
     write_boxes,
 )
+from treetap._core.wording import first_few
 
 _aval_of = attrgetter("aval")
-
-
-def _keys_of(owner: Any) -> list[Key]:
-    """The names and positions under which something holds what it holds."""
-    if isinstance(owner, Node):
-        return list(attributes_of(owner))
-    return list(open_container(owner).keys)
-
-
-def _is_data_of(owner: Any, key: Key) -> bool:
-    """Whether what stands under a key is data, not a static attribute."""
-    if not isinstance(owner, Node):
-        return True
-    if owner._pytree__is_pytree:
-        return owner._pytree__status.get(key, False)
-    return key in flat_of(owner)[1][0].keys
 
 
 class _Plan:
@@ -72,11 +57,6 @@ class _Plan:
         quick: Take a Variable for a Variable of the same kind and metadata without
             looking at the values; `fits` looks at all of them together.
     """
-
-    __slots__ = (
-        *("boxes", "metadata", "others", "problems", "quick", "ready", "trace"),
-        *("values", "variables"),
-    )
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
@@ -93,14 +73,14 @@ class _Plan:
         """Plans the writes that bring `value` to what `new` says."""
         if isinstance(value, Variable):
             self.variable(value, new, path)
-        elif isinstance(value, Node):
-            self.holder(value, attributes_of(value), new, path)
-        elif type(value) is dict:
-            self.holder(value, value, new, path)
-        else:
+            return
+        known = value
+        if isinstance(value, Node):
+            known = attributes_of(value)
+        elif type(value) is not dict:
             container = open_container(value)
             known = dict(zip(container.keys, container.children))
-            self.holder(value, known, new, path)
+        self.holder(value, known, new, path)
 
     def holder(self, value: Any, known: Any, new: Any, path: Trail) -> None:
         """Plans the writes into an object or container, given what it holds."""
@@ -125,19 +105,19 @@ class _Plan:
             elif isinstance(child, Node):
                 self.holder(child, attributes_of(child), inner, (path, key))
             else:
-                self.plain(value, key, child, inner, (path, key))
+                self.plain(value, known, key, inner, (path, key))
 
-    def plain(self, owner: Any, key: Key, child: Any, new: Any, path: Trail) -> None:
+    def plain(self, owner: Any, known: Any, key: Key, new: Any, path: Trail) -> None:
         """Plans for what is neither a Variable nor an object of ours."""
-        if child is MISSING:
-            has = f"{type(owner).__name__} has {sorted_keys(_keys_of(owner))}"
+        if key not in known:
+            has = f"{type(owner).__name__} has {sorted_keys(known)}"
             self.problems.append(f"unexpected {show_trail(path)}: {has}")
-        elif not _is_data_of(owner, key):
+        elif isinstance(owner, Node) and key not in flat_of(owner)[1][0].keys:
             self.problems.append(f"{show_trail(path)} is static")
-        elif is_container(child):
-            self.any(child, new, path)
+        elif is_container(known[key]):
+            self.any(known[key], new, path)
         else:
-            self.leaf(owner, key, child, new, path)
+            self.leaf(owner, key, known[key], new, path)
 
     def fits(self) -> bool:
         """Whether the values that were taken quickly are of the old ones' types."""
@@ -280,38 +260,14 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
     if not plan.fits():  # look again, at each Variable
         plan = _planned(node, (state, *states), quick=False)
     if plan.problems:
-        shown = "\n".join(f"  - {problem}" for problem in plan.problems[:12])
-        more = len(plan.problems) - 12
+        shown = first_few(plan.problems, 12, before="  - ", end="\n")
         raise StructureError(
             "update: the state does not fit the object; nothing was changed.\n"
-            + shown
-            + (f"\n  - and {more} more" if more > 0 else "")
-            + "\nTo change shapes or types, set the value of each Variable "
+            f"{shown}\nTo change shapes or types, set the value of each Variable "
             "(`variable.set_value(x)`), or map over the object itself: "
             "`jax.tree.map(lambda x: x.astype(...), model)`."
         )
     plan.write()
-
-
-def _owned(root: Any) -> list[tuple[Any, Key, Path, Any]]:
-    """Every leaf below a root with its owner and key; objects are entered once."""
-    found: list[tuple[Any, Key, Path, Any]] = []
-    seen: set[int] = set()
-
-    def visit(owner: Any, inside: Any, path: Path) -> None:
-        if isinstance(owner, Node):
-            if id(owner) in seen:
-                return
-            seen.add(id(owner))
-        for key, child in zip(*inside):
-            below = opened(child)
-            if below is None:
-                found.append((owner, key, (*path, key), child))
-            else:
-                visit(child, below, (*path, key))
-
-    visit(root, opened(root), ())
-    return found
 
 
 def pop(node: Any, *filters: Filter) -> Any:
@@ -330,37 +286,30 @@ def pop(node: Any, *filters: Filter) -> Any:
         raise TypeError("pop: expected at least one filter.")
     if isinstance(node, Variable) or not (isinstance(node, Node) or is_container(node)):
         raise TypeError(f"pop: cannot take anything out of a {type(node).__name__}.")
-    owned = _owned(node)
-    groups, _ = grouped(
-        [(path, value) for _, _, path, value in owned], predicates_of(filters)
-    )
-    chosen = {path for group in groups for path, _ in group}
-    # Every reference to a Variable goes; a plain value has no identity.
-    taken = {
-        id(value) for group in groups for _, value in group if _has_identity(value)
-    }
-    removals = [
-        (owner, key, path)
-        for owner, key, path, value in owned
-        if path in chosen or (_has_identity(value) and id(value) in taken)
-    ]
-    _remove(removals)
-    states = []
+    held = {path: value for path, value, _ in places(node)}
+    owned = [(path, value) for path, value in held.items() if opened(value) is None]
+    groups, _ = grouped(owned, predicates_of(filters))
+    states: list[State] = []
+    taken: set[Any] = set()
     for group in groups:
         first: dict[Any, tuple[Path, Any]] = {}
         for path, value in group:
-            first.setdefault(id(value) if _has_identity(value) else path, (path, value))
+            first.setdefault(_identity(path, value), (path, value))
+        taken |= first.keys()
         states.append(State(nested(first.values())))
+    _remove([(held[p[:-1]], p) for p, value in owned if _identity(p, value) in taken])
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def _has_identity(value: Any) -> bool:
-    return isinstance(value, Variable) or is_ref(value)
+def _identity(path: Path, value: Any) -> Any:
+    """What a value goes by: a plain one has no identity, and goes by its path."""
+    has_identity = isinstance(value, Variable) or is_ref(value)
+    return id(value) if has_identity else path
 
 
-def _remove(removals: list[tuple[Any, Key, Path]]) -> None:
-    """Removes children from their owners, all or none."""
-    for owner, _, path in removals:
+def _remove(removals: list[tuple[Any, Path]]) -> None:
+    """Removes what stands at paths from its owners, all or none."""
+    for owner, path in removals:
         if not isinstance(owner, Node | dict):
             raise StructureError(
                 f"pop: {show_path(path)} stands in a {type(owner).__name__}, which has "
@@ -368,11 +317,11 @@ def _remove(removals: list[tuple[Any, Key, Path]]) -> None:
             )
         if isinstance(owner, Node):
             owner._check_trace()
-    for owner, key, _ in reversed(removals):  # from the end: positions stay valid
+    for owner, path in reversed(removals):  # from the end: positions stay valid
         if isinstance(owner, Node):
-            owner._remove_child(key)
+            owner._remove_child(path[-1])
         else:
-            del owner[key]
+            del owner[path[-1]]
 
 
 def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:
