@@ -201,16 +201,6 @@ def _is_variable_spec(spec: Any) -> bool:
 INSIDE, DONE = -1, -2
 
 
-def has_shared(spec: Any) -> bool:
-    """Whether a description says that something is shared."""
-    match spec:
-        case SharedSpec():
-            return True
-        case ObjectSpec() | ContainerSpec():
-            return any(map(has_shared, spec.children))
-    return False
-
-
 def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
     """Describes an object and gives its leaves as nested dicts.
 

@@ -132,34 +132,28 @@ def has_hashable_statics(spec: Any) -> bool:
     return all(map(has_hashable_statics, spec.children))
 
 
-def objects_in(spec: Any, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
+def parts_of(spec: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """A description and all those in it with their paths, outer ones first."""
+    yield path, spec
+    if isinstance(spec, ObjectSpec | ContainerSpec):
+        for key, child in zip(spec.keys, spec.children):
+            yield from parts_of(child, (*path, key))
+
+
+def objects_in(spec: Any) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
-    match spec:
-        case ObjectSpec(_, _, (layout, *_), children):
-            yield path, spec
-            keys = layout.keys
-        case ContainerSpec(_, keys, _, children):
-            pass
-        case _:
-            return
-    for key, child in zip(keys, children):
-        yield from objects_in(child, (*path, key))
+    return (part for part in parts_of(spec) if isinstance(part[1], ObjectSpec))
 
 
-def leaf_paths(spec: Any, path: Path = ()) -> Iterator[Path]:
+def leaf_paths(spec: Any) -> Iterator[Path]:
     """The paths of the leaves of a description, in order."""
-    match spec:
-        case ObjectSpec(_, _, (layout, *_), children):
-            keys = layout.keys
-        case ContainerSpec(_, keys, _, children):
-            pass
-        case SharedSpec():
-            return
-        case _:
-            yield path
-            return
-    for key, child in zip(keys, children):
-        yield from leaf_paths(child, (*path, key))
+    leaves = VariableSpec | LeafSpec
+    return (path for path, part in parts_of(spec) if isinstance(part, leaves))
+
+
+def has_shared(spec: Any) -> bool:
+    """Whether a description says that something is shared."""
+    return any(isinstance(part, SharedSpec) for _, part in parts_of(spec))
 
 
 def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
@@ -172,23 +166,23 @@ def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
 
 def describe(spec: Any, label: str, depth: int) -> list[str]:
     """Lines of text for a description."""
-    start = "  " * depth + label
     match spec:
-        case ObjectSpec(_, kind, (layout, statics, _), children):
+        case ObjectSpec(_, kind, (layout, statics, _)):
             pairs = zip(layout.static_names, statics)
             shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
-            keys = layout.keys
-            lines = [f"{start}: {kind.__name__}({shown})"]
-        case ContainerSpec(kind, keys, _, children):
-            lines = [f"{start}: {kind.__name__}"]
+            text = f"{kind.__name__}({shown})"
+        case ContainerSpec(kind):
+            text = kind.__name__
         case VariableSpec(_, kind, metadata):
             plain = PLAIN.items()
             facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
-            return [f"{start}: {kind.__name__}{facts or ''}"]
+            text = f"{kind.__name__}{facts or ''}"
         case SharedSpec(number):
-            return [f"{start}: the same as number {number}"]
+            text = f"the same as number {number}"
         case _:
-            return [f"{start}: leaf"]
-    for key, child in zip(keys, children):
-        lines += describe(child, str(key), depth + 1)
+            text = "leaf"
+    lines = [f"{'  ' * depth}{label}: {text}"]
+    if isinstance(spec, ObjectSpec | ContainerSpec):
+        for key, child in zip(spec.keys, spec.children):
+            lines += describe(child, str(key), depth + 1)
     return lines

@@ -27,7 +27,7 @@ from jax.tree_util import all_leaves
 
 from treetap._core.trace_level import EAGER, current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node, is_object
-from treetap._core.trees.flatten import has_shared
+from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import getter
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.variable import (
