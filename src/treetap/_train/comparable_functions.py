@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from treetap._core.trees.filters import _Predicate
 from treetap._core.trees.state import State
 
 _BY_VALUE = (bool, int, str, bytes, type(None), type(...))
@@ -132,8 +131,6 @@ def _opened_container(kind: Any, value: Any) -> _Opened:
         return (kind,), (value.raw_mapping,)
     if kind in (dict, types.MappingProxyType):
         return (kind,), (*value.keys(), *value.values())
-    if isinstance(value, _Predicate):
-        return (kind,), value._fields()
     if _is_frozen(kind):
         fields = dataclasses.fields(value)
         return (kind,), [getattr(value, field.name) for field in fields]

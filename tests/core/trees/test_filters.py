@@ -106,7 +106,7 @@ def test_predicates_are_values(place):
 
 def test_predicates_print_what_they_take():
     assert repr(tt.WithTag("a")) == "WithTag(tag='a')"
-    assert repr(tt.PathContains("a")) == "PathContains(exact=True, key='a')"
+    assert repr(tt.PathContains("a")) == "PathContains(key='a', exact=True)"
     assert repr(tt.Any("a", ...)) == "Any(WithTag(tag='a'), Everything())"
     assert repr(tt.Not(None)) == "Not(predicate=Nothing())"
 

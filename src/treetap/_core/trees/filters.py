@@ -8,68 +8,49 @@ takes it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any as AnyType
 from typing import get_origin
 
 from treetap._core.errors import FilterError
 from treetap._core.paths import Path, show_path
+from treetap._core.wording import first_few
 
 Predicate = Callable[[Path, AnyType], bool]
 Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
 
 
 class _Predicate:
-    """Base: compares, hashes and prints by the values in the slots."""
+    """Base of the predicates here: values that are compared and hashed by content."""
 
     __slots__ = ()
-
-    def _fields(self) -> tuple[AnyType, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return self._fields() == other._fields()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._fields()))
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
-        return f"{type(self).__name__}({shown})"
-
-    def __reduce__(self) -> AnyType:
-        return type(self), self._fields()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         """Whether the predicate takes a value at a path."""
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
 class OfType(_Predicate):
     """Takes values that are instances of `type`."""
 
-    __slots__ = ("type",)
-
-    def __init__(self, type: AnyType, /):
-        self.type = type
+    type: AnyType
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return isinstance(value, self.type)
 
 
+@dataclass(frozen=True, slots=True)
 class WithTag(_Predicate):
     """Takes values whose attribute `tag` equals `tag`."""
 
-    __slots__ = ("tag",)
-
-    def __init__(self, tag: str):
-        self.tag = tag
+    tag: str
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return getattr(value, "tag", None) == self.tag
 
 
+@dataclass(frozen=True, slots=True)
 class PathContains(_Predicate):
     """Takes values with `key` among the keys of their path.
 
@@ -78,14 +59,8 @@ class PathContains(_Predicate):
         exact: Equal keys only; otherwise `key` may be a part of one.
     """
 
-    __slots__ = ("exact", "key")
-
-    def __init__(self, key: AnyType, exact: bool = True):
-        self.key = key
-        self.exact = exact
-
-    def __reduce__(self) -> AnyType:
-        return PathContains, (self.key, self.exact)
+    key: AnyType
+    exact: bool = True
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         if self.exact:
@@ -93,16 +68,14 @@ class PathContains(_Predicate):
         return any(str(self.key) in str(part) for part in path)
 
 
+@dataclass(frozen=True, slots=True, init=False)
 class PathIn(_Predicate):
     """Takes values whose whole path is one of `paths`."""
 
-    __slots__ = ("paths",)
+    paths: frozenset[Path]
 
     def __init__(self, *paths: Path):
-        self.paths = frozenset(paths)
-
-    def __reduce__(self) -> AnyType:
-        return PathIn, tuple(self.paths)
+        object.__setattr__(self, "paths", frozenset(paths))
 
     def __repr__(self) -> str:
         return f"PathIn({', '.join(map(repr, sorted(self.paths, key=show_path)))})"
@@ -111,17 +84,12 @@ class PathIn(_Predicate):
         return path in self.paths
 
 
+@dataclass(frozen=True, slots=True, init=False)
 class _Combined(_Predicate):
-    __slots__ = ("predicates",)
+    predicates: tuple[Predicate, ...]
 
     def __init__(self, *filters: Filter):
-        self.predicates = tuple(map(predicate_of, filters))
-
-    def __reduce__(self) -> AnyType:
-        return type(self), self.predicates
-
-    def _fields(self) -> tuple[AnyType, ...]:
-        return self.predicates
+        object.__setattr__(self, "predicates", tuple(map(predicate_of, filters)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
@@ -145,31 +113,30 @@ class All(_Combined):
         return all(predicate(path, value) for predicate in self.predicates)
 
 
+@dataclass(frozen=True, slots=True, init=False)
 class Not(_Predicate):
     """Takes what the filter does not take."""
 
-    __slots__ = ("predicate",)
+    predicate: Predicate
 
     def __init__(self, filter: Filter, /):
-        self.predicate = predicate_of(filter)
+        object.__setattr__(self, "predicate", predicate_of(filter))
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return not self.predicate(path, value)
 
 
+@dataclass(frozen=True, slots=True)
 class Everything(_Predicate):
     """Takes every value."""
-
-    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return True
 
 
+@dataclass(frozen=True, slots=True)
 class Nothing(_Predicate):
     """Takes no value."""
-
-    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return False
@@ -244,11 +211,8 @@ def refuse_rest(name: str, rest: Flat) -> None:
     """Raises when values are left over."""
     if not rest:
         return
-    shown = ", ".join(
-        f"{show_path(path)} ({type(value).__name__})" for path, value in rest[:5]
-    )
-    more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
+    shown = [f"{show_path(path)} ({type(value).__name__})" for path, value in rest]
     raise FilterError(
-        f"{name}: Non-exhaustive filters, got a non-empty remainder: {shown}{more}. "
-        "Add `...` as the last filter to take the rest."
+        f"{name}: Non-exhaustive filters, got a non-empty remainder: "
+        f"{first_few(shown, 5)}. Add `...` as the last filter to take the rest."
     )
