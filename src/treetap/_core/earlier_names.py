@@ -13,34 +13,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 PACKAGE = "treetap."
-MOVED = {
+MOVED = {  # folders as well: what is in one has kept its name there, or stands here
     "_comparing": "_compare",
-    "_comparing.comparison": "_compare.comparison",
     "_containers": "_modules.containers",
     "_differentiating": "_transforms.grad",
+    "_figures": "_capture.statistics.figures",
     "_filters": "_core.trees.filters",
     "_functions": "_core.trees.pickled_functions",
     "_kinds": "_core.variables.kinds",
     "_layers": "_nn",
-    **{
-        f"_layers.{name}": f"_nn.{name}"
-        for name in (
-            "activations",
-            "adapters",
-            "attention",
-            "cells",
-            "convolution",
-            "dropout",
-            "dtypes",
-            "embedding",
-            "linear",
-            "multihead",
-            "normalization",
-            "parameters",
-            "recurrence",
-            "reparametrization",
-        )
-    },
     "_layers.carries": "_nn.cells",
     "_layers.grouping": "_nn.normalization",
     "_layouts": "_core.trees.layout",
@@ -51,7 +32,6 @@ MOVED = {
     "_records": "_observe.records",
     "_reducers": "_capture.statistics.reducers",
     "_reductions": "_capture.statistics.reduced",
-    "_figures": "_capture.statistics.figures",
     "_scanning": "_transforms.scan",
     "_selectors": "_capture.selectors",
     "_settings": "_core.settings",
@@ -60,11 +40,17 @@ MOVED = {
     "_training": "_train",
     "_training.averaging": "_train.ema",
     "_training.equal_functions": "_train.comparable_functions",
-    "_training.model_and_optimizer": "_train.model_and_optimizer",
-    "_training.optimizer": "_train.optimizer",
     "_variables": "_core.variables.variable",
     "compat": "nnx.compat",
 }
+
+
+def present_name(name: str) -> str | None:
+    """What a module that moved is called now; None for one that is where it was."""
+    if name in MOVED:
+        return MOVED[name]
+    folder, dot, file = name.rpartition(".")
+    return f"{MOVED[folder]}.{file}" if dot and folder in MOVED else None
 
 
 class _Loader(Loader):
@@ -89,7 +75,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith(PACKAGE):
             return None
-        moved = MOVED.get(fullname.removeprefix(PACKAGE))
+        moved = present_name(fullname.removeprefix(PACKAGE))
         if moved is None:
             return None
         return ModuleSpec(fullname, _Loader(PACKAGE + moved))

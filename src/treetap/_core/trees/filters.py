@@ -95,19 +95,17 @@ class _Combined(_Predicate):
         return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Any(_Combined):
     """Takes what at least one of the filters takes; without filters, nothing."""
-
-    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return any(predicate(path, value) for predicate in self.predicates)
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class All(_Combined):
     """Takes what every one of the filters takes; without filters, everything."""
-
-    __slots__ = ()
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         return all(predicate(path, value) for predicate in self.predicates)
