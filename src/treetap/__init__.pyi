@@ -205,8 +205,8 @@ from treetap._observe.records import Record as Record
 from treetap._observe.records import Site as Site
 from treetap._observe.tap_scopes import tap_scopes as tap_scopes
 from treetap._observe.watch import watch as watch
-from treetap._report.html import Report as Report
-from treetap._report.html import report as report
+from treetap._report.page import Report as Report
+from treetap._report.page import report as report
 from treetap._report.summary import Summary as Summary
 from treetap._report.summary import summary as summary
 from treetap._report.summary import tabulate as tabulate

@@ -60,7 +60,7 @@ ORDER = {
         weight_targets checkpoints weights
     """,
     "_io.store": "axes journals contents arrays stores writers",
-    "_report": "table texts calls flops pictures rows payload html summary",
+    "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": "defaults compat contexts deprecated objects traversals flax_parts as_flax",
     "_cli": """

@@ -35,7 +35,7 @@ from treetap._core import display
 from treetap._core.wording import json_number, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
-from treetap._report.payload import NUMBERS, first_troubles
+from treetap._report.page import NUMBERS, first_troubles
 from treetap._report.table import Column, Listing, short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())

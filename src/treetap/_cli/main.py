@@ -47,7 +47,7 @@ from treetap._observe.blame.blame import blame as blame_fn
 from treetap._observe.observe import observe
 from treetap._observe.observe import sites as sites_of
 from treetap._observe.records import Record
-from treetap._report.html import report
+from treetap._report.page import report
 from treetap._report.summary import summary as summary_of
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 96}

@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -374,22 +374,45 @@ def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathli
     return file
 
 
-def write_tensors(
-    path: pathlib.Path,
-    tensors: Mapping[str, np.ndarray],
-    metadata: Mapping[str, str],
-    name: str,
-) -> None:
-    """Writes a file beside its final place and moves it there when it is complete."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+@contextlib.contextmanager
+def written_whole(path: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
+    """A block that writes a file beside its final place; it goes there when complete.
 
+    Whatever fails, what was there before is as it was.
+
+    Args:
+        path: The final place.
+        name: The public function at work, for messages.
+    """
     if path.is_dir():
         raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        yield beside
+        to_disk(beside, os.O_RDWR)
+        if path.exists():
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not every system can do it for folders
+        to_disk(path.parent)
+
+
+def write_tensors(
+    path: pathlib.Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    name: str,
+) -> None:
+    """Writes a safetensors file, all or nothing."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    with written_whole(path, name) as beside:
         try:
             save_file(dict(tensors), beside, dict(metadata))
         except SafetensorError as error:
@@ -402,12 +425,3 @@ def write_tensors(
                 f"{name}: {path} could not be written: {error.object!r:.80} is no text "
                 "that a file can hold."
             ) from error
-        to_disk(beside, os.O_RDWR)
-        if path.exists():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every system can do it for folders
-        to_disk(path.parent)

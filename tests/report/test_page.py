@@ -17,8 +17,7 @@ from tests.meshes import mesh_of
 import treetap as tt
 from treetap._core.errors import CaptureError
 from treetap._observe.records import Record, Site
-from treetap._report import html as html_room
-from treetap._report import payload as payload_room
+from treetap._report import page
 from treetap._report.pictures import pictures_of
 
 
@@ -279,8 +278,8 @@ def test_statistics_are_shown_without_values():
 
 
 def test_uneven_bins_keep_all_edges():
-    bars = payload_room.Bars(np.array([1, 2]), np.array([0.0, 1.0, 5.0]))
-    assert payload_room._bars(bars) == {"counts": [1, 2], "edges": [0.0, 1.0, 5.0]}
+    bars = page.Bars(np.array([1, 2]), np.array([0.0, 1.0, 5.0]))
+    assert page._bars(bars) == {"counts": [1, 2], "edges": [0.0, 1.0, 5.0]}
 
 
 def scanned(x, count=5):
@@ -417,7 +416,7 @@ def test_pictures_are_of_the_last_step_that_has_the_site():
 
 
 def test_with_very_many_sites_only_the_last_step_has_histograms(monkeypatch):
-    monkeypatch.setattr(payload_room, "MOST_BARS", 3)
+    monkeypatch.setattr(page, "MOST_BARS", 3)
     found = tt.report([recorded(a=jnp.ones(3)), recorded(a=jnp.ones(3))])
     first, last = found.payload["sites"][0]["values"]
     assert "bars" not in first
@@ -513,7 +512,7 @@ def test_attention_in_a_scan_is_by_iteration_and_head():
 
 
 def test_pictures_stop_at_their_budget_and_the_page_says_so(monkeypatch):
-    monkeypatch.setattr(html_room, "PICTURE_BUDGET", 12_000)
+    monkeypatch.setattr(page, "PICTURE_BUDGET", 12_000)
     values = {f"a{n}": jnp.ones((64, 64)) for n in range(4)}
     found = tt.report(recorded(**values))
     assert ["pictures" in site for site in found.payload["sites"]] == [
