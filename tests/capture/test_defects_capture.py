@@ -16,9 +16,6 @@ import pytest
 import treetap as tt
 from modes import ALL_MODES
 
-I = tt.Intermediate  # noqa: E741 - as in the project's list
-P = tt.Perturbation
-
 
 class Other(tt.Variable):
     """A kind of its own."""
@@ -27,7 +24,7 @@ class Other(tt.Variable):
 class Sower(tt.Module):
     def __call__(self, x):
         """Sows what it is given."""
-        self.sow(I, "v", x)
+        self.sow(tt.Intermediate, "v", x)
         return x
 
     def run(self, x):
@@ -75,7 +72,7 @@ def in_thread(fn):
 
 class Failing(tt.Module):
     def __call__(self, x):
-        self.sow(I, "v", x)
+        self.sow(tt.Intermediate, "v", x)
         raise RuntimeError("stop")
 
 
@@ -83,29 +80,31 @@ def test_c01_a_call_that_raises_leaves_nothing_behind():
     model = Failing()
     before = dict(vars(model)), jax.tree.structure(model)
     with pytest.raises(RuntimeError, match="stop"):
-        tt.capture(model, I, method_outputs=I)(jnp.array(1.0))
+        tt.capture(model, tt.Intermediate, method_outputs=tt.Intermediate)(
+            jnp.array(1.0)
+        )
     assert (dict(vars(model)), jax.tree.structure(model)) == before
     with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError):
         model(jnp.array(1.0))  # no capture is open any more
 
 
 def test_c02_name_and_text_are_kept():
-    wrapped = tt.capture(forward, I)
+    wrapped = tt.capture(forward, tt.Intermediate)
     assert (wrapped.__name__, wrapped.__doc__) == ("forward", "Calls a model.")
-    decorated = tt.capture(I)(forward)
+    decorated = tt.capture(tt.Intermediate)(forward)
     assert (decorated.__name__, decorated.__doc__) == ("forward", "Calls a model.")
-    assert tt.capture(Sower().run, I).__name__ == "run"
+    assert tt.capture(Sower().run, tt.Intermediate).__name__ == "run"
 
 
 def test_c03_a_module_among_the_keywords_is_found():
-    out, state = tt.capture(forward, I)(model=Parent(), x=jnp.array(1.0))
+    out, state = tt.capture(forward, tt.Intermediate)(model=Parent(), x=jnp.array(1.0))
     assert float(out) == 2.0
     assert sown(state) == {"a": {"v": (1.0,)}}
 
 
 def test_c04_a_module_that_is_not_first_is_found():
     model = Sower()
-    out, state = tt.capture(lambda x, m: m(x), I)(jnp.array(1.0), model)
+    out, state = tt.capture(lambda x, m: m(x), tt.Intermediate)(jnp.array(1.0), model)
     assert float(out) == 1.0
     assert sown(state) == {"v": (1.0,)}
     assert not hasattr(model, "v")
@@ -116,40 +115,46 @@ def test_c05_several_modules_are_called_by_their_arguments():
         return first(x) + second(x + 1)
 
     first, second = Sower(), Parent()
-    _, state = tt.capture(both, I)(first, jnp.array(1.0), second)
+    _, state = tt.capture(both, tt.Intermediate)(first, jnp.array(1.0), second)
     assert sown(state) == {"first": {"v": (1.0,)}, "second": {"a": {"v": (2.0,)}}}
-    _, state = tt.capture(both, I)(first, x=jnp.array(1.0), second=second)
+    _, state = tt.capture(both, tt.Intermediate)(first, x=jnp.array(1.0), second=second)
     assert sown(state) == {"first": {"v": (1.0,)}, "second": {"a": {"v": (2.0,)}}}
     assert not hasattr(second.a, "v")
 
 
 def test_c06_partials_are_resolved():
     model = Parent()
-    _, state = tt.capture(functools.partial(model, jnp.array(1.0)), I)()
+    _, state = tt.capture(functools.partial(model, jnp.array(1.0)), tt.Intermediate)()
     assert sown(state) == {"a": {"v": (1.0,)}}
-    _, state = tt.capture(functools.partial(forward, model), I)(jnp.array(2.0))
+    _, state = tt.capture(functools.partial(forward, model), tt.Intermediate)(
+        jnp.array(2.0)
+    )
     assert sown(state) == {"a": {"v": (2.0,)}}
-    _, state = tt.capture(functools.partial(forward, x=jnp.array(3.0)), I)(model)
+    _, state = tt.capture(
+        functools.partial(forward, x=jnp.array(3.0)), tt.Intermediate
+    )(model)
     assert sown(state) == {"a": {"v": (3.0,)}}
 
 
 def test_c07_jitted_methods_are_recognised():
     model = Sower()
     for _ in range(2):  # traced, then from the cache
-        out, state = tt.capture(model.compiled, I)(jnp.array(2.0))
+        out, state = tt.capture(model.compiled, tt.Intermediate)(jnp.array(2.0))
         assert float(out) == 6.0
         assert sown(state) == {"v": (2.0,)}
 
 
 def test_c08_method_outputs_imply_their_kind():
-    out, state = tt.capture(Parent(), method_outputs=I)(jnp.array(3.0))
+    out, state = tt.capture(Parent(), method_outputs=tt.Intermediate)(jnp.array(3.0))
     assert float(out) == 6.0
     calls = {"__call__": (6.0,), "a": {"__call__": (3.0,), "v": (3.0,)}}
     assert sown(state) == calls
 
 
 def test_c09_method_outputs_of_a_kind_not_named_are_kept():
-    _, state, others = tt.capture(Sower(), I, method_outputs=Other)(jnp.array(3.0))
+    _, state, others = tt.capture(Sower(), tt.Intermediate, method_outputs=Other)(
+        jnp.array(3.0)
+    )
     assert sown(state) == {"v": (3.0,)}
     assert sown(others) == {"__call__": (3.0,)}
 
@@ -167,7 +172,7 @@ class Heir(Base):
 
 
 def test_c10_inherited_methods_are_heard():
-    _, state = tt.capture(Heir(), method_outputs=I)(jnp.array(1.0))
+    _, state = tt.capture(Heir(), method_outputs=tt.Intermediate)(jnp.array(1.0))
     assert sown(state) == {"__call__": (4.0,), "f": (3.0,)}
 
 
@@ -177,7 +182,9 @@ def test_c11_another_instance_of_the_class_is_unaffected():
     def call(model, x):
         return model(x) + other(x)
 
-    out, state = tt.capture(call, I, method_outputs=I)(Base(), jnp.array(1.0))
+    out, state = tt.capture(call, tt.Intermediate, method_outputs=tt.Intermediate)(
+        Base(), jnp.array(1.0)
+    )
     assert float(out) == 8.0
     assert vars(other) == vars(Base())
     assert sown(state)["__call__"] == (4.0,)
@@ -190,7 +197,7 @@ def test_c12_the_same_from_another_thread_is_unaffected():
         assert float(in_thread(lambda: model(x + 1))) == 7.0
         return model(x)
 
-    out, state = tt.capture(call, method_outputs=I)(model, jnp.array(1.0))
+    out, state = tt.capture(call, method_outputs=tt.Intermediate)(model, jnp.array(1.0))
     assert float(out) == 4.0
     assert sown(state) == {"__call__": (4.0,), "f": (3.0,)}
 
@@ -202,9 +209,9 @@ class Meeting(tt.Module):
         self.barrier = tt.static(barrier)
 
     def __call__(self, x):
-        self.sow(I, "v", x)
+        self.sow(tt.Intermediate, "v", x)
         self.barrier.wait(30)
-        self.sow(I, "v", x + 1)
+        self.sow(tt.Intermediate, "v", x + 1)
         self.barrier.wait(30)
         return x
 
@@ -214,7 +221,7 @@ def test_c13_two_threads_capture_one_module():
     found = {}
 
     def run(start):
-        found[start] = sown(tt.capture(model, I)(jnp.array(start))[1])
+        found[start] = sown(tt.capture(model, tt.Intermediate)(jnp.array(start))[1])
 
     threads = [threading.Thread(target=run, args=(start,)) for start in (1.0, 10.0)]
     for thread in threads:
@@ -229,12 +236,12 @@ def test_c14_captures_nest(inner_of):
     inside = []
 
     def call(model, x):
-        _, state = tt.capture(inner_of(model), I)(x + 1)
+        _, state = tt.capture(inner_of(model), tt.Intermediate)(x + 1)
         inside.append(state)
         return model(x)
 
     model = Parent()
-    _, state = tt.capture(call, I)(model, jnp.array(1.0))
+    _, state = tt.capture(call, tt.Intermediate)(model, jnp.array(1.0))
     expected = {"a": {"v": (2.0,)}} if inner_of(model) is model else {"v": (2.0,)}
     assert sown(inside[0]) == expected
     assert sown(state) == {"a": {"v": (2.0, 1.0)}}
@@ -248,8 +255,8 @@ class Auxiliary(tt.Module):
         self.a, self.b = Sower(), Sower()
 
     def __call__(self, x):
-        y, first = tt.capture(self.a, I)(x)
-        z, second = tt.capture(self.b, I)(x + 1)
+        y, first = tt.capture(self.a, tt.Intermediate)(x)
+        z, second = tt.capture(self.b, tt.Intermediate)(x + 1)
         return y + z + first["v"][0] + second["v"][0]
 
 
@@ -259,7 +266,7 @@ class Auxiliary(tt.Module):
     ids=["eager", "jax.jit", "tt.jit", "remat", "vjp"],
 )
 def test_c14_an_inner_capture_in_a_method_takes_nothing_from_the_outer(wrap):
-    _, state = tt.capture(wrap(forward), I)(Auxiliary(), jnp.array(1.0))
+    _, state = tt.capture(wrap(forward), tt.Intermediate)(Auxiliary(), jnp.array(1.0))
     assert sown(state) == {"a": {"v": (1.0,)}, "b": {"v": (2.0,)}}
 
 
@@ -267,7 +274,7 @@ def test_c15_an_inner_capture_leaves_method_outputs_of_the_outer_alone():
     inside = []
 
     def call(model, x):
-        inside.append(tt.capture(model, I)(x)[1])
+        inside.append(tt.capture(model, tt.Intermediate)(x)[1])
         return model(x + 1)
 
     _, state = tt.capture(call, Other, method_outputs=Other)(Sower(), jnp.array(1.0))
@@ -279,7 +286,7 @@ def test_c15_both_captures_have_method_outputs_of_their_own_kind():
     inside = []
 
     def call(model, x):
-        inside.append(tt.capture(model, method_outputs=I)(x)[1])
+        inside.append(tt.capture(model, method_outputs=tt.Intermediate)(x)[1])
         return x
 
     _, state = tt.capture(call, method_outputs=Other)(Heir(), jnp.array(1.0))
@@ -293,30 +300,32 @@ class Namesake(tt.Module):
         self.c = Sower()
 
     def __call__(self, x):
-        self.sow(I, "c", x)
+        self.sow(tt.Intermediate, "c", x)
         return self.c(x)
 
 
 def test_c16_a_name_that_is_also_a_childs_is_an_error():
     with pytest.raises(tt.CaptureError, match=r"'?c'? is both the name"):
-        tt.capture(Namesake(), I)(jnp.array(1.0))
+        tt.capture(Namesake(), tt.Intermediate)(jnp.array(1.0))
 
 
 class Twice(tt.Module):
     def __call__(self, x):
-        self.sow(I, "same", x)
+        self.sow(tt.Intermediate, "same", x)
         self.sow(Other, "same", x + 1)
         return self.perturb("bent", x)
 
 
 def test_c17_one_name_under_two_kinds_is_in_both():
-    _, first, second = tt.capture(Twice(), I, Other)(jnp.array(1.0))
+    _, first, second = tt.capture(Twice(), tt.Intermediate, Other)(jnp.array(1.0))
     assert sown(first) == {"same": (1.0,)}
     assert sown(second) == {"same": (2.0,)}
 
 
 def test_c18_kinds_are_exact():
-    _, first, second = tt.capture(Twice(), I, P)(jnp.array(1.0))
+    _, first, second = tt.capture(Twice(), tt.Intermediate, tt.Perturbation)(
+        jnp.array(1.0)
+    )
     assert (sown(first), sown(second)) == ({"same": (1.0,)}, {"bent": 0.0})
     _, none = tt.capture(Twice(), tt.Variable)(jnp.array(1.0))
     assert sown(none) == {}
@@ -346,14 +355,14 @@ class Odd(tt.Module):
 
 
 def test_c19_static_and_class_methods_stay_callable():
-    out, state = tt.capture(Odd(), method_outputs=I)(jnp.array(1.0))
+    out, state = tt.capture(Odd(), method_outputs=tt.Intermediate)(jnp.array(1.0))
     assert float(out) == 9.0
     assert sown(state) == {"__call__": (9.0,)}
 
 
 def test_c20_a_class_used_as_an_attribute_stays_one():
     kinds = []
-    tt.capture(lambda m: kinds.append(m.Inner), method_outputs=I)(Odd())
+    tt.capture(lambda m: kinds.append(m.Inner), method_outputs=tt.Intermediate)(Odd())
     assert kinds == [Odd.Inner]
 
 
@@ -364,16 +373,23 @@ def test_c21_c22_what_is_asked_is_part_of_the_trace(mode):
     plain = {"a": {"v": (1.0,)}}
     full = {"__call__": (2.0,), "a": {"__call__": (1.0,), "v": (1.0,)}}
     for _ in range(2):
-        assert sown(tt.capture(f, I)(model, x)[1]) == plain
-        assert sown(tt.capture(f, I, method_outputs=I)(model, x)[1]) == full
-        assert sown(tt.capture(f, I)(model, x)[1]) == plain
+        assert sown(tt.capture(f, tt.Intermediate)(model, x)[1]) == plain
+        assert (
+            sown(
+                tt.capture(f, tt.Intermediate, method_outputs=tt.Intermediate)(
+                    model, x
+                )[1]
+            )
+            == full
+        )
+        assert sown(tt.capture(f, tt.Intermediate)(model, x)[1]) == plain
 
 
 def test_c23_a_module_by_closure_leaks_no_tracer():
     def call(m, x):
         return jax.jit(lambda x: m(x))(x)
 
-    _, state = tt.capture(call, I)(Parent(), jnp.array(1.0))
+    _, state = tt.capture(call, tt.Intermediate)(Parent(), jnp.array(1.0))
     assert sown(state) == {"a": {"v": (1.0,)}}
 
 
@@ -382,12 +398,12 @@ class Frozen(tt.Module):
     scale: float = 2.0
 
     def __call__(self, x):
-        self.sow(I, "v", x)
+        self.sow(tt.Intermediate, "v", x)
         return x * self.scale
 
 
 def test_c37_frozen_dataclasses_work():
-    out, state = tt.capture(Frozen(), I)(jnp.array(1.0))
+    out, state = tt.capture(Frozen(), tt.Intermediate)(jnp.array(1.0))
     assert float(out) == 2.0
     assert sown(state) == {"v": (1.0,)}
 
@@ -398,7 +414,7 @@ def test_c38_a_clone_made_inside_has_nothing_of_the_capture():
         return tt.clone(model)
 
     model = Parent()
-    copy, _ = tt.capture(call, I)(model, jnp.array(1.0))
+    copy, _ = tt.capture(call, tt.Intermediate)(model, jnp.array(1.0))
     assert jax.tree.structure(copy) == jax.tree.structure(model)
     assert vars(copy.a) == {}
 
@@ -408,7 +424,7 @@ def test_c39_a_gradient_taken_inside_has_nothing_of_the_capture(mode):
     def call(model, x):
         return tt.grad(forward, **mode)(model, x)
 
-    gradient, state = tt.capture(call, I)(Parent(), jnp.array(3.0))
+    gradient, state = tt.capture(call, tt.Intermediate)(Parent(), jnp.array(3.0))
     assert [float(leaf) for leaf in jax.tree.leaves(gradient)] == [3.0]
     assert sown(state) == {"a": {"v": (3.0,)}}
 
@@ -418,7 +434,7 @@ class Counting(tt.Module):
         self.w = tt.Param(jnp.array(2.0))
 
     def __call__(self, x):
-        self.sow(I, "n", jnp.array(7))
+        self.sow(tt.Intermediate, "n", jnp.array(7))
         return x * self.w
 
 
@@ -428,7 +444,7 @@ def test_c40_sown_integers_do_not_disturb_gradients(mode):
         model(x)
         return tt.grad(forward, **mode)(model, x)
 
-    gradient, state = tt.capture(call, I)(Counting(), jnp.array(3.0))
+    gradient, state = tt.capture(call, tt.Intermediate)(Counting(), jnp.array(3.0))
     assert [float(leaf) for leaf in jax.tree.leaves(gradient)] == [3.0]
     assert [int(n) for n in state["n"][...]] == [7, 7]
 
@@ -445,5 +461,5 @@ class Shared(tt.Module):
 @pytest.mark.parametrize("graph", [False, True])
 def test_c41_a_module_at_two_paths_is_reported_once_under_the_first(graph):
     with tt.set_graph_mode(graph):
-        _, state = tt.capture(Shared(), I)(jnp.array(1.0))
+        _, state = tt.capture(Shared(), tt.Intermediate)(jnp.array(1.0))
     assert sown(state) == {"a": {"v": (1.0, 2.0)}}

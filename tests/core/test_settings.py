@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import pytest
 
 import treetap as tt
@@ -228,3 +229,47 @@ def test_a_wrong_environment_fails_at_import():
     assert "ValueError: The environment variable NNX_GRAPH_MODE is 'perhaps'" in (
         ran.stderr
     )
+
+
+def test_the_graph_mode_holds_in_all_threads():
+    found = []
+
+    def read():
+        found.append(tt.set_graph_mode.current_value())
+
+    def in_a_thread():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    tt.set_graph_mode(True)
+    in_a_thread()
+    with tt.set_graph_mode(False):
+        in_a_thread()
+    assert found == [True, True]  # a block belongs to the thread that runs it
+
+
+def shared_product(a, b):
+    return a * b
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tt.scan(in_axes=0, out_axes=0),
+        lambda: tt.jit(),
+        lambda: tt.vmap(),
+        lambda: tt.remat(),
+    ],
+    ids=["scan", "jit", "vmap", "remat"],
+)
+def test_a_decorator_takes_the_mode_where_its_options_are_given(make):
+    v = tt.Param(jnp.arange(3.0))
+    with tt.set_graph_mode(True):
+        decorator = make()
+    assert decorator(shared_product)(v, v).tolist() == [0.0, 1.0, 4.0]
+    decorator = make()
+    with tt.set_graph_mode(True):
+        f = decorator(shared_product)
+    with pytest.raises(ValueError, match="Duplicate Param"):
+        f(v, v)

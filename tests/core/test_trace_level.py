@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import ALL_MODES
 from treetap._core import trace_level
 
 FOREIGN = r"Cannot mutate Param from a different trace level: .*as an argument"
@@ -211,3 +212,42 @@ def test_a_ref_takes_what_broadcasts_into_it():
     for wrong in (jnp.ones(2), jnp.ones((1, 2, 3))):
         with pytest.raises(tt.StructureError, match="A Ref keeps its shape"):
             variable.set_value(wrong)
+
+
+class Model(tt.Module):
+    def __init__(self, w=3.0):
+        self.w = tt.Param(jnp.array(w))
+        self.calls = tt.Variable(jnp.array(0))
+        self.kind = "plain"
+
+    def square(self):
+        return self.w * self.w
+
+
+def square(model):
+    return model.w * model.w
+
+
+@ALL_MODES
+def test_an_attribute_of_an_outer_module_cannot_be_deleted(mode):
+    model = Model()
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate 'Model'"):
+        tt.jit(lambda x: delattr(model, "kind"), **mode)(1.0)
+    assert model.kind == "plain"
+
+
+@ALL_MODES
+def test_reading_an_outer_module_in_a_nested_jit_is_allowed(mode):
+    model = Model()
+    inner = tt.jit(square, **mode)
+    assert float(jax.jit(lambda x: x * inner(model))(2.0)) == 18.0
+
+
+@ALL_MODES
+@pytest.mark.parametrize("transform", [jax.jit, tt.jit])
+def test_an_item_of_an_outer_dictionary_value_cannot_be_set(mode, transform):
+    v = tt.Variable({"a": jnp.array(0.0)})
+    options = {} if transform is jax.jit else mode
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate"):
+        transform(lambda x: v.__setitem__("a", x), **options)(1.0)
+    assert float(v["a"]) == 0.0

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import SIMPLE_MODES
 from treetap import compat, nnx
 
 
@@ -437,3 +438,33 @@ def test_backups_may_be_made_by_hand():
     tt.reseed(rngs, default=5)
     nnx.restore_rngs(backups)
     assert rngs.default.key[...] == jax.random.key(0)
+
+
+@SIMPLE_MODES
+def test_fork_rngs_takes_a_bare_stream(mode):
+    rngs = tt.Rngs(0)
+
+    def draw(stream):
+        assert stream is not rngs.default
+        return stream()
+
+    key = tt.fork_rngs(**mode)(draw)(rngs.default)
+    assert key.shape == ()
+    assert int(rngs.default.count) == 1
+    shape = lambda stream: stream.key.shape
+    assert tt.split_rngs(splits=3, **mode)(shape)(rngs.default) == (3,)
+    assert int(rngs.default.count) == 2
+
+
+def test_with_graph_updates_a_bare_stream_is_changed_in_place():
+    rngs = tt.Rngs(0)
+
+    def draw(stream):
+        assert stream is rngs.default
+        return stream.key[...]
+
+    assert compat.fork_rngs()(draw)(rngs.default) == tt.Rngs(0)()
+    shapes = compat.split_rngs(splits=3)(lambda stream: stream.key.shape)
+    assert shapes(rngs.default) == (3,)
+    assert rngs.default.key[...] == jax.random.key(0)
+    assert int(rngs.default.count) == 2

@@ -188,3 +188,40 @@ def test_a_wrong_name_is_refused_by_the_mapping_too():
 def test_the_argument_needs_graph_updates(transform, mode):
     with pytest.raises(ValueError, match="`transform_metadata=` needs graph updates"):
         transform(lambda v: v, transform_metadata=NAMES, **mode)
+
+
+@SIMPLE_MODES
+def test_transform_metadata_takes_a_prefix_for_each_variable(mode):
+    mesh = jax.make_mesh((1,), ("layers",), (jax.sharding.AxisType.Auto,))
+    make = lambda x: tt.Param(x, out_sharding=("layers",), mesh=mesh)
+    model = tt.Dict(w=make(jnp.arange(2.0)), n=tt.Variable(jnp.array(0)))
+    axes = tt.prefix(model, {tt.Param: 0, ...: None}, graph=mode["graph"])
+    seen = []
+
+    def step(model):
+        seen.append(model.w.get_metadata("out_sharding"))
+        model.w[...] *= 2
+        return model.w * 1
+
+    inner = tt.transform_metadata(
+        step, in_axes=(axes,), out_axes=0, partition="layers", graph=mode["graph"]
+    )
+    out = tt.vmap(inner, in_axes=(axes,), **mode)(model)
+    assert out.tolist() == [0.0, 2.0]
+    assert seen[0] == ()
+    assert model.w.get_metadata("out_sharding") == ("layers",)
+    assert model.w[...].tolist() == [0.0, 2.0]
+
+
+@SIMPLE_MODES
+def test_transform_metadata_changes_nothing_when_it_refuses(mode):
+    mesh = jax.make_mesh((1,), ("layers",), (jax.sharding.AxisType.Auto,))
+    fits = tt.Param(jnp.zeros(2), out_sharding=("layers",), mesh=mesh)
+    other = tt.Param(jnp.zeros(2), out_sharding=(None,), mesh=mesh)
+    f = tt.transform_metadata(
+        lambda a, b: None, partition="layers", graph=mode["graph"]
+    )
+    with pytest.raises(ValueError, match="layers"):
+        f(fits, other)
+    assert fits.get_metadata("out_sharding") == ("layers",)
+    assert other.get_metadata("out_sharding") == (None,)

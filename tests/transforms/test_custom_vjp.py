@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-from modes import SIMPLE_MODES
+from modes import ALL_MODES, SIMPLE_MODES
 from treetap import compat, nnx
 
 
@@ -333,3 +333,48 @@ def test_a_tangent_that_is_no_tree_like_the_argument_is_refused():
     message = r"for 0 does not fit: it is a .*, the argument is a dict with \['a'\]"
     with pytest.raises(tt.StructureError, match=message):
         tt.grad(lambda d: f(d))({"a": 1.0})
+
+
+@ALL_MODES
+def test_custom_vjp_without_a_rule_says_so(mode):
+    @tt.custom_vjp(**mode)
+    def double(x):
+        return x * 2
+
+    with pytest.raises(ValueError, match=r"double(.|\n)*defvjp"):
+        double(1.0)
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_custom_vjp_uses_its_rule_for_modules(mode, calls_itself):
+    def product(m):
+        return jnp.sin(m.x[...]) * m.y
+
+    f = tt.custom_vjp(product, **mode)
+
+    def fwd(m):
+        return (f if calls_itself else product)(m), m.x[...] * 1
+
+    def bwd(x, g):
+        return (tt.Dict(x=tt.Param(g * 10), y=tt.Param(g * x)),)
+
+    f.defvjp(fwd, bwd)
+    m = tt.Dict(x=tt.Param(jnp.array(1.0)), y=tt.Param(jnp.array(2.0)))
+    grads = tt.grad(lambda m: f(m) * 3, **mode)(m)
+    assert (float(grads.x), float(grads.y)) == (30.0, 3.0)
+    assert float(f(m)) == pytest.approx(2 * float(jnp.sin(1.0)))
+
+
+@SIMPLE_MODES
+def test_the_residual_of_custom_vjp_may_be_the_argument_itself(mode):
+    f = tt.custom_vjp(lambda v: v * v, **mode)
+    f.defvjp(lambda v: (v * v, v), lambda v, g: (tt.Param(g * v * 10),))
+    assert float(tt.grad(f, **mode)(tt.Param(jnp.array(3.0)))) == 30.0
+
+
+@SIMPLE_MODES
+def test_an_argument_without_derivative_may_be_anything(mode):
+    f = tt.custom_vjp(lambda fn, x: fn(x), nondiff_argnums=0, **mode)
+    f.defvjp(lambda fn, x: (fn(x), None), lambda fn, _, g: (g * 10,))
+    assert float(tt.grad(lambda x: f(jnp.sin, x), **mode)(1.0)) == 10.0

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
-from modes import SIMPLE_MODES
+from modes import ALL_MODES, SIMPLE_MODES, UPDATES
 from treetap import compat, nnx
 
 
@@ -166,3 +166,88 @@ def test_axes_to_reduce_are_refused(name):
 def test_a_function_with_aux_gives_a_pair(result, text):
     with pytest.raises(tt.StructureError, match=f"must return a pair.*{text}"):
         tt.grad(result, has_aux=True)(1.0)
+
+
+class Weighted(tt.Module):
+    def __init__(self, w=3.0):
+        self.w = tt.Param(jnp.array(w))
+        self.calls = tt.Variable(jnp.array(0))
+        self.kind = "plain"
+
+    def square(self):
+        return self.w * self.w
+
+
+@ALL_MODES
+def test_aux_of_a_gradient_may_be_a_new_module(mode):
+    def loss(model):
+        return model.w * model.w, Weighted(7.0)
+
+    grads, aux = tt.grad(loss, has_aux=True, **mode)(Weighted())
+    assert type(grads) is (tt.State if mode is UPDATES else Weighted)
+    assert float(grads.w) == 6.0
+    assert (type(aux), float(aux.w)) == (Weighted, 7.0)
+    (value, aux), grads = tt.value_and_grad(loss, has_aux=True, **mode)(Weighted())
+    assert (float(value), float(grads.w), float(aux.w)) == (9.0, 6.0, 7.0)
+
+
+@ALL_MODES
+def test_parts_shared_between_aux_and_itself_stay_shared(mode):
+    def loss(model):
+        new = tt.Param(model.w * 2)
+        return model.w * model.w, (
+            (new, new) if mode["graph"] else (new, tt.Param(1.0))
+        )
+
+    _, (one, two) = tt.grad(loss, has_aux=True, **mode)(Weighted())
+    assert (one is two) == mode["graph"]
+    assert float(one) == 6.0
+
+
+@ALL_MODES
+def test_aux_of_vjp_and_jvp_is_what_was_returned(mode):
+    def f(x):
+        return x * x, (tt.Param(x * 2), Weighted(7.0))
+
+    x = jnp.array(3.0)
+    out, pull, aux = tt.vjp(f, x, has_aux=True, **mode)
+    assert (type(aux[0]), float(aux[0])) == (tt.Param, 6.0)
+    assert (type(aux[1]), float(aux[1].w)) == (Weighted, 7.0)
+    assert (float(out), float(pull(jnp.array(1.0))[0])) == (9.0, 6.0)
+    out, slope, aux = tt.jvp(f, (x,), (jnp.array(1.0),), has_aux=True, **mode)
+    assert (type(aux[0]), float(aux[0])) == (tt.Param, 6.0)
+    assert (type(aux[1]), float(aux[1].w)) == (Weighted, 7.0)
+    assert (float(out), float(slope)) == (9.0, 6.0)
+
+
+@ALL_MODES
+@pytest.mark.parametrize("argnums", [(0, 0), (0, -2), [1, 1]])
+def test_repeated_argument_numbers_are_refused(mode, argnums):
+    for transform in (tt.grad, tt.value_and_grad):
+        with pytest.raises(ValueError, match=r"argnums(.|\n)*repeat"):
+            transform(lambda a, b: a * b, argnums=argnums, **mode)(1.0, 2.0)
+
+
+def test_vjp_and_jvp_work_with_graph_updates():
+    model = tt.Dict(w=tt.Param(jnp.array(3.0)), calls=tt.Variable(jnp.array(0)))
+
+    def f(model, x):
+        model.calls[...] += 1
+        return model.w * model.w * x
+
+    out, pull = compat.vjp(f, model, jnp.array(2.0))
+    grads, grad_x = pull(jnp.array(1.0))
+    assert (float(out), float(grads.w), float(grad_x)) == (18.0, 12.0, 9.0)
+    assert list(grads) == ["w"]
+    tangents = (tt.clone(model), jnp.array(0.0))
+    out, slope = compat.jvp(f, (model, jnp.array(2.0)), tangents)
+    assert (float(out), float(slope)) == (18.0, 36.0)
+    assert int(model.calls) == 2
+
+
+@ALL_MODES
+def test_tangents_that_do_not_fit_are_refused_by_name(mode):
+    f = tt.custom_vjp(lambda m: m["x"] * m["y"], **mode)
+    f.defvjp(lambda m: (m["x"] * m["y"], None), lambda _, g: ({"x": g},))
+    with pytest.raises((TypeError, ValueError), match="custom_vjp"):
+        tt.grad(f, **mode)({"x": 1.0, "y": 2.0})

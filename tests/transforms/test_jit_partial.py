@@ -217,3 +217,65 @@ def test_cached_partial_stays_usable_after_an_exception():
 def test_cached_partial_is_for_graph_updates_only(mode):
     with pytest.raises(ValueError, match="cached_partial: it is for graph updates"):
         compat.cached_partial(compat.jit(step), Counter(), **mode)
+
+
+class Model(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array(3.0))
+        self.offset = tt.data(jnp.array(1.0))
+        self.kind = "plain"
+
+    def double(self):
+        return self.w * 2
+
+
+def test_cached_partial_refuses_a_plain_function_by_name():
+    model = Model()
+    text = r"cached_partial(.|\n)*double(.|\n)*not a function wrapped"
+    for plain in (Model.double, tt.jit(Model.double), jax.jit(Model.double)):
+        with pytest.raises(ValueError, match=text):
+            compat.cached_partial(plain, model)
+    assert float(compat.jit(Model.double)(model)) == 6.0  # nothing was left behind
+
+
+def test_jit_partial_refuses_bound_methods():
+    with pytest.raises(ValueError, match=r"jit_partial(.|\n)*bound methods"):
+        tt.jit_partial(Model().double)
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize(
+    "option", [{"donate_argnames": "m"}, {"donate_argnums": 0}], ids=["name", "number"]
+)
+def test_variables_given_to_jit_partial_may_be_donated(mode, option):
+    def grow(m, x):
+        m.w[...] += m.offset
+        return m.w * x
+
+    m = Model()
+    given = m.w[...]
+    f = tt.jit_partial(grow, m, **mode, **option)
+    assert [float(f(2.0)), float(f(3.0))] == [8.0, 15.0]
+    assert given.is_deleted()
+    assert (float(m.w), float(m.offset)) == (5.0, 1.0)
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("option", [{"static_argnames": "s"}, {"static_argnums": 3}])
+def test_jit_partial_numbers_arguments_by_the_signature(mode, option):
+    def f(a, b, x, s):
+        return a * b + x if s else x
+
+    call = tt.jit_partial(f, tt.Param(2.0), tt.Param(3.0), **mode, **option)
+    assert float(call(1.0, True)) == 7.0
+    assert float(call(1.0, False)) == 1.0
+    assert float(call(1.0, s=True)) == 7.0
+
+
+def test_alias_errors_of_jit_partial_name_it():
+    v = tt.Param(1.0)
+    with pytest.raises(ValueError, match="jit_partial: Duplicate Param"):
+        tt.jit_partial(lambda a, b: a * b, v, v)
+    call = tt.jit_partial(lambda v: v, v)
+    with pytest.raises(ValueError, match="jit_partial: Duplicate Param"):
+        call()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import ALL_MODES, SIMPLE_MODES
 from small_models import Scaled
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
@@ -152,3 +153,29 @@ def test_pmap_takes_static_arguments():
     mapped = tt.pmap(scaled, static_broadcasted_argnums=2, in_axes=(0, 0, None))
     mapped(values, jnp.ones(4), 3)
     assert values[...].tolist() == [3, 3, 3, 3]
+
+
+def square(model):
+    return model.w * model.w
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("transform", [tt.vmap, tt.scan])
+def test_mapping_refuses_transform_metadata(mode, transform):
+    with pytest.raises((TypeError, ValueError), match="transform_metadata"):
+        transform(square, transform_metadata={"partition": "a"}, **mode)
+
+
+@ALL_MODES
+def test_axes_may_be_lists(mode):
+    stacked = jnp.arange(3.0)
+    out = tt.vmap(lambda a, b: a * b, in_axes=[0, None], **mode)(stacked, 2.0)
+    assert out.tolist() == [0.0, 2.0, 4.0]
+    total, seen = tt.scan(
+        lambda c, x: (c + x, c),
+        in_axes=[tt.Carry, 0],
+        out_axes=[tt.Carry, 0],
+        **mode,
+    )(jnp.array(0.0), stacked)
+    assert float(total) == 3.0
+    assert seen.tolist() == [0.0, 0.0, 1.0]

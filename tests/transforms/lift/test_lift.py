@@ -407,3 +407,23 @@ def test_a_scan_remembers_no_more_structures_than_a_number(monkeypatch):
         carry, _ = scanned([jnp.zeros(())] * count, jnp.ones(2))
         assert len(carry) == count
     assert traces == [1, 2, 3, 1]
+
+
+class Model(tt.Module):
+    def __init__(self, w=3.0):
+        self.w = tt.Param(jnp.array(w))
+        self.calls = tt.Variable(jnp.array(0))
+        self.kind = "plain"
+
+    def square(self):
+        return self.w * self.w
+
+
+@GRAPH_MODES
+def test_alias_errors_in_graph_mode_show_the_users_paths(mode):
+    model = Model()
+    f = tt.vmap(lambda a, b: None, in_axes=(0, None), **mode)
+    with pytest.raises(ValueError, match="Inconsistent aliasing") as caught:
+        f(model, {"inner": model})
+    assert "args/0/calls: 0" in str(caught.value)
+    assert "args/1/inner/calls: None" in str(caught.value)

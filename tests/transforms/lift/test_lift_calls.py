@@ -423,3 +423,23 @@ def test_a_program_is_called_as_its_function(pack, caplog):
     with jax.log_compiles():
         tt.jit(train_step, pack=pack)(Layer(), jnp.ones(2))
     assert "Compiling jit(train_step)" in caplog.text
+
+
+def square(model):
+    return model.w * model.w
+
+
+@ALL_MODES
+@pytest.mark.parametrize(
+    "transform",
+    [tt.jit, tt.grad, tt.value_and_grad, tt.remat, tt.vmap, tt.scan, tt.checkify],
+)
+def test_wrappers_keep_name_and_text(mode, transform):
+    def loss(model):
+        """The square."""
+        return square(model)
+
+    wrapped = transform(loss, **mode)
+    assert wrapped.__name__ == "loss"
+    assert wrapped.__doc__ == "The square."
+    assert wrapped.__wrapped__ is loss

@@ -162,3 +162,35 @@ def test_a_cotangent_with_other_leaves_is_refused():
     _, pull = tt.vjp(tied, 1.0, graph=True)
     with pytest.raises(tt.StructureError, match="has 0 leaves, the part has 3"):
         pull({"one": tt.Dict(), "two": [tt.Dict(), tt.Dict()], "x": 1.0})
+
+
+METADATA_CASES = {
+    "jit": lambda f, v, mode: tt.jit(f, **mode)(v),
+    "remat": lambda f, v, mode: tt.remat(f, **mode)(v),
+    "grad": lambda f, v, mode: tt.grad(f, **mode)(v),
+    "vmap": lambda f, v, mode: tt.vmap(f, in_axes=None, axis_size=2, **mode)(v),
+    "cond": lambda f, v, mode: tt.cond(True, f, f, v, **mode),
+    "checkify": lambda f, v, mode: tt.checkify(f, **mode)(v),
+}
+
+
+@ALL_MODES
+@pytest.mark.parametrize("name", METADATA_CASES)
+def test_changed_metadata_arrive(mode, name):
+    def mark(v):
+        v.set_metadata(foo=1)
+        return v[...] * 2
+
+    v = tt.Variable(jnp.array(2.0))
+    METADATA_CASES[name](mark, v, mode)
+    assert v.get_metadata("foo") == 1
+    assert float(v) == 2.0
+
+
+@ALL_MODES
+@pytest.mark.parametrize("name", METADATA_CASES)
+def test_a_python_number_nobody_changed_stays_one(mode, name):
+    v = tt.Variable(2.0)
+    METADATA_CASES[name](lambda v: v[...] * 3, v, mode)
+    assert type(v.get_raw_value()) is float
+    assert v.get_raw_value() == 2.0

@@ -265,3 +265,92 @@ def test_a_mapped_argument_may_hold_another_that_gets_something_new(axis):
     compat.vmap(join, in_axes=axis, axis_size=2)(one, two)
     assert one.other is two
     assert two.made[...].tolist() == [0.0, 3.0]
+
+
+class Weighted(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array(3.0))
+        self.offset = tt.data(jnp.array(1.0))
+        self.kind = "plain"
+
+    def double(self):
+        return self.w * 2
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [compat.jit, compat.remat, compat.vmap(in_axes=0)],
+    ids=["jit", "remat", "vmap"],
+)
+def test_a_wrapped_constructor_method_works_with_graph_updates(decorator):
+    class Wrapped(tt.Module):
+        @decorator
+        def __init__(self, x):
+            self.w = tt.Param(x * 2)
+            self.kind = "wrapped"
+
+    model = Wrapped(jnp.arange(3.0))
+    assert model.w[...].tolist() == [0.0, 2.0, 4.0]
+    assert model.kind == "wrapped"
+
+
+def create(model):
+    model.extra = tt.Param(1.0)
+
+
+def replace(model):
+    model.offset = model.offset + 1
+
+
+def remove(model):
+    del model.w
+
+
+CALLS = {
+    "jit": lambda f, model, mode: tt.jit(f, **mode)(model),
+    "vmap": lambda f, model, mode: tt.vmap(f, in_axes=None, axis_size=2, **mode)(model),
+    "remat": lambda f, model, mode: tt.remat(f, **mode)(model),
+    "grad": lambda f, model, mode: tt.grad(
+        lambda model: (f(model), model.offset * 1)[1], **mode
+    )(model),
+    "cond": lambda f, model, mode: tt.cond(True, f, f, model, **mode),
+    "scan": lambda f, model, mode: tt.scan(
+        lambda model, x: (f(model), x)[1], in_axes=(None, 0), out_axes=0, **mode
+    )(model, jnp.arange(2.0)),
+    "fori_loop": lambda f, model, mode: tt.fori_loop(
+        0, 2, lambda i, model: (f(model), model)[1], model, **mode
+    ),
+    "checkify": lambda f, model, mode: tt.checkify(f, **mode)(model),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "fori_loop"])
+def test_changed_static_attributes_arrive_with_graph_updates(name):
+    def change(model):
+        model.kind = "other"
+
+    model = Weighted()
+    CALLS[name](change, model, UPDATES)
+    assert model.kind == "other"
+
+
+@pytest.mark.parametrize("name", ["jit", "vmap", "remat", "grad", "cond", "checkify"])
+def test_changed_data_attributes_arrive_with_graph_updates(name):
+    model = Weighted()
+    w = model.w
+    CALLS[name](create, model, UPDATES)
+    assert (type(model.extra), float(model.extra)) == (tt.Param, 1.0)
+    CALLS[name](replace, model, UPDATES)
+    assert float(model.offset) == 2.0
+    assert model.w is w
+    CALLS[name](remove, model, UPDATES)
+    assert not hasattr(model, "w")
+
+
+@pytest.mark.parametrize("change", [create, replace])
+def test_a_scan_has_no_place_for_a_new_array_in_what_it_does_not_map(change):
+    model = Weighted()
+    with pytest.raises(ValueError, match=r"scan: an object on axis None got a new"):
+        CALLS["scan"](change, model, UPDATES)
+    assert sorted(vars(model)) == sorted(vars(Weighted()))
+    assert float(model.offset) == 1.0

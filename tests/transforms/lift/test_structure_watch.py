@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from modes import SIMPLE_MODES, UPDATES
 
 
 class Model(tt.Module):
@@ -142,3 +143,90 @@ def test_objects_made_inside_may_change_freely():
         return model
 
     assert tt.jit(run)(3.0).size == 7
+
+
+class Weighted(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array(3.0))
+        self.offset = tt.data(jnp.array(1.0))
+        self.kind = "plain"
+
+    def double(self):
+        return self.w * 2
+
+
+@SIMPLE_MODES
+def test_a_mapped_constructor_method_is_refused(mode):
+    def use():
+        class Mapped(tt.Module):
+            @tt.vmap(in_axes=(None, 0), **mode)
+            def __init__(self, x):
+                self.w = tt.Param(x)
+
+        return Mapped(jnp.arange(3.0))
+
+    with pytest.raises(ValueError, match=r"__init__|w was created"):
+        use()
+
+
+def add_attribute(model):
+    model.extra = tt.Param(1.0)
+
+
+def replace(model):
+    model.offset = model.offset + 1
+
+
+CALLS = {
+    "jit": lambda f, model, mode: tt.jit(f, **mode)(model),
+    "vmap": lambda f, model, mode: tt.vmap(f, in_axes=None, axis_size=2, **mode)(model),
+    "remat": lambda f, model, mode: tt.remat(f, **mode)(model),
+    "grad": lambda f, model, mode: tt.grad(
+        lambda model: (f(model), model.offset * 1)[1], **mode
+    )(model),
+    "cond": lambda f, model, mode: tt.cond(True, f, f, model, **mode),
+    "scan": lambda f, model, mode: tt.scan(
+        lambda model, x: (f(model), x)[1], in_axes=(None, 0), out_axes=0, **mode
+    )(model, jnp.arange(2.0)),
+    "fori_loop": lambda f, model, mode: tt.fori_loop(
+        0, 2, lambda i, model: (f(model), model)[1], model, **mode
+    ),
+    "checkify": lambda f, model, mode: tt.checkify(f, **mode)(model),
+}
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [(add_attribute, "extra"), (replace, "offset"), (remove, "w")],
+    ids=["create", "replace", "remove"],
+)
+def test_changed_data_attributes_are_refused(mode, name, change, word):
+    model = Weighted()
+    with pytest.raises(ValueError, match=rf"{name}(.|\n)*{word}"):
+        CALLS[name](change, model, mode)
+    assert sorted(vars(model)) == sorted(vars(Weighted()))
+    assert float(model.offset) == 1.0
+
+
+@SIMPLE_MODES
+@pytest.mark.parametrize("name", CALLS)
+def test_changed_static_attributes_stay_inside_with_a_warning(mode, name):
+    def change(model):
+        model.kind = "other"
+
+    model = Weighted()
+    with pytest.warns(UserWarning, match=rf"{name}(.|\n)*kind"):
+        CALLS[name](change, model, mode)
+    assert model.kind == "plain"
+
+
+def test_a_loop_refuses_what_would_change_the_carry():
+    def change(model):
+        model.kind = "other"
+
+    model = Weighted()
+    with pytest.raises(ValueError, match="changed its structure"):
+        CALLS["fori_loop"](change, model, UPDATES)
+    assert model.kind == "plain"

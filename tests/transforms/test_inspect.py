@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eval_shape and make_jaxpr: looking at a function without running it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treetap as tt
+from modes import ALL_MODES, SIMPLE_MODES
+from treetap import compat
+
+
+@SIMPLE_MODES
+def test_inspection_refuses_shared_inputs(mode):
+    v = tt.Param(jnp.array(1.0))
+    for look in (
+        functools.partial(tt.eval_shape, lambda a, b: a * b, **mode),
+        tt.make_jaxpr(lambda a, b: a * b, **mode),
+    ):
+        with pytest.raises(ValueError, match="Duplicate Param"):
+            look(v, v)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@ALL_MODES
+@pytest.mark.parametrize("explicit", [False, True])
+def test_eval_shape_attaches_shardings(mode, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("a",), (kind,))
+
+    def make():
+        return tt.Dict(w=tt.Param(jnp.zeros((4, 2)), out_sharding=("a", None)))
+
+    with jax.set_mesh(mesh):
+        abstract = tt.eval_shape(make, **mode)
+    value = abstract.w.get_value()
+    assert isinstance(value, jax.ShapeDtypeStruct)
+    assert value.shape == (4, 2)
+    assert isinstance(value.sharding, NamedSharding)
+    assert value.sharding.spec == PartitionSpec("a", None)
+
+
+def test_with_graph_updates_shared_inputs_may_be_looked_at():
+    v = tt.Param(jnp.array(1.0))
+    found = compat.eval_shape(lambda a, b: {"same": a is b, "a": a, "b": b}, v, v)
+    assert found["a"] is found["b"]
+    assert found["a"] is not v
+    assert found["a"].get_value().shape == ()
+    assert float(v) == 1.0
