@@ -2,7 +2,8 @@
 """Where classes were in earlier versions, for pickles that were written then.
 
 A pickle names each class by its module. When one asks for a module that has moved, the
-finder here gives the module as it is called now: the same object, not a copy.
+finder here gives the module as it is called now: the same object, not a copy. Records
+in files name the kinds of Variables in the same way; for these there is `present_name`.
 """
 
 import sys
@@ -79,6 +80,20 @@ class _Finder(MetaPathFinder):
         if moved is None:
             return None
         return ModuleSpec(fullname, _Loader(PACKAGE + moved))
+
+
+def present_name(name: str) -> str:
+    """The full name of a class, which a file may give by the module it was in.
+
+    Examples:
+        >>> from treetap._core.earlier_names import present_name
+        >>> present_name("treetap._kinds.Param")
+        'treetap._core.variables.kinds.Param'
+    """
+    module, _, own = name.removeprefix(PACKAGE).rpartition(".")
+    if name.startswith(PACKAGE) and module in MOVED:
+        return f"{PACKAGE}{MOVED[module]}.{own}"
+    return name
 
 
 def install() -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError
 from treetap._core.paths import is_named_tuple
 from treetap._core.variables.values import is_gone, is_ref
@@ -262,7 +263,8 @@ def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> 
     found["path"] = tuple(map(_rebuilt_key, found["path"]))
     found["wraps"] = tuple(wanted(w, str, "an item of `wraps`") for w in found["wraps"])
     names = wanted(about.get("kind", []), list, "`kind` of a site")
-    found["kind"] = next((kinds[name] for name in names if name in kinds), None)
+    known = [kinds[name] for name in map(present_name, names) if name in kinds]
+    found["kind"] = known[0] if known else None
     parts = {part: _rebuilt_node(about.get(part), leaves, 0) for part in PARTS}
     return Site(**parts, **found)
 

@@ -5,6 +5,7 @@ import builtins
 import gc
 import json
 import os
+import pathlib
 import shutil
 
 import jax
@@ -716,3 +717,17 @@ def test_names_near_one_that_is_not_there_are_printable(tmp_path):
     with pytest.raises(tt.CaptureError, match="near it are") as told:
         tt.Store(tmp_path / "runs")["a\x1b"]
     assert str(told.value).isprintable()
+
+
+EARLIER = pathlib.Path(__file__).parents[2] / "data" / "earlier"
+
+
+def test_a_store_of_an_earlier_version_is_continued(tmp_path):
+    shutil.copytree(EARLIER / "store", tmp_path / "runs")
+    record = tt.load_record(EARLIER / "record.safetensors")
+    assert {site.kind for site in record} == {tt.Intermediate}
+    with StoreWriter(tmp_path / "runs") as writer:
+        assert writer.append(record) == 2
+    store = Store(tmp_path / "runs")
+    assert_same(store.batch(2), store.batch(0))
+    assert store.batch(2)[0].kind is tt.Intermediate

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 
+from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import typed
 from treetap._io.files import refuse_no_path, to_disk
@@ -336,6 +337,8 @@ def _difference(old: Any, new: Any) -> str:
     """In what two sites differ; the class of a Module may be another."""
     if _site_text(old) != _site_text(new):
         return " in its place"
+    if isinstance(old.get("kind"), list):
+        old = {**old, "kind": [*map(present_name, map(str, old["kind"]))]}
     fields = {key: None for key in (*old, *new) if old.get(key) != new.get(key)}
     fields.pop("module", None)
     return f" with another {' and '.join(fields)}" if fields else ""
