@@ -8,7 +8,7 @@ shows as `Type(...)`, so cycles end.
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -17,12 +17,18 @@ _printing: ContextVar[frozenset[int]] = ContextVar("printing", default=frozenset
 
 
 class Parts(NamedTuple):
-    """What a class shows: brackets, a size comment, and its items by label."""
+    """What an object shows.
+
+    Attributes:
+        comment: A note beside its name; objects of several Variables give their sizes.
+        items: Its attributes by label; an empty label is not shown.
+        brackets: What stands around them.
+        separator: What stands between a label and its value.
+    """
 
     comment: str
     items: Iterable[tuple[str, Any]]
     brackets: tuple[str, str] = ("(", ")")
-    color: str | None = None
     separator: str = "="
 
 
@@ -30,6 +36,7 @@ class Shown:
     """Mixin: `repr`, treescope and notebooks, from `_display_parts()`."""
 
     __slots__ = ()
+    _display_colored: ClassVar[bool] = False  # a background for each class
 
     if TYPE_CHECKING:
 
@@ -102,16 +109,13 @@ def _indent(text: str) -> str:
 
 def _show_container(value: Any) -> str:
     """Text of a plain container whose items may be objects of ours."""
-    match value:
-        case dict():
-            items = [f"{key!r}: {show(item)}" for key, item in value.items()]
-            opening, closing = "{", "}"
-        case list():
-            items, opening, closing = [show(item) for item in value], "[", "]"
-        case _:
-            items, opening, closing = [show(item) for item in value], "(", ")"
-            if len(items) == 1:
-                items[0] += ","
+    opening, closing = {dict: "{}", list: "[]", tuple: "()"}[type(value)]
+    if isinstance(value, dict):
+        items = [f"{key!r}: {show(item)}" for key, item in value.items()]
+    else:
+        items = [show(item) for item in value]
+    if isinstance(value, tuple) and len(items) == 1:
+        items[0] += ","
     line = opening + ", ".join(items) + closing
     if "\n" not in line and len(line) < 70:
         return line
@@ -139,15 +143,11 @@ def show(value: Any) -> str:
     finally:
         _printing.reset(token)
     opening, closing = parts.brackets
-    comment = f" # {parts.comment}" if parts.comment else ""
-    if not lines:
-        return (
-            f"{name}{opening}{closing}"
-            if not comment
-            else (f"{name}{opening}{comment}\n{closing}")
-        )
-    body = _indent(",\n".join(lines))
-    return f"{name}{opening}{comment}\n  {body}\n{closing}"
+    inside = f" # {parts.comment}\n" if parts.comment else ""
+    if lines:
+        body = _indent(",\n".join(lines))
+        inside = (inside or "\n") + f"  {body}\n"
+    return f"{name}{opening}{inside}{closing}"
 
 
 def color_of(name: str) -> str:
@@ -169,5 +169,5 @@ def treescope_of(value: Shown, path: str | None, subtree_renderer: Any) -> Any:
         path=path,
         subtree_renderer=subtree_renderer,
         roundtrippable=False,
-        color=parts.color,
+        color=color_of(type(value).__name__) if value._display_colored else None,
     )

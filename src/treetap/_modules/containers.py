@@ -169,8 +169,7 @@ class List(Module, MutableSequence[T], Generic[T]):
             if isinstance(name, str) and name[0] != "_"
         ]
         items = [("", value) for value, _ in self._items()]
-        color = display.color_of(type(self).__name__)
-        return display.Parts(counts(self), named + items, ("([", "])"), color)
+        return display.Parts(counts(self), named + items, ("([", "])"))
 
 
 @functools.cache
@@ -242,8 +241,7 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
 
     def _display_parts(self) -> display.Parts:
         items = [(repr(key), value) for key, value in attributes_of(self).items()]
-        color = display.color_of(type(self).__name__)
-        return display.Parts(counts(self), items, ("({", "})"), color, ": ")
+        return display.Parts(counts(self), items, ("({", "})"), ": ")
 
 
 class Sequential(Module):

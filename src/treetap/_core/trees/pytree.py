@@ -32,7 +32,6 @@ from treetap._core.trees.attributes import (
 )
 from treetap._core.trees.layout import Sealed, Structure, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
-from treetap._core.variables.kinds import RngState
 from treetap._core.variables.marked import Marked
 from treetap._core.variables.variable import Variable, last_change
 
@@ -126,6 +125,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
 
     __slots__ = ()
 
+    _display_colored = True
     _pytree__is_pytree: ClassVar[bool] = True
     _pytree__cached: ClassVar[bool] = True
     _pytree__ordered: ClassVar[bool] = False
@@ -310,8 +310,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             for name, value in attributes_of(self).items()
             if name[0] != "_" or status.get(name)
         ]
-        color = display.color_of(type(self).__name__)
-        return display.Parts(counts(self), items, color=color)
+        return display.Parts(counts(self), items)
 
 
 def _bare(cls: type[Any]) -> Any:
@@ -437,7 +436,7 @@ def counts(node: Pytree) -> str:
         raw = variable.get_raw_value()
         if not display.has_arrays(raw):
             continue
-        kind = "RngState" if isinstance(variable, RngState) else type(variable).__name__
+        kind = variable._counted_as or type(variable).__name__
         total = sizes.get(kind, (0, 0))
         sizes[kind] = tuple(map(sum, zip(total, display.size_of(raw))))
     if len(sizes) > 1:

@@ -38,6 +38,8 @@ class Perturbation(Intermediate[A]):
 class RngState(Variable[A]):
     """State of a random stream."""
 
+    _counted_as = "RngState"
+
 
 class RngKey(RngState[A]):
     """The key of a random stream; its metadata `tag` is the stream's name."""

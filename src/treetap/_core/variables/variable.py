@@ -110,6 +110,7 @@ class Variable(
     """
 
     __slots__ = ("__weakref__", "_box", "_metadata", "_pack", "_trace")
+    _counted_as: ClassVar[str | None] = None  # the kind under which sizes are summed up
 
     _box: tuple[A]  # as JAX wants the children of a node; none while it is packed
     _pack: Any  # what holds the value then
