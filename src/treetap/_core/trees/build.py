@@ -33,12 +33,12 @@ from treetap._core.trees.graphdef import (
 from treetap._core.trees.layout import Structure
 from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, set_spec
 from treetap._core.trees.state import is_branch
+from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import (
     Variable,
     array_types,
-    last_change,
     make,
     twin,
 )
@@ -152,7 +152,7 @@ def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
         raise refuse_foreign_object(type(node).__name__)
     set_spec(node, None)
     fill(node, structure, children)
-    last_change[0] = object()
+    note_change()
     adopt_all(node, structure, children)
 
 

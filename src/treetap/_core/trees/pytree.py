@@ -32,8 +32,9 @@ from treetap._core.trees.attributes import (
 )
 from treetap._core.trees.layout import Sealed, Structure, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
+from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.marked import Marked
-from treetap._core.variables.variable import Variable, last_change
+from treetap._core.variables.variable import Variable
 
 Flat = tuple[tuple[Any, ...], Structure]
 
@@ -66,7 +67,7 @@ def unseal(node: Node, status: dict[Any, bool]) -> None:
         _drop_flat_slot(node)
     except AttributeError:
         return
-    last_change[0] = object()
+    note_change()
 
 
 # Where an object is: the place of its parent, its key there (several, through plain

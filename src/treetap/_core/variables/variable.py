@@ -29,6 +29,7 @@ from treetap._core.errors import MetadataError, StructureError
 from treetap._core.paths import copy_containers, find_leaves
 from treetap._core.settings import using_eager_sharding
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_variable
+from treetap._core.variables.change_marks import last_values, note_change
 from treetap._core.variables.marked import Marked
 from treetap._core.variables.metadata import (
     MISSING,
@@ -48,16 +49,6 @@ A = TypeVar("A")
 _VALUE_KEY = GetAttrKey("value")
 _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
-
-# Another object whenever metadata of a Variable are replaced, or an object that JAX has
-# seen gets other children: while it stands, what was found out about those holds. No
-# number: threads that count at once could bring an old one back.
-last_change: list[object] = [object()]
-
-# The values a compiled call left, for the next one: under `None`, while nobody has
-# written since. Every write into a Variable that is there already says so, before and
-# after; threads and interrupts then leave nothing old. See `Recipe.again`.
-last_values: dict[None, Any] = {}
 
 array_types: set[type] = set()  # of concrete arrays met so far
 _SLOTS = ("_metadata", "_pack", "_trace")
@@ -303,7 +294,7 @@ class Variable(
         if is_foreign(self._trace):
             raise refuse_foreign_variable(type(self).__name__)
         _set_metadata(self, metadata)
-        last_change[0] = object()
+        note_change()
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
         """Override to follow an axis that a mapping transform added."""
@@ -410,7 +401,7 @@ get_trace: Callable[[Variable[Any]], Any] = attrgetter("_trace")
 
 
 def write_boxes(variables: Iterable[Any], boxes: Iterable[tuple[Any]]) -> None:
-    """Writes into Variables, in one call: all or nothing."""
+    """Writes into Variables, in one call: all or nothing. See `change_marks`."""
     last_values[None] = None
     deque(map(set_box, variables, boxes), 0)
     last_values[None] = None

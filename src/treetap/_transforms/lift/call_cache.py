@@ -30,12 +30,11 @@ from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import getter
 from treetap._core.trees.traverse import nodes_below
+from treetap._core.variables.change_marks import last_change, last_values
 from treetap._core.variables.variable import (
     Variable,
     get_metadata,
     get_trace,
-    last_change,
-    last_values,
     set_box,
     write_boxes,
 )
