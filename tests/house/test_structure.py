@@ -23,7 +23,8 @@ ORDER = {
         variables trees
     """,
     "_core.variables": """
-        change_marks marked metadata operators placement values variable kinds packed_values
+        change_marks marked metadata operators placement values variable kinds
+        packed_values
     """,
     "_core.trees": """
         attributes filters graphdef layout pickled_functions pytree sharing state
