@@ -36,9 +36,15 @@ class Step(NamedTuple):
     seen: jax.Array
     has_room: Any
 
+    def write(self, layer: Any) -> None:
+        """Put it into the cache of a layer."""
+        layer.cached_key.set_value(self.keys)
+        layer.cached_value.set_value(self.values)
+        layer.cache_index.set_value(self.following)
+
 
 def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
-    """What the cache will hold with this position, and what the query sees."""
+    """Return what the cache will hold with this position, and what the query sees."""
     if layer.cached_key is None or layer.cached_value is None:
         raise StructureError(
             f"{where(layer)}: decoding needs a cache. Make one with `view(model, "
@@ -75,7 +81,7 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
 
 
 def _has_room(layer: Any, index: Any, length: int) -> Any:
-    """Refuses a step past the end; whether there is room, if not known yet."""
+    """Refuse a step past the end; return whether there is room, if not known yet."""
     if isinstance(index, Tracer):
         has_room = index < length
         checkify.debug_check(

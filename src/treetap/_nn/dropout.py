@@ -20,12 +20,13 @@ from treetap._nn.parameters import (
     Array,
     canonical_axes,
     check_rate,
+    told,
     where,
 )
 
 
 def forked(layer: Any, rngs: Any, name: str) -> Any:
-    """A stream of the layer's own, from streams or a stream; None from None."""
+    """Return a stream of the layer's own, from streams or a stream; None from None."""
     if rngs is None:
         return data(None)
     if isinstance(rngs, Rngs):
@@ -44,7 +45,7 @@ def is_key(array: jax.Array) -> bool:
 
 
 def next_key(layer: Any, rngs: Any, name: str) -> Any:
-    """The key to use, from streams, a stream, or a key itself."""
+    """Return the key to use, from streams, a stream, or a key itself."""
     if isinstance(rngs, Rngs):
         return rngs[name]()
     if isinstance(rngs, RngStream):
@@ -57,8 +58,20 @@ def next_key(layer: Any, rngs: Any, name: str) -> Any:
     )
 
 
+def key_of_call(layer: Any, given: Any, name: str) -> Any:
+    """Return the key that a call drops with: from its own streams, or the layer's."""
+    rngs = layer.rngs if given is None else given
+    if rngs is None:
+        raise StructureError(
+            f"{where(layer)}: `deterministic` is False, but no `rngs` argument was "
+            f"provided to {type(layer).__name__}. Give `rngs` to the layer or to the "
+            "call."
+        )
+    return next_key(layer, rngs, name)
+
+
 class Dropout(Module):
-    """Sets elements to zero at random, and scales the others up to make up for it.
+    """Set elements to zero at random, and scale the others up to make up for it.
 
     Args:
         rate: The share of elements to drop, from 0 to 1.
@@ -99,21 +112,14 @@ class Dropout(Module):
         deterministic: bool | None = None,
         rngs: Rngs | RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The `inputs`, some of them dropped.
+        """Drop some of the `inputs`.
 
         Args:
             inputs: An array.
             deterministic: Instead of the layer's own.
             rngs: Random streams, a stream, or a key, instead of the layer's own.
         """
-        if deterministic is None:
-            deterministic = self.deterministic
-        if deterministic is None:
-            raise StructureError(
-                f"{where(self)}: `deterministic` is given neither to the layer nor to "
-                "the call."
-            )
-        if deterministic or self.rate == 0:
+        if told(self, "deterministic", deterministic) or self.rate == 0:
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
@@ -125,21 +131,11 @@ class Dropout(Module):
             )
         keep = 1.0 - self.rate
         shared = canonical_axes(self, self.broadcast_dims, inputs.ndim)
-        kept = _kept(self._key(rngs), keep, inputs, shared)
+        kept = _kept(key_of_call(self, rngs, self.rng_collection), keep, inputs, shared)
         return jnp.where(kept, inputs / keep, jnp.zeros_like(inputs))
 
-    def _key(self, rngs: Any) -> Any:
-        if rngs is None:
-            rngs = self.rngs
-        if rngs is None:
-            raise StructureError(
-                f"{where(self)}: `deterministic` is False, but no `rngs` argument was "
-                "provided to Dropout. Give `rngs` to the layer or to the call."
-            )
-        return next_key(self, rngs, self.rng_collection)
-
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets the mode of a view.
+        """Set the mode of a view.
 
         Args:
             deterministic: Whether to leave the inputs alone.
@@ -151,7 +147,7 @@ class Dropout(Module):
 def _kept(
     key: Any, keep: float, inputs: jax.Array, shared: tuple[int, ...]
 ) -> jax.Array:
-    """Which elements to keep, sharded as the inputs are."""
+    """Return which elements to keep, sharded as the inputs are."""
     shape = tuple(1 if i in shared else n for i, n in enumerate(inputs.shape))
     sharding = getattr(jax.typeof(inputs), "sharding", None)
     spec = tuple(getattr(sharding, "spec", ()))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MultiHeadAttention: projections around attention, and a cache to decode with.
 
-Decoding takes one position at a time: its key and value go into the cache at
-`cache_index`, and the query sees what is there. The cache has a length; a step past it
-is an error, or, where the index is not known because the call is traced, gives NaN.
+The projections to queries, keys and values, and the one of the result, are
+`LinearGeneral`s. In a step of decoding (see `decoding`), keys and values of the steps
+before come out of a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from treetap._nn.attention import (
     dot_product_attention,
 )
 from treetap._nn.decoding import decoded
-from treetap._nn.dropout import forked, next_key
+from treetap._nn.dropout import forked, key_of_call
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.linear import LinearGeneral, given
 from treetap._nn.normalization import LayerNorm
@@ -41,13 +41,17 @@ from treetap._nn.parameters import (
     check_rngs,
     check_sizes,
     default_kernel_init,
+    told,
     where,
 )
 from treetap.initializers import zeros
 
+# The initializers of kernel and bias, and their metadata.
+_Made = tuple[Initializer, Initializer, Metadata, Metadata]
+
 
 class MultiHeadAttention(Module):
-    """Attention with several heads.
+    """Attend with several heads at once.
 
     Args:
         num_heads: The number of heads.
@@ -57,7 +61,8 @@ class MultiHeadAttention(Module):
         num_kv_heads: The number of heads of keys and values, if there are fewer: each
             serves a group of query heads.
         in_kv_features: The features of the inputs for keys and values, if they differ.
-        dtype: This and the next, as for `Linear`.
+        dtype: The dtype to compute in; without it, the one that inputs and parameters
+            promote to.
         param_dtype: The dtype of the parameters.
         broadcast_dropout: Whether batch and heads drop the same weights.
         dropout_rate: The share of attention weights to drop.
@@ -70,24 +75,25 @@ class MultiHeadAttention(Module):
         use_bias: Whether projections add a bias.
         attention_fn: What computes the attention, called as `dot_product_attention`.
         decode: Whether calls are steps of decoding; `view` sets it.
-        normalize_qk: Whether queries and keys are normalised.
+        normalize_qk: Whether queries and keys are normalized.
         qkv_promote_dtype: What brings inputs and parameters of the first projections to
             one dtype.
         out_promote_dtype: The same for the last.
-        ln_promote_dtype: The same for the normalisation.
+        ln_promote_dtype: The same for the normalization.
         qkv_dot_general: What the first projections compute with.
         out_dot_general: What the last one computes with.
         qkv_dot_general_cls: Deprecated; a class of such functions.
         out_dot_general_cls: Deprecated; a class of such functions.
-        rngs: Random streams.
+        rngs: Random streams; `params` gives one key to each parameter.
         keep_rngs: Whether to keep a stream to drop weights with.
         kernel_metadata: Metadata of the kernels.
         out_kernel_metadata: Metadata of the last kernel.
         bias_metadata: Metadata of the biases.
         out_bias_metadata: Metadata of the last bias.
-        query_ln_scale_metadata: Metadata of the scale that normalises queries.
-        key_ln_scale_metadata: Metadata of the scale that normalises keys.
-        implementation: As for `dot_product_attention`.
+        query_ln_scale_metadata: Metadata of the scale that normalizes queries.
+        key_ln_scale_metadata: Metadata of the scale that normalizes keys.
+        implementation: `"xla"` or `"cudnn"`: use `jax.nn.dot_product_attention`, which
+            has no weights to show and no dropout.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -106,14 +112,6 @@ class MultiHeadAttention(Module):
     out_features: int
     in_kv_features: int
     num_kv_heads: int
-    query: LinearGeneral
-    key: LinearGeneral
-    value: LinearGeneral
-    query_ln: LayerNorm | None
-    key_ln: LayerNorm | None
-    cached_key: Any
-    cached_value: Any
-    cache_index: Any
 
     def __init__(  # noqa: PLR0917 - the arguments are those of NNX
         self,
@@ -186,15 +184,14 @@ class MultiHeadAttention(Module):
         self.head_dim = self._checked_head_dim()
         check_rngs(self, rngs)
         first = (kernel_init, bias_init, kernel_metadata, bias_metadata)
-        self._make_projections(first, rngs)
-        self._make_norms(query_ln_scale_metadata, key_ln_scale_metadata, rngs)
         last = (
             kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init if out_bias_init is None else out_bias_init,
             out_kernel_metadata or kernel_metadata,
             out_bias_metadata or bias_metadata,
         )
-        self._make_last(last, rngs)
+        norms = (query_ln_scale_metadata, key_ln_scale_metadata)
+        self._make_parts(first, last, norms, rngs)
         keeps = keep_rngs and dropout_rate > 0
         self.rngs = forked(self, rngs if keeps else None, "dropout")
         self.cached_key = data(None)
@@ -202,83 +199,77 @@ class MultiHeadAttention(Module):
         self.cache_index = data(None)
 
     def _set_sizes(self, **sizes: int) -> None:
+        """Keep sizes under their names."""
         for name, size in zip(sizes, check_sizes(self, **sizes)):
             setattr(self, name, size)
 
     def _checked_head_dim(self) -> int:
-        if self.num_heads < 1 or self.qkv_features % self.num_heads:
-            raise StructureError(
-                f"MultiHeadAttention: num_heads={self.num_heads} must divide "
-                f"qkv_features={self.qkv_features}."
-            )
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise StructureError(
-                f"MultiHeadAttention: num_kv_heads={self.num_kv_heads} must divide "
-                f"num_heads={self.num_heads}."
-            )
+        """Return the features of a head, if all have as many."""
+        pairs = (("num_heads", "qkv_features"), ("num_kv_heads", "num_heads"))
+        for part, whole in pairs:
+            count, total = getattr(self, part), getattr(self, whole)
+            if count < 1 or total % count:
+                raise StructureError(
+                    f"MultiHeadAttention: {part}={count} must divide {whole}={total}."
+                )
         return self.qkv_features // self.num_heads
 
-    def _make_projections(self, first: tuple[Any, ...], rngs: Any) -> None:
-        """Makes the projections to queries, keys and values, in this order."""
-        kernel_init, bias_init, kernel_metadata, bias_metadata = first
-        for name, features, heads in (
-            ("query", self.in_features, self.num_heads),
-            ("key", self.in_kv_features, self.num_kv_heads),
-            ("value", self.in_kv_features, self.num_kv_heads),
-        ):
-            projection = LinearGeneral(
-                features,
-                (heads, self.head_dim),
-                use_bias=self.use_bias,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                precision=self.precision,
-                promote_dtype=self.qkv_promote_dtype,
-                dot_general=self.qkv_dot_general,
-                dot_general_cls=self.qkv_dot_general_cls,
-                rngs=rngs,
-                kernel_metadata=kernel_metadata,
-                bias_metadata=bias_metadata,
-            )
-            setattr(self, name, projection)
+    def _make_parts(
+        self, first: _Made, last: _Made, norms: tuple[Metadata, Metadata], rngs: Rngs
+    ) -> None:
+        """Make projections and norms, in the order in which they draw their keys."""
+        heads = (self.num_heads, self.head_dim)
+        kv_heads = (self.num_kv_heads, self.head_dim)
+        self.query = self._projection("qkv", first, rngs, self.in_features, heads)
+        self.key = self._projection("qkv", first, rngs, self.in_kv_features, kv_heads)
+        self.value = self._projection("qkv", first, rngs, self.in_kv_features, kv_heads)
+        self.query_ln = self._norm(norms[0], rngs)
+        self.key_ln = self._norm(norms[1], rngs)
+        self.out = self._projection("out", last, rngs, heads, self.out_features)
 
-    def _make_norms(self, query: Metadata, key: Metadata, rngs: Any) -> None:
-        """Makes what normalises queries and keys, if they are to be."""
-        for name, metadata in (("query_ln", query), ("key_ln", key)):
-            norm: Any = data(None)
-            if self.normalize_qk:
-                norm = LayerNorm(
-                    self.head_dim,
-                    use_bias=False,
-                    dtype=self.dtype,
-                    param_dtype=self.param_dtype,
-                    promote_dtype=self.ln_promote_dtype,
-                    rngs=rngs,
-                    scale_metadata=metadata,
-                )
-            setattr(self, name, norm)
+    def _projection(
+        self, which: str, made: _Made, rngs: Rngs, inputs: Any, outputs: Any
+    ) -> LinearGeneral:
+        """Make a linear map to heads, or from them.
 
-    def _make_last(self, last: tuple[Any, ...], rngs: Any) -> None:
-        """Makes the projection from all heads to the outputs."""
-        kernel_init, bias_init, kernel_metadata, bias_metadata = last
-        self.out = LinearGeneral(
-            (self.num_heads, self.head_dim),
-            self.out_features,
-            axis=(-2, -1),
+        Args:
+            which: `"qkv"` or `"out"`: whose options to compute with.
+            made: How its kernel and its bias are made.
+            rngs: Random streams.
+            inputs: The sizes of the axes that are summed over.
+            outputs: The sizes of the new axes.
+        """
+        kernel_init, bias_init, kernel_metadata, bias_metadata = made
+        return LinearGeneral(
+            inputs,
+            outputs,
+            axis=(-2, -1) if which == "out" else -1,
             use_bias=self.use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
             precision=self.precision,
-            promote_dtype=self.out_promote_dtype,
-            dot_general=self.out_dot_general,
-            dot_general_cls=self.out_dot_general_cls,
+            promote_dtype=getattr(self, f"{which}_promote_dtype"),
+            dot_general=getattr(self, f"{which}_dot_general"),
+            dot_general_cls=getattr(self, f"{which}_dot_general_cls"),
             rngs=rngs,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
+        )
+
+    def _norm(self, scale_metadata: Metadata, rngs: Rngs) -> LayerNorm | None:
+        """Make what normalizes the queries or the keys, if they are to be."""
+        if not self.normalize_qk:
+            return data(None)
+        return LayerNorm(
+            self.head_dim,
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            promote_dtype=self.ln_promote_dtype,
+            rngs=rngs,
+            scale_metadata=scale_metadata,
         )
 
     def __call__(
@@ -296,7 +287,7 @@ class MultiHeadAttention(Module):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
     ) -> jax.Array:
-        """Attention of `inputs_q` to `inputs_k`.
+        """Attend from `inputs_q` to `inputs_k`.
 
         Args:
             inputs_q: `[batch..., queries, features]`.
@@ -343,13 +334,11 @@ class MultiHeadAttention(Module):
         out = self.out(x, out_sharding=out_sharding)
         if step is None:
             return out
-        self.cached_key.set_value(step.keys)
-        self.cached_value.set_value(step.values)
-        self.cache_index.set_value(step.following)
+        step.write(self)
         return out if step.has_room is None else jnp.where(step.has_room, out, jnp.nan)
 
     def _checked_inputs(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """The inputs for keys and values."""
+        """Return the inputs for keys and values."""
         if k is None:
             if v is not None:
                 raise StructureError(
@@ -368,38 +357,25 @@ class MultiHeadAttention(Module):
         return k, v
 
     def _check_attention(self, query: Any, key: Any, value: Any, mask: Any) -> None:
-        """Refuses what attention would, before a key is drawn, and says where."""
+        """Refuse what attention would, before a key is drawn, and say where."""
         check_shapes(where(self), query, key, value)
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
         broadcastable(where(self), "mask", mask, shape)
 
     def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
-        """Whether to drop weights, and the key for it."""
+        """Return whether to drop weights, and the key for it."""
         if self.dropout_rate == 0:
             return False, None
-        if deterministic is None:
-            deterministic = self.deterministic
-        if deterministic is None:
-            raise StructureError(
-                f"{where(self)}: `deterministic` is given neither to the layer nor to "
-                "the call, and dropout_rate is not 0."
-            )
-        if deterministic:
+        if told(self, "deterministic", deterministic):
             return False, None
-        rngs = self.rngs if rngs is None else rngs
-        if rngs is None:
-            raise StructureError(
-                f"{where(self)}: `deterministic` is False, but no `rngs` argument was "
-                "provided to MultiHeadAttention. Give `rngs` to the layer or the call."
-            )
-        return True, next_key(self, rngs, "dropout")
+        return True, key_of_call(self, rngs, "dropout")
 
     # Decoding.
 
     def init_cache(
         self, input_shape: Sequence[int], dtype: Dtype = jnp.float32
     ) -> None:
-        """Makes an empty cache.
+        """Make an empty cache.
 
         Args:
             input_shape: `[batch..., longest length, features]`.
@@ -408,7 +384,7 @@ class MultiHeadAttention(Module):
         sizes = tuple(input_shape)
         if len(sizes) < 2 or min(sizes) < 0 or sizes[-1] != self.in_kv_features:
             raise StructureError(
-                f"{where(self)}: `input_shape` of a cache is [batch..., longest "
+                f"{where(self)}: `input_shape` of a cache must be [batch..., longest "
                 f"length, {self.in_kv_features}], got {sizes}."
             )
         *batch, length, _ = sizes
@@ -424,7 +400,7 @@ class MultiHeadAttention(Module):
         batch_size: int | Sequence[int] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Sets the mode of a view; with both sizes, makes a new cache.
+        """Set the mode of a view; with both sizes, make a new cache.
 
         Args:
             deterministic: Whether to drop no weights.

@@ -37,6 +37,7 @@ from treetap._nn.parameters import (
     check_sizes,
     make_parameters,
     static_axes,
+    told,
     value_of,
     where,
 )
@@ -291,19 +292,13 @@ class BatchNorm(Normalizing):
             use_running_average: Instead of the layer's own.
             mask: Which elements count.
         """
-        if use_running_average is None:
-            use_running_average = self.use_running_average
-        if use_running_average is None:
-            raise StructureError(
-                f"{where(self)}: `use_running_average` is given neither to the layer "
-                "nor to the call. Use `train()`, `eval()` or `view(...)`."
-            )
+        use_average = told(self, "use_running_average", use_running_average)
         check_features(self, x, self.num_features, self.axis)
         inputs = wide(x)
         (axis,) = canonical_axes(self, self.axis, inputs.ndim)
         shape = [1] * inputs.ndim
         shape[axis] = self.num_features
-        if use_running_average:
+        if use_average:
             mean = jnp.reshape(self.mean.get_value().astype(inputs.dtype), shape)
             var = jnp.reshape(self.var.get_value().astype(inputs.dtype), shape)
         else:

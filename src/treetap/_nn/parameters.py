@@ -123,6 +123,17 @@ def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[in
     return found
 
 
+def told(layer: Any, name: str, given: Any) -> Any:
+    """Return an option of a call, or else its layer's own: one must be given."""
+    value = getattr(layer, name) if given is None else given
+    if value is None:
+        raise StructureError(
+            f"{where(layer)}: `{name}` is given neither to the layer nor to the call. "
+            "Use `train()`, `eval()` or `view(...)`."
+        )
+    return value
+
+
 # What a layer makes and keeps.
 
 
