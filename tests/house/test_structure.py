@@ -55,7 +55,7 @@ ORDER = {
         linear adapters cells convolution normalization
         multihead pooling recurrence reparametrization
     """,
-    "_train": "/metrics comparable_functions optimizer ema model_and_optimizer",
+    "_train": "/metrics comparable_functions matching ema optimizer",
     "_io": """
         files record_descriptions safetensors_file record_file store weight_rules
         weight_targets checkpoints weights

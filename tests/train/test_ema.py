@@ -288,7 +288,10 @@ OTHERS = {
     "kind": (with_param(w=tt.Cache(jnp.ones(2))), "w: a Cache, expected a Param"),
     "integers": (with_param(w=tt.Param(jnp.array([1, 2]))), "w: dtype int32, expected"),
     "complex": (with_param(w=tt.Param(1j * jnp.ones(2))), "w: dtype complex64"),
-    "container": (with_param(w=tt.Param([jnp.ones(2)])), "w: another structure"),
+    "container": (
+        with_param(w=tt.Param([jnp.ones(2)])),
+        "w: a list, expected",
+    ),
 }
 
 

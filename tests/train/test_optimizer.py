@@ -16,7 +16,7 @@ from linear_models import Linear, Model, arrays, assert_close, loss_of, referenc
 import treetap as tt
 from modes import ALL_MODES, GRAPH
 from treetap import nnx
-from treetap._train.model_and_optimizer import ModelAndOptimizer
+from treetap._train.optimizer import ModelAndOptimizer
 
 # The same numbers as NNX, and the same paths.
 

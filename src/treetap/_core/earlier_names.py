@@ -41,6 +41,7 @@ MOVED = {  # folders as well: what is in one has kept its name there, or stands 
     "_training": "_train",
     "_training.averaging": "_train.ema",
     "_training.equal_functions": "_train.comparable_functions",
+    "_training.model_and_optimizer": "_train.optimizer",
     "_variables": "_core.variables.variable",
     "compat": "nnx.compat",
 }

@@ -3,4 +3,25 @@
 
 Signatures, attribute names, shapes, initial values and the order of random keys are
 those of NNX, so a model gets the same parameters from the same seed.
+
+What all layers share comes first. `parameters` has how a layer checks what it is told,
+describes its parameters and makes them; `dtypes`, to which dtype it brings inputs and
+parameters before it computes. `initializers` are the public starting values. The road
+through a layer is the same everywhere: `__init__` checks, makes the parameters in the
+order in which NNX draws their keys, and keeps the options as static attributes;
+`__call__` checks the inputs, promotes, computes. The families:
+
+- `activations`: JAX's functions, and the one activation with a parameter.
+- `linear`: linear maps, and the base they share with `convolution`; `adapters` put maps
+  of low rank beside them, `embedding` looks vectors up in a table.
+- `normalization`: moments, and the layers that divide by them.
+- `dropout`: random zeros, and where layers get keys from.
+- `attention`: the function and its masks; `decoding`: one position with a cache of
+  those before; `multihead`: the layer around both.
+- `cells`: one step in time; `recurrence`: cells run over sequences.
+- `pooling`: windows without parameters.
+- `reparametrization`: layers that run another with weights made from its own.
+
+The root, `_train` and all folders after it may import this; layers import nothing
+beyond `_transforms`.
 """

@@ -25,7 +25,14 @@ from treetap._core.trees.update import update
 from treetap._core.variables.kinds import RngState
 from treetap._core.variables.variable import Variable
 from treetap._train.comparable_functions import EqualFunctions
-from treetap._train.optimizer import complaint, leaves_of, raw_value
+from treetap._train.matching import (
+    Leaves,
+    leaves_of,
+    misfit_of_arrays,
+    misfit_of_values,
+    raw_value,
+    refuse_misfits,
+)
 
 M = TypeVar("M")
 
@@ -62,11 +69,11 @@ class EMA(Pytree):
         graph: bool | None = None,
     ) -> None:
         if isinstance(decay, Tracer) or not 0.0 <= float(decay) <= 1.0:
-            raise ValueError(f"EMA: `decay` is {decay}; give a number from 0 to 1.")
+            raise ValueError(f"EMA: `decay` must be a number from 0 to 1, got {decay}.")
         self.decay = float(decay)
         self.graph = graph
         self._only = EqualFunctions(only)
-        found = self._tracked(model, "EMA")
+        found = self._tracked(leaves_of(model, resolve_graph(graph), "EMA"))
         for path, leaf in found.items():
             _check_variable("EMA", path, leaf)
         copies = {
@@ -81,7 +88,7 @@ class EMA(Pytree):
         return self._only.value
 
     def update(self, model: Any, /) -> None:
-        """Moves the averages towards the model's values, in place.
+        """Move the averages towards the model's values, in place.
 
         Args:
             model: The model, or a State of its Variables or values.
@@ -95,7 +102,7 @@ class EMA(Pytree):
         update(self.params, nested(moved))
 
     def apply_to(self, model: M, /) -> M:
-        """A model like this one that holds the averages.
+        """Return a model like this one that holds the averages.
 
         Args:
             model: The model; it is not changed.
@@ -116,46 +123,36 @@ class EMA(Pytree):
             variable=lambda variable: twins.get(id(variable), variable),
         )
 
-    def _moved(self, average: Any, value: Any) -> Any:
+    def _moved(self, average: Any, value: Any) -> jax.Array:
+        """Return an average after a value, computed in at least float32."""
         dtype = jnp.result_type(average)
         is_narrow = jnp.finfo(dtype).bits < 32
         wide = jnp.float32 if is_narrow else dtype
         average, value = jnp.asarray(average, wide), jnp.asarray(value, wide)
         return (self.decay * average + (1 - self.decay) * value).astype(dtype)
 
-    def _tracked(self, model: Any, name: str) -> dict[Path, Any]:
-        """What of a model is averaged, by path."""
+    def _tracked(self, leaves: Leaves) -> Leaves:
+        """Return what of a model's leaves is averaged."""
         wanted = predicate_of(self.only)
-        leaves = leaves_of(model, resolve_graph(self.graph), name)
         return {
             path: leaf
             for path, leaf in leaves.items()
             if wanted(path, leaf) and _has_average(leaf)
         }
 
-    def _matched(self, model: Any, name: str) -> dict[Path, Any]:
-        """The model's Variables for the averages; they must be the same ones."""
+    def _matched(self, model: Any, name: str) -> Leaves:
+        """Return the model's Variables for the averages; they must be the same ones."""
         averages = dict(flat_items(self.params))
         leaves = leaves_of(model, resolve_graph(self.graph), name)
-        problems = []
-        for path, average in averages.items():
-            if path not in leaves:
-                problems.append(f"missing {show_path(path)}")
-            elif problem := _unfit(average, leaves[path]):
-                problems.append(f"{show_path(path)}: {problem}")
-        problems += [
-            f"unexpected {show_path(path)}"
-            for path in self._tracked(model, name)
-            if path not in averages
-        ]
-        if problems:
-            raise complaint(
-                f"{name}: the model is not the one that is averaged; nothing was "
-                "changed.",
-                problems,
-                "Pass a model of the same structure, or make a new EMA; `only` says "
-                "which Variables are averaged.",
-            )
+        refuse_misfits(
+            f"{name}: the model is not the one that is averaged",
+            averages,
+            leaves,
+            compare=_misfit_of_leaf,
+            unexpected=[path for path in self._tracked(leaves) if path not in averages],
+            remedy="Pass a model of the same structure, or make a new EMA; `only` says "
+            "which Variables are averaged.",
+        )
         return {path: leaves[path] for path in averages}
 
 
@@ -173,6 +170,7 @@ def _is_inexact(value: Any) -> bool:
 
 
 def _check_variable(name: str, path: Path, leaf: Any) -> None:
+    """Refuse to average what is no Variable."""
     if not isinstance(leaf, Variable):
         raise TypeError(
             f"{name}: {show_path(path)} is a {type(leaf).__name__}; only Variables can "
@@ -181,24 +179,21 @@ def _check_variable(name: str, path: Path, leaf: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """An array of its own, of a type that stays the same; abstract ones as they are."""
+    """Return an array of its own, of a type that stays; abstract ones as they are."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     return jnp.array(value, jnp.result_type(value), copy=True)
 
 
-def _unfit(average: Variable[Any], leaf: Any) -> str:
-    """Why a leaf does not go with an average; empty when it does."""
+def _misfit_of_leaf(average: Variable[Any], leaf: Any) -> str:
+    """Return why a leaf of a model does not go with an average."""
     if isinstance(leaf, Variable) and type(leaf) is not type(average):
         return f"a {type(leaf).__name__}, expected a {type(average).__name__}"
-    old, structure = jax.tree.flatten(raw_value(average))
-    new, other = jax.tree.flatten(raw_value(leaf))
-    if structure != other:
-        return "another structure than the average"
-    for one, two in zip(old, new):
-        if np.shape(one) != np.shape(two):
-            return f"shape {np.shape(two)}, expected {np.shape(one)}"
-        dtype = jnp.result_type(two)
-        if not _is_inexact(two) or jnp.iscomplexobj(two) > jnp.iscomplexobj(one):
-            return f"dtype {dtype}, expected {jnp.result_type(one)}"
-    return ""
+    return misfit_of_values(average, leaf, _misfit_of_array)
+
+
+def _misfit_of_array(average: Any, value: Any) -> str:
+    """Return why an array cannot be averaged with another."""
+    if np.shape(value) == np.shape(average) and not _is_inexact(value):
+        return f"dtype {jnp.result_type(value)}, expected {jnp.result_type(average)}"
+    return misfit_of_arrays(average, value)

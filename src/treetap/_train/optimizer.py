@@ -9,6 +9,7 @@ and state in one go: when anything does not fit, nothing is changed.
 """
 
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -25,15 +26,23 @@ from treetap._core.trace_level import is_foreign, refuse_foreign_variable
 from treetap._core.trees.attributes import data
 from treetap._core.trees.build import as_pure
 from treetap._core.trees.filters import Filter, predicate_of
-from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.pytree import Pytree
 from treetap._core.trees.split import is_variable
-from treetap._core.trees.state import FlatState, State, flat_items, is_branch, nested
+from treetap._core.trees.state import FlatState, State, is_branch, nested
 from treetap._core.trees.update import misfit, update
+from treetap._core.variables.kinds import Param
+from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import has_mesh, kept
-from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
+from treetap._train.matching import (
+    gathered,
+    leaves_of,
+    misfit_of_arrays,
+    misfit_of_values,
+    raw_value,
+    refuse_misfits,
+)
 
 M = TypeVar("M")
 
@@ -52,129 +61,11 @@ class OptVariable(OptState[A]):
     """What an optimizer keeps for one parameter, with that parameter's metadata."""
 
 
-# Leaves by path.
-
-
-def raw_value(leaf: Any) -> Any:
-    """What a Variable holds, read from its Ref if it has one; other leaves as is."""
-    raw = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
-    return raw[...] if is_ref(raw) else raw
-
-
-def leaves_of(tree: Any, graph: bool, name: str) -> dict[Path, Any]:
-    """The Variables and other leaves of a tree by path; a bare leaf is at the root."""
-    found = take_apart(tree, graph, name)[1]
-    return dict(flat_items(found)) if isinstance(found, dict) else {(): found}
-
-
-def gathered(leaves: Mapping[Path, Any]) -> Any:
-    """Leaves by path as one State, or the bare leaf at the root."""
-    return leaves[()] if () in leaves else State(nested(leaves.items()))
-
-
-def complaint(first: str, problems: list[str], last: str) -> StructureError:
-    """An error that lists what does not fit."""
-    shown = "".join(f"\n  - {problem}" for problem in problems[:12])
-    more = f"\n  - and {len(problems) - 12} more" if len(problems) > 12 else ""
-    return StructureError(f"{first}{shown}{more}\n{last}")
-
-
-def differences(wanted: Iterable[Path], found: Iterable[Path]) -> list[str]:
-    """Paths that are missing, and paths that should not be there."""
-    wanted, found = dict.fromkeys(wanted), dict.fromkeys(found)
-    missing = [f"missing {show_path(path)}" for path in wanted if path not in found]
-    return missing + [f"unexpected {show_path(p)}" for p in found if p not in wanted]
-
-
-# Gradients.
-
-
-class _Gradients:
-    """Gradients in any of their forms, matched with parameters by path.
-
-    Args:
-        grads: A Module, State, dict or other tree of Variables or arrays.
-        graph: Whether shared references are kept.
-        name: The public method at work.
-    """
-
-    def __init__(self, grads: Any, graph: bool, name: str):
-        grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
-        self.name = name
-        self.leaves = leaves_of(grads, graph, name)
-        self.nested: Any = self.leaves.get(()) if () in self.leaves else {}
-        if () not in self.leaves:
-            self.nested = nested(self.leaves.items())
-        self.problems: list[str] = []
-
-    def matched(self, params: Mapping[Path, Any], others: Iterable[Path]) -> Any:
-        """The gradients of the parameters, as optax wants them.
-
-        Args:
-            params: The parameters' values by path.
-            others: Paths of the model that are not trained; gradients there are left
-                out.
-        """
-        found = {path: self.of(path, value) for path, value in params.items()}
-        known = {*params, *others}
-        for path in self.leaves:
-            if not any(path[:end] in known for end in range(len(path) + 1)):
-                self.problems.append(f"unexpected {show_path(path)}")
-        if self.problems:
-            raise complaint(
-                f"{self.name}: the gradients do not fit the parameters; nothing was "
-                "changed.",
-                self.problems,
-                "Pass the gradient of a loss with respect to the model: a Module, a "
-                "State or nested dicts with the model's own paths.",
-            )
-        return gathered(found)
-
-    def of(self, path: Path, param: Any) -> Any:
-        """The gradient of one parameter; what is wrong with it is noted."""
-        grad: Any = self.nested
-        for key in path:
-            if not is_branch(grad) or key not in grad:
-                self.problems.append(f"missing {show_path(path)}")
-                return None
-            grad = grad[key]
-        grad = raw_value(grad)
-        values, structure = jax.tree.flatten(param)
-        grads, other = jax.tree.flatten(grad)
-        if structure != other:
-            self.problems.append(
-                f"{show_path(path)}: {_kind(grad)}, expected {_kind(param)}"
-            )
-            return None
-        for one, value in zip(grads, values):
-            if problem := _unfit(one, value):
-                self.problems.append(f"{show_path(path)}: {problem}")
-        return grad
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" if is_container(value) else "an array"
-
-
-def _unfit(grad: Any, param: Any) -> str:
-    """Why an array cannot be the gradient of another; empty when it can."""
-    if not isinstance(grad, _ARRAYS):
-        return f"a {type(grad).__name__} where an array belongs"
-    dtype = jnp.result_type(param)
-    if getattr(grad, "dtype", None) == jax.dtypes.float0:
-        return f"no gradient: {dtype} has none. Choose fewer Variables with `wrt`"
-    if np.shape(grad) != np.shape(param):
-        return f"shape {np.shape(grad)}, expected {np.shape(param)}"
-    if jnp.iscomplexobj(grad) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return f"dtype {jnp.result_type(grad)} for a parameter of {dtype}"
-    return ""
-
-
 # The state of optax in Variables.
 
 
 class _Wrapping:
-    """Puts what optax keeps into Variables.
+    """Put what optax keeps into Variables.
 
     optax keeps trees like the parameters as States, because it is given a State: those
     whose paths are paths of parameters hold OptVariables.
@@ -187,7 +78,7 @@ class _Wrapping:
         self.taken = {id(leaf): leaf for leaf in jax.tree.leaves(list(raw))}
 
     def any(self, value: Any) -> Any:
-        """The wrapped form of anything optax keeps."""
+        """Wrap anything that optax keeps."""
         if isinstance(value, State) and _is_like(value, self.params):
             return State(self.like(value.raw_mapping, self.params))
         if is_container(value):
@@ -198,7 +89,7 @@ class _Wrapping:
         return value
 
     def like(self, values: Mapping[Any, Any], params: Mapping[Any, Any]) -> Any:
-        """The wrapped form of a tree like the parameters."""
+        """Wrap a tree like the parameters."""
         made = {}
         for key, value in values.items():
             param = params[key]
@@ -211,7 +102,7 @@ class _Wrapping:
         return made
 
     def own(self, value: Any) -> Any:
-        """An array that nobody else has, of a type that stays the same."""
+        """Return an array that nobody else has, of a type that stays the same."""
         if isinstance(value, jax.ShapeDtypeStruct):
             return value
         value = strong(value)
@@ -221,7 +112,7 @@ class _Wrapping:
         return value
 
     def of_parameter(self, param: Variable[Any], value: Any) -> OptVariable[Any]:
-        """What optax keeps for one parameter, placed as it or its metadata say."""
+        """Wrap what optax keeps for one parameter, placed as it or its metadata say."""
         raw = raw_value(param)
         metadata = param.get_metadata()
         is_told = "optimizer_sharding" in metadata
@@ -249,17 +140,19 @@ class _Wrapping:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return getattr(value, "shape", ())  # a container has none
+    """Return the shape of an array; nothing for a container."""
+    return getattr(value, "shape", ())
 
 
 def _unplaced(value: Any, metadata: dict[str, Any]) -> OptVariable[Any]:
+    """Return a Variable of a value that is where it belongs already."""
     if metadata["ref"]:
         value = jax.new_ref(value)
     return OptVariable.from_metadata(value, metadata)
 
 
 def strong(value: Any) -> Any:
-    """An array with a type of its own: a weak one would be traced anew as strong."""
+    """Return an array whose type is not weak: a weak one would be traced anew."""
     is_settled = isinstance(value, jax.Array) and not getattr(value, "weak_type", False)
     return value if is_settled else jnp.asarray(value, jnp.result_type(value))
 
@@ -275,7 +168,7 @@ def _is_like(values: Any, params: Any) -> bool:
 
 
 def _annotation(annotation: Any, value: Any, param: Any) -> Any:
-    """A parameter's sharding for an array of another shape; None when it has none."""
+    """Return a parameter's sharding for an array of another shape, if there is one."""
     extra = len(_shape(value)) - len(_shape(param))
     is_names = isinstance(annotation, tuple | list | PartitionSpec)
     if extra < 0 or not is_names or _shape(value)[extra:] != _shape(param):
@@ -284,7 +177,7 @@ def _annotation(annotation: Any, value: Any, param: Any) -> Any:
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
-    """How a concrete or abstract array lies on a mesh."""
+    """Return how a concrete or abstract array lies on a mesh, if it does."""
     is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     if not is_known and not isinstance(value, jax.ShapeDtypeStruct):
         return None
@@ -292,7 +185,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 def _left_in_place(leaf: Any, value: Any) -> Any:
-    """A new value, to lie as the Variable that it is for."""
+    """Return a new value that lies as the Variable that it is for."""
     if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
         return value
     return jax.tree.map(functools.partial(kept, metadata=leaf._metadata), value)
@@ -337,40 +230,70 @@ class Optimization(Pytree):
         return self._wrt.value
 
     def _parameters(self, model: Any, name: str) -> tuple[dict[Path, Any], list[Path]]:
-        """What of the model is trained, by path, and the paths of the rest."""
+        """Return what of the model is trained, by path, and the paths of the rest."""
         leaves = leaves_of(model, resolve_graph(self.graph), name)
         wanted = predicate_of(self.wrt)
         chosen = {path: leaf for path, leaf in leaves.items() if wanted(path, leaf)}
         return chosen, [path for path in leaves if path not in chosen]
 
+    def _matched(
+        self, grads: Any, params: Mapping[Path, Any], others: Iterable[Path], name: str
+    ) -> Any:
+        """Return the gradients of the parameters, as optax wants them.
+
+        Args:
+            grads: A Module, State, dict or other tree of Variables or arrays.
+            params: The parameters' values by path.
+            others: Paths of the model that are not trained; gradients there are left
+                out.
+            name: The public method at work.
+        """
+        grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
+        leaves = leaves_of(grads, resolve_graph(self.graph), name)
+        tree = leaves[()] if () in leaves else nested(leaves.items())
+        inside = {path: _inside(tree, path) for path in params}
+        found = {path: raw_value(g) for path, g in inside.items() if g is not MISSING}
+        known = {*params, *others}
+        refuse_misfits(
+            f"{name}: the gradients do not fit the parameters",
+            params,
+            found,
+            compare=_misfit_of_gradient,
+            unexpected=[path for path in leaves if not _is_below(path, known)],
+            remedy="Pass the gradient of a loss with respect to the model: a Module, a "
+            "State or nested dicts with the model's own paths.",
+        )
+        return gathered(found)
+
     def _take_step(self, model: Any, grads: Any, options: dict[str, Any]) -> Any:
-        """Computes one step, then writes it into the model and the state."""
+        """Compute one step, then write it into the model and the state."""
         import optax
 
         name = f"{type(self).__name__}.update"
         params, others = self._parameters(model, name)
         if self._paths != tuple(params):
-            raise complaint(
+            known = dict.fromkeys(self._paths)
+            refuse_misfits(
                 f"{name}: the model does not have the parameters that the optimizer "
-                "was made for; nothing was changed.",
-                differences(self._paths, params),
-                "Make a new optimizer for this model.",
+                "was made for",
+                known,
+                params,
+                unexpected=[path for path in params if path not in known],
+                remedy="Make a new optimizer for this model.",
             )
         raw = {path: raw_value(leaf) for path, leaf in params.items()}
-
-        def matched(given: Any) -> Any:
-            graph = resolve_graph(self.graph)
-            return _Gradients(given, graph, name).matched(raw, others)
-
         pure = gathered(raw)
         options = {
             # A line search wants the gradient in the form of the parameters.
-            key: matched(value) if key == "grad" else as_pure(value)
+            key: self._matched(value, raw, others, name)
+            if key == "grad"
+            else as_pure(value)
             for key, value in options.items()
         }
         held, structure = self._held(name)
         state = structure.unflatten(map(raw_value, held))
-        updates, state = self.tx.update(matched(grads), state, pure, **options)
+        grads = self._matched(grads, raw, others, name)
+        updates, state = self.tx.update(grads, state, pure, **options)
         changed = optax.apply_updates(pure, updates)
         changed = jax.tree.map(
             _left_in_place, gathered(params), changed, is_leaf=is_variable
@@ -386,8 +309,8 @@ class Optimization(Pytree):
         return updates
 
     def _held(self, name: str) -> tuple[list[Any], Any]:
-        """The Variables of the state, and the structure they stand in."""
-        held, structure = jax.tree.flatten(self.opt_state, is_leaf=_is_variable)
+        """Return the Variables of the state, and the structure they stand in."""
+        held, structure = jax.tree.flatten(self.opt_state, is_leaf=is_variable)
         if any(isinstance(leaf, _ARRAYS) for leaf in held):
             raise StructureError(
                 f"{name}: `opt_state` holds bare arrays, which cannot be changed in "
@@ -397,7 +320,7 @@ class Optimization(Pytree):
         return held, structure
 
     def _write(self, model: Any, changed: Any, held: Any, values: Any) -> None:
-        """Writes the results; all that can fail comes first."""
+        """Write the results; all that can fail comes first."""
         known, others = {}, []
         for number, (variable, value) in enumerate(zip(held, values)):
             if not isinstance(variable, Variable):
@@ -418,12 +341,35 @@ class Optimization(Pytree):
             variable.set_value(value)
 
 
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, Variable)
+def _inside(tree: Any, path: Path) -> Any:
+    """Return what stands at a path of nested mappings, or MISSING."""
+    for key in path:
+        tree = tree.get(key, MISSING) if is_branch(tree) else MISSING
+    return tree
+
+
+def _is_below(path: Path, known: set[Path]) -> bool:
+    """Whether a path is one of those known, or goes on from one."""
+    return any(path[:end] in known for end in range(len(path) + 1))
+
+
+def _misfit_of_gradient(param: Any, grad: Any) -> str:
+    """Return why a value cannot be the gradient of another."""
+    return misfit_of_values(param, grad, _misfit_of_gradient_array)
+
+
+def _misfit_of_gradient_array(param: Any, grad: Any) -> str:
+    """Return why an array cannot be the gradient of another."""
+    if not isinstance(grad, _ARRAYS):
+        return f"a {type(grad).__name__} where an array belongs"
+    if getattr(grad, "dtype", None) == jax.dtypes.float0:
+        dtype = jnp.result_type(param)
+        return f"no gradient: {dtype} has none. Choose fewer Variables with `wrt`"
+    return misfit_of_arrays(param, grad)
 
 
 def _check_parameters(name: str, params: Mapping[Path, Any], wrt: Filter) -> None:
-    """Refuses a choice of nothing, and of what cannot be trained."""
+    """Refuse a choice of nothing, and of what cannot be trained."""
     if not params:
         raise FilterError(
             f"{name}: wrt={wrt!r} takes nothing of the model, so there is nothing to "
@@ -475,7 +421,7 @@ class Optimizer(Optimization, Generic[M]):
         super().__init__(model, tx, wrt, graph)
 
     def update(self, model: M, grads: Any, **kwargs: Any) -> Any:
-        """Takes one step: changes the model and the state, in place.
+        """Take one step: change the model and the state, in place.
 
         Args:
             model: The model, of the structure the optimizer was made for.
@@ -497,3 +443,42 @@ class Optimizer(Optimization, Generic[M]):
                 "it to `update(model, grads)`."
             )
         return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from type checkers
+
+
+class ModelAndOptimizer(Optimization):
+    """Deprecated: a model with its optimizer in one object; use `Optimizer`.
+
+    NNX programs written before the two were parted still use it.
+
+    Args:
+        model: The model; the attribute `model` afterwards.
+        tx: An optax transformation.
+        wrt: A filter: what is trained.
+        graph: Keep shared references in the model instead of refusing them.
+
+    Examples:
+        >>> import warnings, optax, treetap as tt
+        >>> from treetap._train.optimizer import ModelAndOptimizer
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     both = ModelAndOptimizer(tt.Dict(w=tt.Param(2.0)), optax.sgd(0.5))
+        >>> _ = both.update({"w": 1.0})
+        >>> float(both.model.w)
+        1.5
+    """
+
+    def __init__(
+        self, model: Any, tx: Any, *, wrt: Filter = Param, graph: bool | None = None
+    ) -> None:
+        depth = type(self).__mro__.index(ModelAndOptimizer)  # of `super().__init__`
+        warnings.warn(
+            "ModelAndOptimizer is deprecated; keep the model beside an `Optimizer` and "
+            "call `optimizer.update(model, grads)`.",
+            DeprecationWarning,
+            stacklevel=3 + depth,
+        )
+        super().__init__(model, tx, wrt, graph)
+        self.model = model
+
+    def update(self, grads: Any, /, **kwargs: Any) -> Any:
+        """Take one step, as `Optimizer.update` does, of the model inside."""
+        return self._take_step(self.model, grads, kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 from treetap._core import settings
 from treetap._core.variables.kinds import Param
-from treetap._train import ema, model_and_optimizer, optimizer
+from treetap._train import ema, optimizer
 
 # The functions that take `graph`, and those that take `graph_updates` too.
 GRAPH = """
@@ -88,7 +88,7 @@ class Optimizer(optimizer.Optimizer[Any]):
         super().__init__(model, tx, wrt=wrt, graph=_graph_mode(graph))
 
 
-class ModelAndOptimizer(model_and_optimizer.ModelAndOptimizer):
+class ModelAndOptimizer(optimizer.ModelAndOptimizer):
     """Deprecated: a model with its optimizer in one object; use `Optimizer`.
 
     Args:
