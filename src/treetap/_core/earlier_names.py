@@ -47,7 +47,7 @@ MOVED = {  # folders as well: what is in one has kept its name there, or stands 
 }
 
 
-def present_name(name: str) -> str | None:
+def _moved_to(name: str) -> str | None:
     """What a module that moved is called now; None for one that is where it was."""
     if name in MOVED:
         return MOVED[name]
@@ -77,7 +77,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith(PACKAGE):
             return None
-        moved = present_name(fullname.removeprefix(PACKAGE))
+        moved = _moved_to(fullname.removeprefix(PACKAGE))
         if moved is None:
             return None
         return ModuleSpec(fullname, _Loader(PACKAGE + moved))
@@ -92,9 +92,8 @@ def present_name(name: str) -> str:
         'treetap._core.variables.kinds.Param'
     """
     module, _, own = name.removeprefix(PACKAGE).rpartition(".")
-    if name.startswith(PACKAGE) and module in MOVED:
-        return f"{PACKAGE}{MOVED[module]}.{own}"
-    return name
+    moved = _moved_to(module) if name.startswith(PACKAGE) else None
+    return name if moved is None else f"{PACKAGE}{moved}.{own}"
 
 
 def install() -> None:
