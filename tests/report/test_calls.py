@@ -52,7 +52,8 @@ def told(model, *args, method="__call__", **kwargs):
     """Path, method and times of each call."""
     calls = recorded(model, method, args, kwargs, "test")
     return [
-        ("/".join(map(str, call.path)), call.note.method, call.times) for call in calls
+        ("/".join(map(str, call.path)), call.note.given.method, call.times)
+        for call in calls
     ]
 
 

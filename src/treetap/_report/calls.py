@@ -2,7 +2,8 @@
 """Calls: which methods of Modules run in a call of a model, and with what.
 
 The model is traced, not run, on copies of its objects. Each method emits one tap at its
-start, whose structure holds a `Note` of the call; so the notes are in the jaxpr, and a
+start, whose structure holds a `Note` of the call. No session takes these taps out: they
+stay in the jaxpr, also where no capture can go, as in the condition of a `while`, and a
 function that is traced once and called for many layers tells of each. `recorded` reads
 them off, in the order in which the calls start, loops and mappings counted. Nothing is
 written on a class or an object.
@@ -10,7 +11,7 @@ written on a class or an object.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,46 +35,127 @@ from treetap._core.trees.sharing import places
 from treetap._core.variables.values import is_ref
 from treetap._modules.methods import is_wrapped
 from treetap._report.texts import arguments_text, is_array, text_of
-from treetap._transforms.lift.lift import Inputs, Lift
+from treetap._transforms.lift.lift import Lift
+
+QUIET = Listening(frozenset(), None, False)  # hears nothing; `sow` stores nothing
 
 
-class Frozen(NamedTuple):
-    """Arguments without their values: a description, and abstract or static leaves.
+class Run(NamedTuple):
+    """A call that was traced.
 
     Attributes:
-        definition: What to rebuild them from.
-        leaves: In order; an array is its shape and type.
+        out: The result.
+        leaves: The Variables and plain values of the arguments.
+        known: What is known of the paths of Modules.
     """
 
+    out: Any
+    leaves: list[Any]
+    known: Roots
+
+
+class MethodCall(NamedTuple):
+    """A call of a method of an object, without its values.
+
+    Attributes:
+        method: The name of the method.
+        definition: What to rebuild object and arguments from.
+        tree: The structure of what the Variables and other leaves hold.
+        leaves: What is in that: arrays as shapes and types, and what is static.
+    """
+
+    method: str
     definition: Any
+    tree: Any
     leaves: tuple[Any, ...]
 
-    def thawed(self) -> Any:
-        """The arguments, around abstract values."""
-        return regrow(self.definition, self.leaves)[0]
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays, as shapes and types."""
+        return [leaf for leaf in self.leaves if is_array(leaf)]
+
+    @property
+    def node(self) -> Any:
+        """The object, around shapes and types."""
+        return self.rebuilt(self.arrays)[0]["args"][0]
+
+    def rebuilt(self, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Object and arguments around other arrays, and their Variables and leaves."""
+        supply = iter(arrays)
+        leaves = [next(supply) if is_array(leaf) else leaf for leaf in self.leaves]
+        return regrow(self.definition, self.tree.unflatten(leaves))
+
+    def run(self, arrays: Sequence[Any], asked: Listening = QUIET) -> Run:
+        """Calls the method as in a capture; taps that are heard stay where they are.
+
+        So `sow` and `perturb` do not store anything, and do not complain.
+        """
+        tree, leaves = self.rebuilt(arrays)
+        (node, args), kwargs = tree["args"], tree["kwargs"]
+        bound = getattr(node, self.method)
+
+        def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return bound(*args, **kwargs)
+
+        roots = roots_of(bound, args, kwargs)
+        with listening(listening.value), rooted(roots) as known, listening(asked):
+            if asked is QUIET or is_wrapped(getattr(type(node), self.method)):
+                out = bound(*args, **kwargs)
+            else:  # nobody else tells of it
+                with inside(node):
+                    out = _told(self.method, call, node, args, kwargs)
+        return Run(out, leaves, known)
 
 
+def taken_apart(
+    node: Any, method: str, args: Any, kwargs: Any, name: str = "summary"
+) -> tuple[MethodCall, list[Any]]:
+    """A call of a method, and the values that are left out of it.
+
+    Args:
+        node: The object.
+        method: The name of its method.
+        args: The arguments, concrete or abstract; what is not an array is static.
+        kwargs: Keyword arguments.
+        name: The public function at work, for messages.
+    """
+    inputs = Lift(name, Mode.GRAPH).inputs((node, args), kwargs)
+    values, tree = jax.tree.flatten(inputs.values(), is_leaf=is_ref)
+    leaves = tuple(map(_abstract, values))
+    return MethodCall(method, inputs.definition, tree, leaves), values
+
+
+def _abstract(value: Any) -> Any:
+    """An array as its shape and type; anything else as it is."""
+    if not is_array(value) and not is_ref(value):
+        return value
+    made = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    if not isinstance(value, jax.Array):
+        return made
+    kind: Any = jax.typeof(value)
+    made = made.update(weak_type=kind.weak_type)
+    # Where shardings are part of types, operations check them.
+    axes = set(kind.sharding.mesh.axis_types)
+    return made.update(sharding=kind.sharding) if axes == {AxisType.Explicit} else made
+
+
+@dataclass(eq=False, slots=True)
 class Note:
     """What a call of a method says of itself.
 
     Attributes:
         kind: The class of the Module.
-        method: The name of the method.
         inputs: The arguments, as text.
-        outputs: The result, as text; None if the method did not return.
-        given: Module and arguments, as `Frozen`.
+        given: Module, method and arguments.
         shapes: The shapes of the values that the tap was given.
+        outputs: The result, as text; None if the method did not return.
     """
 
-    __slots__ = ("given", "inputs", "kind", "method", "outputs", "shapes")
-
-    def __init__(self, kind: type, method: str, inputs: str, given: Frozen):
-        self.kind = kind
-        self.method = method
-        self.inputs = inputs
-        self.outputs: str | None = None
-        self.given = given
-        self.shapes: tuple[tuple[int, ...], ...] = ()
+    kind: type
+    inputs: str
+    given: MethodCall
+    shapes: tuple[tuple[int, ...], ...]
+    outputs: str | None = None
 
 
 @register_dataclass
@@ -86,6 +168,19 @@ class Start:
 
 
 CALLS = Listening(frozenset({Start}), None, False)
+
+
+def _told(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a method, and tells of it: what `around_methods` is given."""
+    given, values = taken_apart(module, name, args, kwargs)
+    arrays = [value for value in values if isinstance(value, jax.Array)] or [TICKET]
+    shapes = tuple(np.shape(value) for value in arrays)
+    note = Note(type(module), arguments_text(args, kwargs), given, shapes)
+    leaves, tree = jax.tree.flatten(Start(arrays, note))
+    bind_tap(Label(name, Start, "call", tree), leaves)
+    out = fn(module, *args, **kwargs)
+    note.outputs = text_of(out)
+    return out
 
 
 class Call(NamedTuple):
@@ -102,131 +197,24 @@ class Call(NamedTuple):
     times: int | None
 
 
-def abstract(value: Any) -> Any:
-    """An array as its shape and type; anything else as it is."""
-    if not is_array(value) and not is_ref(value):
-        return value
-    made = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    if not isinstance(value, jax.Array):
-        return made
-    kind: Any = jax.typeof(value)
-    made = made.update(weak_type=kind.weak_type)
-    # Where shardings are part of types, operations check them.
-    axes = set(kind.sharding.mesh.axis_types)
-    return made.update(sharding=kind.sharding) if axes == {AxisType.Explicit} else made
-
-
-SUMMARY = Lift("summary", Mode.GRAPH)
-
-
-def frozen(inputs: Inputs) -> Frozen:
-    """Arguments that were taken apart, without their values."""
-    leaves = jax.tree.map(abstract, tuple(inputs.values()), is_leaf=is_ref)
-    return Frozen(inputs.definition, leaves)
-
-
-def told(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a method, and tells of it: what `around_methods` is given."""
-    inputs = SUMMARY.inputs((module, args), kwargs)
-    note = Note(type(module), name, arguments_text(args, kwargs), frozen(inputs))
-    found = jax.tree.leaves(inputs.values(), is_leaf=is_ref)
-    arrays = [value for value in found if isinstance(value, jax.Array)]
-    arrays = arrays or [TICKET]
-    note.shapes = tuple(np.shape(value) for value in arrays)
-    leaves, tree = jax.tree.flatten(Start(arrays, note))
-    bind_tap(Label(name, Start, "call", tree), leaves)
-    out = fn(module, *args, **kwargs)
-    note.outputs = text_of(out)
-    return out
-
-
 def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[Call]:
     """The calls in a call of a method, itself first, in the order they start.
 
-    Args:
-        node: The object; it is not changed.
-        method: The name of its method.
-        args: The arguments, concrete or abstract; what is not an array is static.
-        kwargs: Keyword arguments.
-        name: The public function at work, for messages.
+    The object is not changed; the arguments are as for `taken_apart`.
     """
-    inputs = Lift(name, Mode.GRAPH).inputs((node, args), kwargs)
-    arrays, restore = parted(inputs.values())
+    given, _ = taken_apart(node, method, args, kwargs, name)
     known: list[Roots] = []
 
     def pure(arrays: list[Any]) -> None:
-        with around_methods(around_methods.value), around_methods(told):
-            run = run_quietly(inputs.definition, restore(arrays), method, CALLS)
-        known.append(run.known)
+        with around_methods(around_methods.value), around_methods(_told):
+            known.append(given.run(arrays, CALLS).known)
 
-    jaxpr = jax.make_jaxpr(pure)(arrays)
+    jaxpr = jax.make_jaxpr(pure)(given.arrays)
     names = _Names(node)
-    found = _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
-    calls = (
-        Call(resolve(scopes, known[0]).path, note, times)
-        for scopes, note, times in found
-    )
-    return [call._replace(path=names.path_of(call)) for call in calls]
-
-
-class Run(NamedTuple):
-    """A call that was traced.
-
-    Attributes:
-        out: The result.
-        leaves: The Variables and plain values of the arguments.
-        known: What the capture knows that was open.
-    """
-
-    out: Any
-    leaves: list[Any]
-    known: Roots
-
-
-QUIET = Listening(frozenset(), None, False)
-
-
-def run_quietly(
-    definition: Any, leaves: Any, method: str, asked: Listening = QUIET
-) -> Run:
-    """Calls a method of an object that is built anew, as in a capture.
-
-    So `sow` and `perturb` do not store anything, and do not complain.
-
-    Args:
-        definition: Of object and arguments, as `told` takes them apart.
-        leaves: Their values.
-        method: The name of the method.
-        asked: Which taps are heard.
-    """
-    tree, built = regrow(definition, leaves)
-    (node, args), kwargs = tree["args"], tree["kwargs"]
-    bound = getattr(node, method)
-    roots = roots_of(bound, args, kwargs)
-
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return bound(*args, **kwargs)
-
-    with listening(listening.value), rooted(roots) as known, listening(asked):
-        if asked is QUIET or is_wrapped(getattr(type(node), method)):
-            out = bound(*args, **kwargs)
-        else:  # nobody else tells of it
-            with inside(node):
-                out = told(method, call, node, args, kwargs)
-    return Run(out, built, known)
-
-
-def parted(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays in a tree, and what puts them back among the static leaves."""
-    leaves, tree = jax.tree.flatten(values, is_leaf=is_ref)
-    traced = [is_array(leaf) or is_ref(leaf) for leaf in leaves]
-
-    def restore(arrays: list[Any]) -> Any:
-        supply = iter(arrays)
-        pairs = zip(leaves, traced)
-        return tree.unflatten(next(supply) if flag else x for x, flag in pairs)
-
-    return [leaf for leaf, flag in zip(leaves, traced) if flag], restore
+    return [
+        names.call(resolve(scopes, known[0]).path, note, times)
+        for scopes, note, times in _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
+    ]
 
 
 def _notes_in(
@@ -278,37 +266,39 @@ class _Names:
         for path, value, _ in places(root):
             if isinstance(value, Node):
                 self.nodes.setdefault(path, value)
-        self.known: dict[Path, Path] = {}
+        self.known: dict[Path, Path] = {}  # from what scopes say
 
-    def path_of(self, call: Call) -> Path:
-        """The path that the model has for the Module of a call."""
-        path, note = call.path, call.note
-        for end in range(len(path) - 1, 0, -1):
-            if path[:end] in self.known:
-                path = (*self.known[path[:end]], *path[end:])
+    def call(self, told: Path, note: Note, times: int | None) -> Call:
+        """A call, under the path that the model has for what scopes told."""
+        path = told
+        for end in range(len(told) - 1, 0, -1):
+            if told[:end] in self.known:
+                path = (*self.known[told[:end]], *told[end:])
                 break
-        if path in self.nodes or not path or path[-1] != note.kind.__name__:
-            return path
-        around = path[:-1]
-        slices = {
+        if path not in self.nodes and path and path[-1] == note.kind.__name__:
+            self.known.pop(told, None)
+            found = self._sliced(path[:-1], note, times)
+            if found is not None:
+                path = self.known[told] = found
+        return Call(path, note, times)
+
+    def _sliced(self, around: Path, note: Note, times: int | None) -> Path | None:
+        """The only object below a path that holds as many such Modules, or any."""
+        counts = {
             place: _slices(note, node)
             for place, node in self.nodes.items()
             if type(node) is note.kind and place[: len(around)] == around
         }
-        as_many = [place for place, count in slices.items() if count == call.times]
-        fitting = as_many or [place for place, count in slices.items() if count]
-        self.known.pop(call.path, None)
-        if len(fitting) != 1:
-            return path
-        self.known[call.path] = fitting[0]
-        return fitting[0]
+        as_many = [place for place, count in counts.items() if count == times]
+        fitting = as_many or [place for place, count in counts.items() if count]
+        return fitting[0] if len(fitting) == 1 else None
 
 
 def _slices(note: Note, node: Any) -> int:
     """How many Modules such as was called an object may hold, stacked; 0 if none."""
-    module, _ = note.given.thawed()["args"]
-    one, two = (frozen(Inputs(x, SUMMARY)) for x in (module, node))
-    parts, wholes = jax.tree.leaves(one.leaves), jax.tree.leaves(two.leaves)
+    parts, wholes = (
+        taken_apart(x, "", (), {})[0].leaves for x in (note.given.node, node)
+    )
     if len(parts) != len(wholes) or not all(map(_is_part, parts, wholes)):
         return 0
     pairs = [(x.size, y.size) for x, y in zip(parts, wholes) if is_array(x)]

@@ -18,7 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._core.variables.variable import raw_values
-from treetap._report.calls import Note, parted, run_quietly
+from treetap._report.calls import Note
 from treetap._report.texts import is_array
 
 Program = Callable[[list[Any]], Any]
@@ -39,9 +39,9 @@ class Flops:
         return self._of(note, _with_derivatives)
 
     def _of(self, note: Note, make: Callable[[Note], Any]) -> int | None:
-        leaves, tree = jax.tree.flatten(note.given.leaves)
+        leaves = note.given.leaves
         types = tuple((x.shape, x.dtype) if is_array(x) else x for x in leaves)
-        key = make, note.kind, note.method, note.given.definition, tree, types
+        key = make, note.kind, note.given._replace(leaves=types)
         try:
             if key not in self._known:
                 self._known[key] = _counted(*make(note))
@@ -52,15 +52,14 @@ class Flops:
 
 def _forward(note: Note) -> tuple[Program, list[Any]]:
     """A call as a function of arrays: its results, and what Variables come to hold."""
-    arrays, restore = parted(note.given.leaves)
 
     def program(arrays: list[Any]) -> Any:
-        run = run_quietly(note.given.definition, restore(arrays), note.method)
+        run = note.given.run(arrays)
         given = set(map(id, arrays))
         held = _arrays_in(raw_values(run.leaves))
         return _arrays_in(run.out), [x for x in held if id(x) not in given]
 
-    return program, arrays
+    return program, note.given.arrays
 
 
 def _with_derivatives(note: Note) -> tuple[Program, list[Any]]:

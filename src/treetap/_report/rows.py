@@ -201,12 +201,12 @@ def entries_of(
         note = call.note
         module = at.get(call.path)
         if module is None:  # not part of the model: an argument, or made on the way
-            module = note.given.thawed()["args"][0]
+            module = note.given.node
         parameters = parameters_of(leaves_below(module))
         row = Row(
             path=call.path,
             type=note.kind,
-            method=note.method,
+            method=note.given.method,
             inputs=note.inputs,
             outputs=note.outputs or "",
             calls=call.times,
@@ -225,7 +225,7 @@ def _distinct(calls: Iterable[Call]) -> list[Call]:
     """One call for each Module, method and types of arguments; times are added."""
     found: dict[Any, Call] = {}
     for call in calls:
-        key = call.path, call.note.method, call.note.inputs
+        key = call.path, call.note.given.method, call.note.inputs
         if key in found:
             counts = found[key].times, call.times
             times = None if None in counts else sum(n for n in counts if n is not None)
