@@ -4,35 +4,30 @@
 They are JAX's own (`jax.nn.initializers`), with factories for zeros and ones beside.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-from jax.nn.initializers import (
-    Initializer,
-    constant,
-    delta_orthogonal,
-    glorot_normal,
-    glorot_uniform,
-    he_normal,
-    he_uniform,
-    kaiming_normal,
-    kaiming_uniform,
-    lecun_normal,
-    lecun_uniform,
-    normal,
-    ones,
-    orthogonal,
-    truncated_normal,
-    uniform,
-    variance_scaling,
-    xavier_normal,
-    xavier_uniform,
-    zeros,
-)
+from jax.nn.initializers import Initializer as Initializer
+from jax.nn.initializers import constant as constant
+from jax.nn.initializers import delta_orthogonal as delta_orthogonal
+from jax.nn.initializers import glorot_normal as glorot_normal
+from jax.nn.initializers import glorot_uniform as glorot_uniform
+from jax.nn.initializers import he_normal as he_normal
+from jax.nn.initializers import he_uniform as he_uniform
+from jax.nn.initializers import kaiming_normal as kaiming_normal
+from jax.nn.initializers import kaiming_uniform as kaiming_uniform
+from jax.nn.initializers import lecun_normal as lecun_normal
+from jax.nn.initializers import lecun_uniform as lecun_uniform
+from jax.nn.initializers import normal as normal
+from jax.nn.initializers import ones as ones
+from jax.nn.initializers import orthogonal as orthogonal
+from jax.nn.initializers import truncated_normal as truncated_normal
+from jax.nn.initializers import uniform as uniform
+from jax.nn.initializers import variance_scaling as variance_scaling
+from jax.nn.initializers import xavier_normal as xavier_normal
+from jax.nn.initializers import xavier_uniform as xavier_uniform
+from jax.nn.initializers import zeros as zeros
 
 
-def zeros_init() -> Callable[..., Any]:
-    """An initializer that gives zeros.
+def zeros_init() -> Initializer:
+    """Return an initializer that gives zeros.
 
     Examples:
         >>> import jax, treetap as tt
@@ -42,32 +37,9 @@ def zeros_init() -> Callable[..., Any]:
     return zeros
 
 
-def ones_init() -> Callable[..., Any]:
-    """An initializer that gives ones."""
+def ones_init() -> Initializer:
+    """Return an initializer that gives ones."""
     return ones
 
 
-__all__ = [
-    "Initializer",
-    "constant",
-    "delta_orthogonal",
-    "glorot_normal",
-    "glorot_uniform",
-    "he_normal",
-    "he_uniform",
-    "kaiming_normal",
-    "kaiming_uniform",
-    "lecun_normal",
-    "lecun_uniform",
-    "normal",
-    "ones",
-    "ones_init",
-    "orthogonal",
-    "truncated_normal",
-    "uniform",
-    "variance_scaling",
-    "xavier_normal",
-    "xavier_uniform",
-    "zeros",
-    "zeros_init",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))  # noqa: PLE0605 - a list, of what is above  # pyright: ignore[reportUnsupportedDunderAll] - each is imported as itself

@@ -56,38 +56,37 @@ class Metric(Pytree):
     """
 
     def __init__(self) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__}: Must override `__init__()` method."
-        )
+        raise _not_defined(self, "__init__")
 
     def reset(self) -> None:
-        """Forgets all batches."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: Must override `reset()` method."
-        )
+        """Forget all batches."""
+        raise _not_defined(self, "reset")
 
     def update(self, **kwargs: Any) -> None:
-        """Takes a batch into account.
+        """Take a batch into account.
 
         Args:
             **kwargs: What the metric needs, by name; other names are left alone.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: Must override `update()` method."
-        )
+        raise _not_defined(self, "update")
 
     def compute(self) -> Any:
-        """The result for all batches since the last `reset`."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: Must override `compute()` method."
-        )
+        """Return the result for all batches since the last `reset`."""
+        raise _not_defined(self, "compute")
 
     def split(self, *filters: Filter) -> Any:
-        """As `treetap.split(metric, *filters)`."""
+        """Split the metric, as `treetap.split(metric, *filters)` does."""
         return split(self, *filters)
 
 
+def _not_defined(metric: Metric, method: str) -> NotImplementedError:
+    """Return the error for a method that a metric has to define."""
+    name = type(metric).__name__
+    return NotImplementedError(f"{name}: Must override `{method}()` method.")
+
+
 def _value_of(given: Any) -> Any:
+    """Return what a Variable holds; other values as they are."""
     return given.get_value() if isinstance(given, Variable) else given
 
 
@@ -103,9 +102,8 @@ class _Batch:
     def __init__(self, name: str, values: Any, mask: Any):
         values, mask = _value_of(values), _value_of(mask)
         is_number = isinstance(values, bool | int | float)
-        if not is_number and not isinstance(
-            values, jax.Array | np.ndarray | np.generic
-        ):
+        is_array = isinstance(values, jax.Array | np.ndarray | np.generic)
+        if not (is_number or is_array):
             raise TypeError(
                 f"{name}: the values are a {type(values).__name__}; give an array or a "
                 "number."
@@ -125,6 +123,7 @@ class _Batch:
             self._take_mask(name, jnp.asarray(mask) != 0)
 
     def _take_mask(self, name: str, keep: jax.Array) -> None:
+        """Leave out the entries where a mask is zero."""
         shapes = self.values.shape, keep.shape
         try:
             shape = jnp.broadcast_shapes(*shapes)
@@ -138,20 +137,22 @@ class _Batch:
         self.size = self.keep.sum()
 
     def sum(self, values: jax.Array) -> jax.Array:
-        """The sum of those values that count."""
+        """Return the sum of those values that count."""
         return jnp.where(self.keep, values, 0).sum()
 
 
 def _wide(dtype: Any) -> Any:
+    """Return the dtype to add up in."""
     return dtype if dtype == jnp.float64 else jnp.float32
 
 
 def _zero(dtype: Any) -> MetricState[Any]:
+    """Return a state that begins at zero."""
     return MetricState(jnp.zeros((), dtype))
 
 
 def _argument(name: str, argname: str, kwargs: Mapping[str, Any]) -> Any:
-    """The keyword argument a metric was told to look at."""
+    """Return the keyword argument a metric was told to look at."""
     if argname not in kwargs:
         raise TypeError(
             f"{name}: Expected keyword argument {argname!r}, got {sorted(kwargs)}."
@@ -172,15 +173,16 @@ class _Mean(Metric):
         self.count = _zero(jnp.int32)
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Forget all batches."""
         self.total[...] = 0.0
         self.count[...] = 0
 
     def compute(self) -> jax.Array:
-        """The mean; nan when nothing was counted."""
+        """Return the mean; nan when nothing was counted."""
         return self.total / self.count
 
     def _add(self, batch: _Batch) -> None:
+        """Add a batch; both sums are computed before one is written."""
         total = self.total + batch.sum(batch.values)
         count = self.count + batch.size
         self.total[...] = total
@@ -188,7 +190,7 @@ class _Mean(Metric):
 
 
 class Average(_Mean):
-    """The mean of all values.
+    """Average all values.
 
     Args:
         argname: The keyword argument of `update` that has the values.
@@ -207,7 +209,7 @@ class Average(_Mean):
         self.argname = argname
 
     def update(self, **kwargs: Any) -> None:
-        """Adds values.
+        """Add values.
 
         Args:
             **kwargs: The values under the metric's `argname`, an array or a number;
@@ -218,7 +220,7 @@ class Average(_Mean):
 
 
 class Accuracy(_Mean):
-    """How often the prediction is right.
+    """Count how often the prediction is right, as a share.
 
     Args:
         threshold: For binary classification: logits from here on mean yes. Without it
@@ -243,7 +245,7 @@ class Accuracy(_Mean):
         self.threshold = threshold
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
-        """Adds predictions.
+        """Add predictions.
 
         Args:
             logits: Scores; the last axis has the classes, unless there is a threshold.
@@ -258,18 +260,18 @@ class Accuracy(_Mean):
                 f"Accuracy.update: Expected labels to be integers, got {labels.dtype}."
             )
         if self.threshold is None:
-            _check_shapes(
-                "multi-class", "labels.ndim+1", logits, labels, labels.ndim + 1
-            )
+            _check_shapes("multi-class", logits, labels, class_axes=1)
             correct = logits.argmax(axis=-1) == labels
         else:
-            _check_shapes("binary", "labels.ndim", logits, labels, labels.ndim)
+            _check_shapes("binary", logits, labels, class_axes=0)
             correct = (logits >= self.threshold) == (labels > 0)
         self._add(_Batch("Accuracy.update", correct, mask))
 
 
-def _check_shapes(what: str, rank: str, logits: Any, labels: Any, ndim: int) -> None:
-    if logits.ndim != ndim:
+def _check_shapes(what: str, logits: Any, labels: Any, class_axes: int) -> None:
+    """Refuse logits that do not go with labels."""
+    if logits.ndim != labels.ndim + class_axes:
+        rank = "labels.ndim+1" if class_axes else "labels.ndim"
         raise ValueError(
             f"Accuracy.update: For {what} classification, expected "
             f"logits.ndim=={rank}, got {logits.ndim} and {labels.ndim}."
@@ -297,12 +299,12 @@ class Statistics:
     standard_deviation: Any
 
     def replace(self, **changes: Any) -> "Statistics":
-        """A copy with other values in some fields."""
+        """Return a copy with other values in some fields."""
         return dataclasses.replace(self, **changes)
 
 
 class Welford(Metric):
-    """Mean and standard deviation of all values, by Welford's algorithm.
+    """Compute mean and standard deviation of all values, by Welford's algorithm.
 
     Batches are merged by their own mean and sum of squared deviations, so that a large
     mean does not drown the deviations.
@@ -332,16 +334,17 @@ class Welford(Metric):
         self.m2 = _zero(jnp.float32)
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Forget all batches."""
         self.count[...] = 0
         self.mean[...] = 0.0
         self.m2[...] = 0.0
 
     def update(self, **kwargs: Any) -> None:
-        """Adds values.
+        """Add values.
 
         Args:
-            **kwargs: As for `Average.update`.
+            **kwargs: The values under the metric's `argname`, an array or a number;
+                and `mask`, an array that broadcasts against them.
         """
         values = _argument("Welford.update", self.argname, kwargs)
         batch = _Batch("Welford.update", values, kwargs.get("mask"))
@@ -359,14 +362,14 @@ class Welford(Metric):
         self.m2[...] = m2
 
     def compute(self) -> Statistics:
-        """The statistics; the deviations are nan when nothing was counted."""
+        """Return the statistics; the deviations are nan when nothing was counted."""
         count = self.count.astype(jnp.float32)
         deviation = jnp.sqrt(self.m2 / count)
         return Statistics(self.mean[...], deviation / jnp.sqrt(count), deviation)
 
 
 class MultiMetric(Metric):
-    """Several metrics under one roof: each an attribute, all updated together.
+    """Put several metrics together: each an attribute, all updated at once.
 
     Args:
         **metrics: The metrics by name.
@@ -399,15 +402,16 @@ class MultiMetric(Metric):
             setattr(self, name, metric)
 
     def _metrics(self) -> dict[str, Any]:
+        """Return the metrics by name."""
         return {name: getattr(self, name) for name in self._metric_names}
 
     def reset(self) -> None:
-        """Forgets all batches, in all metrics."""
+        """Forget all batches, in all metrics."""
         for metric in self._metrics().values():
             metric.reset()
 
     def update(self, **kwargs: Any) -> None:
-        """Hands a batch to every metric; when one refuses it, none has taken it.
+        """Hand a batch to every metric; when one refuses it, none has taken it.
 
         Args:
             **kwargs: What the metrics need, together. `mask` is an array for all, or a
@@ -433,5 +437,5 @@ class MultiMetric(Metric):
             raise
 
     def compute(self) -> dict[str, Any]:
-        """The results by name."""
+        """Return the results by name."""
         return {name: metric.compute() for name, metric in self._metrics().items()}
