@@ -58,7 +58,7 @@ ORDER = {
     "_train": "/metrics comparable_functions matching ema optimizer",
     "_io": """
         files record_descriptions safetensors_file record_file store weight_rules
-        weight_targets checkpoints weights
+        targets checkpoints weights
     """,
     "_io.store": "axes journals contents arrays stores writers",
     "_report": "table texts calls flops pictures rows page summary",

@@ -19,6 +19,7 @@ from treetap._compare.sources import Entry, Side
 from treetap._compare.unroll import Pair
 from treetap._core.errors import CaptureError
 from treetap._core.wording import near_to, shown
+from treetap._io.targets import section
 from treetap._io.weight_rules import (
     Bound,
     Gathered,
@@ -31,7 +32,6 @@ from treetap._io.weight_rules import (
     needs,
     tensor,
 )
-from treetap._io.weight_targets import section
 
 NUMBERS = ("value", "grad")
 Turn = tuple[Step, ...] | Callable[[np.ndarray], Any]

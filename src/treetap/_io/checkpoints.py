@@ -28,14 +28,21 @@ from jax.tree_util import tree_flatten_with_path
 
 from treetap._core.errors import WeightsError
 from treetap._core.paths import plain_key
-from treetap._core.trees.split import merge, split
-from treetap._core.trees.state import State, flat_items, nested
+from treetap._core.trees.split import merge
+from treetap._core.trees.state import nested
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import words_of
 from treetap._io.files import refuse_no_path
 from treetap._io.record_descriptions import is_key
-from treetap._io.weight_targets import NUMBERS, is_held, no_value, section, sharding_of
+from treetap._io.targets import (
+    NUMBERS,
+    is_held,
+    no_value,
+    section,
+    sharding_of,
+    taken_apart,
+)
 
 T = TypeVar("T")
 Names = tuple[str, ...]
@@ -62,21 +69,13 @@ class _Tree:
     """A tree taken apart into leaves, of which it can be made again."""
 
     def __init__(self, tree: Any, name: str):
-        self._graphdef, found = split(tree, graph=True)
-        if not isinstance(found, State):
-            raise WeightsError(
-                f"{name}: a bare {type(tree).__name__} has no name. Put it into a dict."
-            )
-        self._items = [*flat_items(found.raw_mapping)]
-        raws = [
-            holder.get_raw_value() if isinstance(holder, Variable) else holder
-            for _, holder in self._items
-        ]
+        self._graphdef, self._targets = taken_apart(tree, name)
+        raws = [target.raw for target in self._targets]
         pairs, self._structure = tree_flatten_with_path(raws, is_leaf=is_ref)
         self.leaves = [self._leaf(keys, raw) for keys, raw in pairs]
 
     def _leaf(self, keys: Any, raw: Any) -> _Leaf:
-        path, holder = self._items[keys[0].idx]
+        path, holder, _ = self._targets[keys[0].idx]
         start, end = tuple(map(str, path)), _names_of(keys[1:])
         level = ("value",) if isinstance(holder, Variable) else ()
         return _Leaf(holder, raw, start + level + end, start + end)
@@ -86,7 +85,7 @@ class _Tree:
         raws = self._structure.unflatten(values)
         pairs = [
             (path, holder.copy(raw) if isinstance(holder, Variable) else raw)
-            for (path, holder), raw in zip(self._items, raws)
+            for (path, holder, _), raw in zip(self._targets, raws)
         ]
         return merge(self._graphdef, nested(pairs))
 

@@ -3,11 +3,16 @@
 
 Paths are checked first, before anything is read or written. What was written is in the
 memory of the operating system until `to_disk`; a folder has to be told, too, so that
-new names in it outlive a loss of power.
+new names in it outlive a loss of power. `written_whole` replaces a file in one step, or
+leaves it alone.
 """
 
+import contextlib
 import os
 import pathlib
+import shutil
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -38,3 +43,31 @@ def to_disk(place: pathlib.Path, mode: int = os.O_RDONLY) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def written_whole(path: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
+    """A block that writes a file beside its final place; it goes there when complete.
+
+    Whatever fails, what was there before is as it was.
+
+    Args:
+        path: The final place.
+        name: The public function at work, for messages.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield beside
+        to_disk(beside, os.O_RDWR)
+        if path.exists():
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not every system can do it for folders
+        to_disk(path.parent)

@@ -9,16 +9,13 @@ a file in one step, or leaves it alone.
 """
 
 import collections
-import contextlib
 import itertools
 import json
 import math
 import os
 import pathlib
-import shutil
 import stat
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,7 +23,7 @@ import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.wording import first_few, quoted, words_of
-from treetap._io.files import refuse_no_path, to_disk
+from treetap._io.files import refuse_no_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -372,34 +369,6 @@ def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathli
     if not all(isinstance(text, str) for item in items for text in item):
         raise TypeError(f"{name}: `metadata` maps texts to texts, and is {metadata!r}.")
     return file
-
-
-@contextlib.contextmanager
-def written_whole(path: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
-    """A block that writes a file beside its final place; it goes there when complete.
-
-    Whatever fails, what was there before is as it was.
-
-    Args:
-        path: The final place.
-        name: The public function at work, for messages.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield beside
-        to_disk(beside, os.O_RDWR)
-        if path.exists():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every system can do it for folders
-        to_disk(path.parent)
 
 
 def write_tensors(

@@ -37,6 +37,16 @@ from treetap._io.safetensors_file import (
     stored_tensors,
     write_tensors,
 )
+from treetap._io.targets import (
+    NUMBERS,
+    SHOWN,
+    Target,
+    is_held,
+    no_value,
+    section,
+    sharding_of,
+    targets_of,
+)
 from treetap._io.weight_rules import (
     Bound,
     Gathered,
@@ -50,16 +60,6 @@ from treetap._io.weight_rules import (
     Tensor,
     assembled,
     needs,
-)
-from treetap._io.weight_targets import (
-    NUMBERS,
-    SHOWN,
-    Target,
-    is_held,
-    no_value,
-    section,
-    sharding_of,
-    targets_of,
 )
 
 LASTING = Not((RngState, Cache, Intermediate))  # what is not made anew by each run

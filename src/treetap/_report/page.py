@@ -33,7 +33,7 @@ from treetap._capture.statistics.figures import Bars, Figures
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
-from treetap._io.safetensors_file import written_whole
+from treetap._io.files import written_whole
 from treetap._observe.records import Record, Site
 from treetap._report.pictures import pictures_of
 from treetap._report.rows import leaves_below, parameters_of

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from treetap._core.errors import MetadataError, WeightsError
 from treetap._core.paths import Path, show_path
 from treetap._core.trees.filters import Filter, predicate_of
-from treetap._core.trees.split import state
+from treetap._core.trees.split import split
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.placement import resolve_sharding
 from treetap._core.variables.values import is_gone
@@ -41,41 +41,54 @@ class Target(NamedTuple):
     path: Path
     holder: Any
     raw: Any
-    shape: Shape
-    dtype: np.dtype[Any]
 
     @property
     def text(self) -> str:
         """Its path and kind, for messages."""
         return f"{show_path(self.path)} ({type(self.holder).__name__})"
 
+    @property
+    def shape(self) -> Shape:
+        """Its shape; that of a number is ()."""
+        return np.shape(self.raw)
 
-def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[str]]:
-    """The chosen values of a model, and what cannot be in a file."""
-    found = state(model, graph=True)
-    if not isinstance(found, State):
+    @property
+    def dtype(self) -> Any:
+        """Its dtype, which may be one of JAX's own, or None if it has none."""
+        return getattr(self.raw, "dtype", NUMBERS.get(type(self.raw)))
+
+
+def taken_apart(model: Any, name: str) -> tuple[Any, list[Target]]:
+    """All values of a model, and what is needed to merge others into such a model."""
+    graphdef, state = split(model, graph=True)
+    if not isinstance(state, State):
         raise WeightsError(
             f"{name}: a bare {type(model).__name__} has no name. Put it into a dict."
         )
+    return graphdef, [
+        Target(path, each, each.get_raw_value() if isinstance(each, Variable) else each)
+        for path, each in flat_items(state.raw_mapping)
+    ]
+
+
+def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[str]]:
+    """The chosen values of a model, and what cannot be in a weights file."""
     chosen = predicate_of(only)
     targets: list[Target] = []
     problems: list[str] = []
-    for path, holder in flat_items(found.raw_mapping):
-        if not chosen(path, holder):
+    for target in taken_apart(model, name)[1]:
+        if target.raw is None or not chosen(target.path, target.holder):
             continue
-        raw = holder.get_raw_value() if isinstance(holder, Variable) else holder
-        if raw is None:
-            continue
-        shape, dtype = np.shape(raw), getattr(raw, "dtype", NUMBERS.get(type(raw)))
-        place = f"{show_path(path)} ({type(holder).__name__})"
+        place, dtype = target.text, target.dtype
         if dtype is None:
-            problems.append(f"{place} holds a {type(raw).__name__}, not an array")
+            held = type(target.raw).__name__
+            problems.append(f"{place} holds a {held}, not an array")
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
             problems.append(f"{place} holds {dtype}, which has no place in the format")
-        elif np.dtype(dtype) not in WRITABLE:
+        elif dtype not in WRITABLE:
             problems.append(f"{place} is {dtype}, which the format does not have")
         else:
-            targets.append(Target(path, holder, raw, shape, np.dtype(dtype)))
+            targets.append(target)
     return targets, problems
 
 
