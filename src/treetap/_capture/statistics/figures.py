@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures: what an array is like, in a few numbers on the host.
 
-They are put together from rows: what was measured of one part of one array, whether of
-its numbers or by reducers. A row knows only some things; of several rows together is
-known what each of them knows. `measures` makes the rows. All is done in float64.
+They are put together from what was measured of one part of one array (`PartFigures`),
+whether of its numbers or by reducers. Of a part only some things are known; of several
+parts together is known what is known of each. `measures` makes the parts, and all that
+is done here is done in float64.
 """
 
 import math
@@ -82,7 +83,7 @@ UNMEASURED = Figures()
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PartFigures:
     """What is known of one part of one array, or of several; None if not measured.
 
     Attributes as of `Figures`, and besides how many numbers are finite, and of how many
@@ -105,32 +106,32 @@ class Row:
     unsorted: int | None = None
 
 
-Rows = list[Row | None]  # None: nothing was seen
+Parts = list[PartFigures | None]  # None: nothing was seen
 
 _COUNTS = ("count", "finite", "dead", "units", "nan", "infinite", "unsorted")
 
 
-def figures_from(by_leaf: list[Rows], parts: int, shared: Sequence[Any]) -> Figures:
-    """All rows together, and those of each part.
+def figures_from(by_leaf: list[Parts], count: int, shared: Sequence[Any]) -> Figures:
+    """All parts together, and each by itself.
 
     Args:
-        by_leaf: For each array the rows of its parts.
-        parts: How many parts are kept; 0 if only the whole is wanted.
+        by_leaf: For each array what is known of its parts.
+        count: How many parts are kept; 0 if only the whole is wanted.
         shared: For each array how many units are dead in all parts, and of how many, if
             the units of its parts are the same.
     """
-    apart = [_together([rows[n] for rows in by_leaf]) for n in range(parts)]
-    whole = _together([row for rows in by_leaf for row in rows])
+    apart = [_together([parts[n] for parts in by_leaf]) for n in range(count)]
+    whole = _together([part for parts in by_leaf for part in parts])
     if whole is not None and shared:
         dead, units = (sum(int(pair[n]) for pair in shared) for n in (0, 1))
         whole = replace(whole, dead=dead, units=units)
     return _as_figures(whole, tuple(map(_as_figures, apart)))
 
 
-def _as_figures(row: Row | None, parts: tuple[Figures, ...] = ()) -> Figures:
-    if row is None:
+def _as_figures(part: PartFigures | None, parts: tuple[Figures, ...] = ()) -> Figures:
+    if part is None:
         return Figures(count=0, nan=0, infinite=0, parts=parts)
-    known = dict(vars(row))
+    known = dict(vars(part))
     finite, dead, units = (known.pop(name) for name in ("finite", "dead", "units"))
     if finite == 0:  # of nothing there is no mean
         counts = {name: known[name] for name in _COUNTS if name in known}
@@ -138,38 +139,42 @@ def _as_figures(row: Row | None, parts: tuple[Figures, ...] = ()) -> Figures:
     return Figures(**known, dead=dead / units if units else None, parts=parts)
 
 
-def _together(given: Sequence[Row | None]) -> Row | None:
-    """Several rows as one; what one of them does not know, none knows."""
-    rows = [row for row in given if row is not None]
-    if len(rows) < 2:
-        return rows[0] if rows else None
-    counts = {name: _joined(sum, rows, name) for name in _COUNTS}
-    rows = [row for row in rows if row.finite != 0]
-    mean, std = _moments_together(rows)
-    return Row(
+def _together(given: Sequence[PartFigures | None]) -> PartFigures | None:
+    """Several parts as one: what is not known of one of them, is of none."""
+    parts = [part for part in given if part is not None]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    counts = {name: _joined(sum, parts, name) for name in _COUNTS}
+    parts = [part for part in parts if part.finite != 0]
+    mean, std = _moments_together(parts)
+    return PartFigures(
         **counts,
         mean=mean,
         std=std,
-        low=_joined(min, rows, "low"),
-        high=_joined(max, rows, "high"),
-        abs_max=_joined(max, rows, "abs_max"),
-        norm=_joined(lambda norms: math.hypot(*norms), rows, "norm"),
-        bars=_joined(_bars_together, rows, "bars"),
+        low=_joined(min, parts, "low"),
+        high=_joined(max, parts, "high"),
+        abs_max=_joined(max, parts, "abs_max"),
+        norm=_joined(lambda norms: math.hypot(*norms), parts, "norm"),
+        bars=_joined(_bars_together, parts, "bars"),
     )
 
 
-def _joined(join: Callable[[list[Any]], Any], rows: Sequence[Row], name: str) -> Any:
-    """What all rows know, put together by a function."""
-    values = [getattr(row, name) for row in rows]
+def _joined(
+    join: Callable[[list[Any]], Any], parts: Sequence[PartFigures], name: str
+) -> Any:
+    """What is known of all parts, put together by a function; else None."""
+    values = [getattr(part, name) for part in parts]
     return None if None in values or not values else join(values)
 
 
-def _moments_together(rows: Sequence[Row]) -> tuple[float | None, float | None]:
-    means: list[Any] = [row.mean for row in rows]
-    stds: list[Any] = [row.std for row in rows]
-    if None in means or None in stds or not rows:
+def _moments_together(
+    parts: Sequence[PartFigures],
+) -> tuple[float | None, float | None]:
+    means: list[Any] = [part.mean for part in parts]
+    stds: list[Any] = [part.std for part in parts]
+    if None in means or None in stds or not parts:
         return None, None
-    counts = [row.finite or 0 for row in rows]
+    counts = [part.finite or 0 for part in parts]
     shares = [count / sum(counts) for count in counts]
     mean = sum(share * each for share, each in zip(shares, means))
     # a length, so that no square overflows

@@ -4,9 +4,9 @@
 Arrays are measured where they are, sharded or not, in one pass that leaves the states
 that reducers have, too: a few small arrays (`Measured`). Large arrays go through a
 compiled function, one for each shape and type; small ones on the host go through the
-same code with NumPy, since compiling would take longer. States are fetched, those of a
-whole record at once (`figures_of_all`), read as columns (what is known of each part of
-an array), and put together as rows (see `figures`).
+same code with NumPy, since compiling would take longer. States are fetched, those of
+a whole record at once (`figures_of_all`), read as columns (what is known of each part of
+an array), and put together by part (see `figures`).
 """
 
 import functools
@@ -38,8 +38,8 @@ from treetap._capture.statistics.figures import (
     UNMEASURED,
     Bars,
     Figures,
-    Row,
-    Rows,
+    PartFigures,
+    Parts,
     figures_from,
 )
 from treetap._capture.statistics.reduced import Reduced, is_measured
@@ -164,7 +164,7 @@ class How(NamedTuple):
     has_units: bool
 
 
-class States(NamedTuple):
+class MeasuredParts(NamedTuple):
     """What is measured of a part of an array, in the form that reducers have.
 
     Attributes:
@@ -193,7 +193,7 @@ class Measured(NamedTuple):
         shared: How many units are dead on all shards, of how many; or None.
     """
 
-    states: States
+    states: MeasuredParts
     dead: Array
     edges: Any
     units: Array
@@ -342,7 +342,7 @@ def _part(xp: ModuleType, edges: Any, real: Any, kept: Any, is_finite: Any) -> A
     others = [kept & mask(real) for mask in (xp.isnan, xp.isposinf, xp.isneginf)]
     total, *bad = counted(xp, [kept, *others])
     finite, bad_together = counted(xp, [is_finite, kept & ~is_finite])
-    states = States(
+    states = MeasuredParts(
         MomentsFound(finite, *moments(xp, scaled, is_finite, finite), bad_together),
         NonFiniteFound(*bad, total=total),
         (1 / scale, xp.sum(scaled * scaled)),
@@ -352,7 +352,7 @@ def _part(xp: ModuleType, edges: Any, real: Any, kept: Any, is_finite: Any) -> A
     return states, alive_units(xp, kept & (real != 0))
 
 
-# What was fetched is read: as columns, by what is measured, then as rows, by part.
+# What was fetched is read: as columns, by what is measured, then by part.
 
 Columns = dict[str, np.ndarray]
 
@@ -360,10 +360,10 @@ Columns = dict[str, np.ndarray]
 def _read_measured(parts: int, leaves: list[Measured]) -> Figures:
     """The figures of arrays."""
     shared = [leaf.shared for leaf in leaves if leaf.shared is not None]
-    return figures_from([_rows_of(leaf) for leaf in leaves], parts, shared)
+    return figures_from([_parts_of(leaf) for leaf in leaves], parts, shared)
 
 
-def _rows_of(leaf: Measured) -> Rows:
+def _parts_of(leaf: Measured) -> Parts:
     flat = functools.partial(_flat, axes=leaf.dead.ndim)
     states, dead = jax.tree.map(flat, (leaf.states, leaf.dead))
     columns: dict[str, Any] = _of_moments(states.moments, unit=states.norm[0])
@@ -373,14 +373,14 @@ def _rows_of(leaf: Measured) -> Rows:
     del columns["unsorted"]  # NaN and infinities were told apart
     if leaf.units:
         columns |= {"dead": dead, "units": np.full(dead.size, leaf.units)}
-    return _as_rows(columns, columns["count"] > 0)
+    return _as_parts(columns, columns["count"] > 0)
 
 
 def _read_reduced(
     held: list[list[Any]], wanted: Wanted, found: list[tuple[Any, Any]]
 ) -> Figures:
     """The figures that are in the states of reducers."""
-    by_leaf: list[Rows] = []
+    by_leaf: list[Parts] = []
     shared: list[Any] = []
     apart = np.shape(found[0][0])
     for reducers, (flags, states) in zip(held, found):
@@ -397,7 +397,7 @@ def _read_reduced(
                 if axes:
                     dead = ~np.any(state, axis=axes)
                     shared.append((dead.sum(), dead.size))
-        by_leaf.append(_as_rows(columns, seen.ravel()))
+        by_leaf.append(_as_parts(columns, seen.ravel()))
         if seen.shape != apart:
             apart = ()
     return figures_from(by_leaf, math.prod(apart) if apart else 0, shared)
@@ -409,13 +409,15 @@ def _flat(part: Any, axes: int) -> np.ndarray:
     return part.reshape(math.prod(part.shape[:axes]), *part.shape[axes:])
 
 
-def _as_rows(columns: dict[str, Any], seen: np.ndarray) -> Rows:
+def _as_parts(columns: dict[str, Any], seen: np.ndarray) -> Parts:
     lists = {
         name: column.tolist() if isinstance(column, np.ndarray) else column
         for name, column in columns.items()
     }
     return [
-        Row(**{name: column[n] for name, column in lists.items()}) if is_seen else None
+        PartFigures(**{name: column[n] for name, column in lists.items()})
+        if is_seen
+        else None
         for n, is_seen in enumerate(seen)
     ]
 
