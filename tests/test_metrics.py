@@ -406,3 +406,20 @@ def test_metrics_are_not_changed_from_another_trace():
     with pytest.raises(tt.TraceContextError, match="MetricState"):
         jax.jit(lambda loss: metrics.loss.update(loss=loss))(jnp.ones(2))
     assert int(metrics.loss.count) == 0
+
+
+def test_an_average_counts_the_broadcast_mask():
+    average = Average()
+    values = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    average.update(values=values, mask=jnp.array([[True], [False]]))
+    assert int(average.count) == 2
+    assert float(average.compute()) == 1.5
+
+
+def test_welford_honours_a_mask():
+    welford = Welford()
+    mask = jnp.array([True, True, False])
+    welford.update(values=jnp.array([1.0, 3.0, 100.0]), mask=mask)
+    found = welford.compute()
+    assert float(found.mean) == 2.0
+    assert float(found.standard_deviation) == 1.0

@@ -273,3 +273,57 @@ def test_a_decorator_takes_the_mode_where_its_options_are_given(make):
         f = decorator(shared_product)
     with pytest.raises(ValueError, match="Duplicate Param"):
         f(v, v)
+
+
+class Tied(tt.Module):
+    def __init__(self):
+        self.a = self.b = tt.Param(1.0)
+
+    def add(self, x):
+        self.a[...] += x
+        return self.b[...]
+
+
+def seen_in_a_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_mode_set_by_a_call_holds_in_every_thread():
+    current = tt.set_graph_mode.current_value
+    tt.set_graph_mode(True)
+    assert seen_in_a_thread(current) is True
+    assert len(tt.split(Tied())[1]) == 1
+    assert seen_in_a_thread(lambda: len(tt.split(Tied())[1])) == 1
+
+
+def test_a_mode_set_by_a_call_does_not_mask_a_later_call():
+    current = tt.set_graph_mode.current_value
+    tt.set_graph_mode(True)
+    seen_in_a_thread(lambda: tt.set_graph_mode(False))
+    assert current() is False
+    assert nnx.set_graph_mode.current_value() is False
+
+
+def test_a_mode_set_for_a_block_holds_in_its_thread_only():
+    current = tt.set_graph_mode.current_value
+    with tt.set_graph_mode(True):
+        assert current() is True
+        assert seen_in_a_thread(current) is False
+        tt.set_graph_mode(True)
+        with tt.set_graph_mode(False):
+            assert current() is False
+            assert seen_in_a_thread(current) is True
+    assert current() is True
+
+
+def test_blocks_begun_by_two_threads_at_once_leave_nothing_behind():
+    first = tt.set_graph_mode(True)
+    second = seen_in_a_thread(lambda: tt.set_graph_mode(True))
+    for block in (first, second):  # both made before either is entered
+        with block:
+            assert tt.set_graph_mode.current_value() is True
+    assert tt.set_graph_mode.current_value() is False

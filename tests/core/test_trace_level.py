@@ -251,3 +251,37 @@ def test_an_item_of_an_outer_dictionary_value_cannot_be_set(mode, transform):
     with pytest.raises(tt.TraceContextError, match="Cannot mutate"):
         transform(lambda x: v.__setitem__("a", x), **options)(1.0)
     assert float(v["a"]) == 0.0
+
+
+class Affine(tt.Module):
+    def __init__(self, size=2):
+        self.w = tt.Param(jnp.ones(size))
+        self.b = tt.Param(jnp.zeros(size))
+
+
+@pytest.mark.parametrize("node", [Affine(), tt.Dict(w=tt.Param(1.0))])
+def test_deleting_from_an_outer_object_under_jit_is_refused(node):
+    @jax.jit
+    def traced(x):
+        del node.w
+        return x
+
+    name = type(node).__name__
+    message = f"Cannot mutate '{name}' from different trace level.*as an argument"
+    with pytest.raises(tt.TraceContextError, match=message):
+        traced(1.0)
+    assert isinstance(node.w, tt.Param)
+    assert "w" in tt.state(node)
+
+
+def test_removing_items_of_an_outer_list_under_jit_is_refused():
+    items = tt.List([tt.Param(1.0), tt.Param(2.0)])
+
+    @jax.jit
+    def traced(x):
+        items.pop()
+        return x
+
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate 'List'"):
+        traced(1.0)
+    assert len(items) == 2

@@ -214,3 +214,69 @@ def test_an_attribute_of_a_list_is_popped():
 def test_a_sequence_may_hold_functions_without_a_signature():
     model = tt.Sequential(max, tt.Dropout(0.0))
     assert float(model((jnp.array(1.0), jnp.array(2.0)), rngs=tt.Rngs(0))) == 2.0
+
+
+class Affine(tt.Module):
+    def __init__(self, size=2):
+        self.w = tt.Param(jnp.ones(size))
+        self.b = tt.Param(jnp.zeros(size))
+
+
+def test_removing_from_a_list_moves_the_rest_up():
+    for remove in (lambda items: items.pop(0), lambda items: items.__delitem__(0)):
+        items = tt.List([tt.Param(1.0), tt.Param(2.0), tt.Param(3.0)])
+        remove(items)
+        assert jax.tree.leaves(items) == [2.0, 3.0]
+        assert tt.to_flat_state(tt.split(items)[1]).paths == ((0,), (1,))
+        assert [v[...] for v in items] == [2.0, 3.0]
+
+
+def test_inserting_moves_modules_and_functions_alike():
+    first, last = Affine(), Affine()
+    items = tt.List([first, jax.nn.relu])
+    items.insert(0, last)
+    assert list(items) == [last, first, jax.nn.relu]
+    assert list(tt.state(items)) == [0, 1]
+    items.insert(1, jax.nn.tanh)
+    assert list(items) == [last, jax.nn.tanh, first, jax.nn.relu]
+    assert list(tt.state(items)) == [0, 2]
+
+
+def test_a_refused_insertion_changes_nothing():
+    items = tt.List([Affine(), jax.nn.relu])
+    with pytest.raises(tt.AttributeStatusError, match=r"List\[0\]: Found data on"):
+        items.insert(0, [jnp.ones(2)])
+    assert len(items) == 2
+    assert items[1] is jax.nn.relu
+
+
+def test_lists_are_equal_only_to_themselves_and_hash():
+    first, second = tt.List([1]), tt.List([2])
+    assert first != second
+    assert first == first  # noqa: PLR0124 - the point
+    assert first != tt.List([1])
+    assert len({first, second, first}) == 2
+    same = tt.Dict(a=1)
+    assert same != tt.Dict(a=1)
+    assert len({same, tt.Dict(a=1)}) == 2
+
+
+def test_keys_of_a_dict_do_not_hide_its_methods():
+    d = tt.Dict(items=tt.Param(1.0), train=tt.Param(2.0), update=3)
+    for again in (d, tt.clone(d), jax.tree.map(lambda leaf: leaf, d)):
+        assert sorted(key for key, _ in again.items()) == ["items", "train", "update"]
+        assert again["items"][...] == 1.0
+        again.train()
+        again.update(more=4)
+        assert again["update"] == 3
+        assert again["more"] == 4
+
+
+def test_methods_of_a_dict_are_not_its_items():
+    d = tt.Dict()
+    assert "update" not in d
+    assert len(d) == 0
+    with pytest.raises(KeyError, match="update"):
+        d["update"]
+    with pytest.raises(KeyError, match="update"):
+        del d["update"]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from treetap import nnx
 
 
 class Dropout(tt.Module):
@@ -130,3 +131,62 @@ def test_iter_children_yields_modules_only():
     assert [key for key, _ in tt.iter_children(tt.List([Dropout()]))] == [0]
     with pytest.raises(tt.StructureError, match="iter_children: expected a Module"):
         tt.iter_children([Dropout()])
+
+
+class Noise(tt.Module):
+    """A stand-in for Dropout: a mode, a rate, a stream."""
+
+    def __init__(self, rngs=None):
+        self.rate = 0.5
+        self.deterministic = False
+        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
+
+    def set_view(self, deterministic: bool | None = None):
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Averaging(tt.Module):
+    """A stand-in for BatchNorm."""
+
+    def __init__(self):
+        self.use_running_average = False
+        self.mean = tt.BatchStat(jnp.zeros(2))
+
+
+class Model(tt.Module):
+    def __init__(self):
+        self.noise = Noise()
+        self.norm = Averaging()
+
+    @property
+    def size(self):
+        return 2
+
+
+def modes_of(model):
+    return model.noise.deterministic, model.norm.use_running_average, model.noise.rate
+
+
+@pytest.mark.parametrize(
+    "function", [tt.iter_children, nnx.iter_children, nnx.iter_module_children]
+)
+def test_only_modules_are_module_children(function):
+    noise = Noise(tt.Rngs(0))
+    assert isinstance(noise.rngs, tt.RngStream)
+    assert list(function(noise)) == []
+    model = Model()
+    assert [key for key, _ in function(model)] == ["noise", "norm"]
+    assert dict(function(model))["norm"] is model.norm
+
+
+@pytest.mark.parametrize(("name", "value"), [("train", False), ("eval", True)])
+def test_train_and_eval_say_what_they_set_themselves(name, value):
+    model = Model()
+    before = modes_of(model)
+    message = f"{name}: deterministic is what `{name}` itself sets, to {value}.*set_att"
+    with pytest.raises(TypeError, match=message):
+        getattr(model, name)(deterministic=not value, rate=0.1)
+    assert modes_of(model) == before
+    getattr(model, name)(rate=0.1, unknown=1)
+    assert modes_of(model) == (value, value, 0.1)

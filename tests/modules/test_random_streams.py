@@ -352,3 +352,44 @@ def test_a_stream_that_is_added_between_compiled_calls_is_seen():
     rngs.params = tt.RngStream(1, tag="params")
     expected = tt.Rngs(0, params=1).params()
     assert draw(rngs) == expected
+
+
+@pytest.mark.parametrize("read", [getattr, tt.Rngs.__getitem__])
+def test_a_mistyped_stream_is_served_with_a_warning(read):
+    rngs = tt.Rngs(0, dropout=1)
+    message = "no stream 'dropot', so `default` serves it; did you mean 'dropout'?"
+    with pytest.warns(UserWarning, match=message.replace("?", r"\?")) as record:
+        stream = read(rngs, "dropot")
+    assert stream is rngs.default
+    assert record[0].filename == __file__
+
+
+def test_other_names_fall_back_without_a_warning():
+    rngs = tt.Rngs(0, dropout=1)
+    assert rngs.carry is rngs.default
+    assert "carry" not in rngs
+
+
+def test_private_names_are_never_streams():
+    rngs = tt.Rngs(0)
+    assert not hasattr(rngs, "_hidden")
+    assert not hasattr(rngs, "__array__")
+    with pytest.raises(AttributeError, match="No RngStream named '_hidden' in Rngs"):
+        rngs._hidden
+
+
+def test_without_a_default_a_missing_stream_is_an_error_with_the_remedy():
+    rngs = tt.Rngs(params=0)
+    message = r"No RngStream named 'noise'.*\['params'\].*`Rngs\(noise=seed\)`"
+    with pytest.raises(AttributeError, match=message):
+        rngs.noise
+    with pytest.raises(KeyError, match="No RngStream named 'noise'"):
+        rngs["noise"]
+    assert not hasattr(rngs, "noise")
+
+
+def test_a_draw_that_fails_leaves_the_counter():
+    stream = tt.RngStream(jax.random.split(jax.random.key(0), 2), tag="noise")
+    with pytest.raises(ValueError, match="key"):
+        stream()
+    assert jnp.array_equal(stream.count[...], jnp.zeros(2, jnp.uint32))

@@ -164,3 +164,229 @@ def test_streams_inside_are_neither_drawn_from_nor_in_the_way():
     tt.view(model)
     assert model.rngs.default.count[...] == 0
     assert tt.view_info(model) == ""
+
+
+class Noise(tt.Module):
+    """A stand-in for Dropout: a mode, a rate, a stream."""
+
+    def __init__(self, rngs=None):
+        self.rate = 0.5
+        self.deterministic = False
+        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
+
+    def set_view(self, deterministic: bool | None = None):
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Averaging(tt.Module):
+    """A stand-in for BatchNorm."""
+
+    def __init__(self):
+        self.use_running_average = False
+        self.mean = tt.BatchStat(jnp.zeros(2))
+
+
+class Model(tt.Module):
+    def __init__(self):
+        self.noise = Noise()
+        self.norm = Averaging()
+
+    @property
+    def size(self):
+        return 2
+
+
+def modes(model):
+    return model.noise.deterministic, model.norm.use_running_average, model.noise.rate
+
+
+def info(set_view):
+    Described = type(tt.Module)("Described", (tt.Module,), {"set_view": set_view})
+    Described.__qualname__ = "Described"
+    return tt.view_info(Described())
+
+
+def test_an_undocumented_parameter_is_shown_without_text():
+    def set_view(self, a: int = 1, b: str = "x"):
+        """Sets modes.
+
+        Args:
+          a: The first.
+        """
+
+    assert info(set_view) == (
+        "Described:\n  a: int = 1\n    The first.\n  b: str = 'x'"
+    )
+
+
+def test_a_docstring_without_args_shows_the_parameters():
+    def set_view(self, a: int = 1, *, b=None, c):
+        """Sets modes."""
+
+    assert info(set_view) == "Described:\n  a: int = 1\n  b = None\n  c"
+
+
+def test_a_type_after_the_name_is_understood():
+    def set_view(self, a: int = 1, b: int = 2):
+        """Sets modes.
+
+        Args:
+          a (int): The first.
+          b (int, optional): The second.
+        """
+
+    assert info(set_view) == (
+        "Described:\n  a: int = 1\n    The first.\n  b: int = 2\n    The second."
+    )
+
+
+def test_any_indentation_of_entries_is_understood():
+    def set_view(self, a: int = 1, b: int = 2):
+        """Sets modes.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+
+    assert info(set_view) == (
+        "Described:\n  a: int = 1\n    The first.\n  b: int = 2\n    The second."
+    )
+
+
+def test_catch_all_parameters_are_left_out():
+    def set_view(self, a: int = 1, *args, **rest):
+        """Sets modes.
+
+        Args:
+          a: The first.
+          **rest: Not for us.
+        """
+
+    assert info(set_view) == "Described:\n  a: int = 1\n    The first."
+
+
+@pytest.mark.parametrize("header", ["Raises", "Returns", "Yields", "Example", "Note"])
+def test_a_description_ends_at_any_section(header):
+    def set_view(self, a: int = 1):
+        pass
+
+    set_view.__doc__ = (
+        "Sets modes.\n\nArgs:\n  a: The first,\n    which is long.\n\n"
+        f"{header}:\n  ValueError: Never.\n"
+    )
+    assert info(set_view) == (
+        "Described:\n  a: int = 1\n    The first,\n    which is long."
+    )
+
+
+class CatchAll(tt.Module):
+    def __init__(self):
+        self.mode = None
+
+    def set_view(self, mode=None, **kwargs):
+        self.mode = mode
+        self.rest = tt.static(sorted(kwargs))
+
+
+def test_a_catch_all_does_not_hide_a_typo():
+    model = {"noise": Noise(), "any": CatchAll()}
+    message = r"Unused keys found in nnx.view: \['determinstic'\].*`view_info` lists"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.view(model, determinstic=True, mode="m")
+    new = tt.view(model, deterministic=True, mode="m")
+    assert new["noise"].deterministic is True
+    assert new["any"].mode == "m"
+    assert new["any"].rest == ["deterministic"]
+    assert model["noise"].deterministic is False
+    assert model["any"].mode is None
+
+
+def test_a_catch_all_tells_what_it_used_by_what_it_returns():
+    class Selective(tt.Module):
+        def set_view(self, **kwargs):
+            self.cache = kwargs.pop("cache", None)
+            return kwargs
+
+    assert tt.view(Selective(), cache=3).cache == 3
+    with pytest.raises(tt.StructureError, match=r"nnx.view: \['cash', 'other'\]"):
+        tt.view(Selective(), cache=3, other=1, cash=2)
+    assert tt.view(Selective(), cash=2, raise_if_not_found=False).cache is None
+
+
+def test_set_attributes_checks_before_it_changes():
+    model = Model()
+    message = r"following attributes: \['unknown', 'zeal'\]. Nothing was set"
+    with pytest.raises(tt.StructureError, match="set_attributes: .*" + message):
+        model.set_attributes(deterministic=True, unknown=1, zeal=2)
+    with pytest.raises(tt.StructureError, match="with_attributes: .*" + message):
+        tt.with_attributes(model, deterministic=True, unknown=1, zeal=2)
+    assert modes(model) == (False, False, 0.5)
+    model.set_attributes(deterministic=True, unknown=1, raise_if_not_found=False)
+    assert modes(model) == (True, False, 0.5)
+    assert not hasattr(model, "unknown")
+
+
+REFUSED = {
+    "data on a static attribute": {"rate": jnp.ones(2)},
+    "a list of data": {"rate": [jnp.ones(2)]},
+    "data marked as static": {"rate": tt.static(jnp.ones(2))},
+    "a mark in a list": {"rate": [tt.data(1)]},
+    "a property without a setter": {"size": 3},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_value_leaves_everything_as_it_was(why):
+    model = Model()
+    with pytest.raises((ValueError, AttributeError), match=r"rate|size"):
+        model.set_attributes(
+            deterministic=True, use_running_average=True, **REFUSED[why]
+        )
+    assert modes(model) == (False, False, 0.5)
+
+
+def test_a_class_annotation_is_checked_before_anything_is_set():
+    class Sized(Noise):
+        width = tt.static(3)
+
+    model = Sized()
+    with pytest.raises(tt.AttributeStatusError, match=r"Sized\.width: cannot assign"):
+        model.set_attributes(deterministic=True, width=jnp.ones(2))
+    assert model.deterministic is False
+
+
+def test_a_filter_that_finds_nobody_is_an_error():
+    model = Model()
+    with pytest.raises(tt.StructureError, match=r"\['deterministic'\]"):
+        model.set_attributes(Averaging, deterministic=True)
+    assert modes(model) == (False, False, 0.5)
+
+
+class Pair(tt.Module):
+    def __init__(self, shared):
+        self.a = shared
+        self.b = tt.List([shared])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("how", [tt.view, tt.with_attributes])
+def test_a_shared_module_without_leaves_stays_shared(how, graph):
+    model = Pair(Noise())
+    new = how(model, deterministic=True, graph=graph)
+    assert new.a is new.b[0]
+    assert new.a.deterministic is True
+    assert new.a is not model.a
+    assert model.a.deterministic is False
+
+
+@pytest.mark.parametrize("how", [tt.view, tt.with_attributes])
+def test_a_shared_module_with_leaves_is_refused_in_tree_mode(how):
+    model = Pair(Noise(tt.Rngs(0)))
+    message = f"{how.__name__}: Duplicate .* found at paths a.* and b/0.*graph=True"
+    with pytest.raises(tt.AliasError, match=message):
+        how(model, deterministic=True)
+    new = how(model, deterministic=True, graph=True)
+    assert new.a is new.b[0]
+    assert new.a.rngs.key is model.a.rngs.key

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formulas import array, close, compiled, numbers, weighed, weights_of
+from formulas import array, close, compiled, made, numbers, weighed, weights_of
 
 import treetap as tt
 
@@ -327,3 +327,65 @@ def test_masks_of_other_rank_are_not_combined():
 def test_arrays_that_make_no_mask_are_refused(make, name):
     with pytest.raises(ValueError, match=f"^{name}: "):
         make()
+
+
+X = (2, 5, 4)
+
+
+def attended(*arrays, **options):
+    run = functools.partial(tt.dot_product_attention, **options)
+    return compiled(run)(*arrays)
+
+
+def attention(**options):
+    return made(tt.MultiHeadAttention, 2, 4, **options)
+
+
+def test_values_of_another_depth():
+    query, value = array(2, 5, 2, 4), array(2, 5, 2, 3)
+    weights = weights_of(numbers(2, 5, 2, 4), numbers(2, 5, 2, 4))
+    expected = weighed(weights, numbers(2, 5, 2, 3))
+    close(attended(query, query, value), expected)
+
+
+def test_masks_broadcast_over_part_of_several_batch_axes():
+    shape = (2, 3, 5, 2, 4)
+    x, given = numbers(*shape), array(*shape)
+    for over in ((2, 1, 1, 5, 5), (1, 3, 2, 1, 5)):
+        mask = numbers(*over) > -0.5
+        mask[..., 0] = True
+        expected = weighed(weights_of(x, x, mask=mask), x)
+        close(attended(given, given, given, mask=mask), expected)
+
+
+def test_precision_is_not_ignored():
+    x = array(2, 5, 2, 4)
+    run = lambda x: tt.dot_product_attention(x, x, x, precision="highest")
+    assert str(jax.make_jaxpr(run)(x)).count("HIGHEST, Precision.HIGHEST") == 2
+
+
+def test_results_do_not_depend_on_which_options_are_set():
+    x = array(2, 5, 2, 4, dtype=jnp.bfloat16)
+    plain = jax.make_jaxpr(tt.dot_product_attention)(x, x, x)
+    off = {"dropout_rate": 0.5, "deterministic": True}
+    run = functools.partial(tt.dot_product_attention, **off)
+    assert str(jax.make_jaxpr(run)(x, x, x)) == str(plain)
+    layer = attention()
+    plain = jax.make_jaxpr(layer)(array(*X))
+    tt.set_sow_outside_capture("ignore")
+    try:
+        sown = jax.make_jaxpr(lambda x: layer(x, sow_weights=True))(array(*X))
+    finally:
+        tt.set_sow_outside_capture("store")
+    assert str(sown) == str(plain)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 5), (1, 1, 5, 1), (1, 1), (5,)])
+def test_positions_and_masks_with_axes_of_one(shape):
+    mask = numbers(*shape) > -0.9
+    mask[..., :1] = True
+    x = numbers(2, 5, 2, 4)
+    given = array(2, 5, 2, 4)
+    options = {"mask": mask, "dropout_rate": 0.5, "deterministic": True}
+    found = attended(given, given, given, is_causal=True, **options)
+    close(found, weighed(weights_of(x, x, mask=mask, causal=True), x))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent cells against their equations in numpy, and how a carry begins."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,3 +229,25 @@ def test_a_carry_of_another_batch_is_refused(cls):
     carry = jax.tree.map(lambda h: jnp.ones((3, 4)), carry_of(cls))
     with pytest.raises(tt.StructureError, match=f"{cls.__name__} at blocks/1/up"):
         cell(carry, array(*X))
+
+
+def test_the_two_lstm_cells_do_not_exchange_parameters_and_say_so():
+    plain, fast = (made(cls, 3, 4) for cls in (tt.LSTMCell, tt.OptimizedLSTMCell))
+    assert "do not fit the other" in " ".join(inspect.getdoc(type(fast)).split())
+    with pytest.raises(ValueError, match=r"dense_i|ii"):
+        tt.update(fast, tt.state(plain, tt.Param))
+    sides = {"dense_i": ("ii", "if_", "ig", "io"), "dense_h": ("hi", "hf", "hg", "ho")}
+    for name, gates in sides.items():
+        kernels = [getattr(plain, gate).kernel[...] for gate in gates]
+        getattr(fast, name).kernel[...] = jnp.concatenate(kernels, -1)
+    biases = [getattr(plain, gate).bias[...] for gate in sides["dense_h"]]
+    fast.dense_h.bias[...] = jnp.concatenate(biases)
+    carry = array(2, 4), array(2, 4, seed=1)
+    jax.tree.map(close, plain(carry, array(2, 3)), fast(carry, array(2, 3)))
+
+
+def test_a_gru_has_the_bias_that_its_documentation_tells_of():
+    cell = made(tt.GRUCell, 3, 4, bias_init=drawing())
+    assert cell.dense_h.bias is None
+    assert cell.dense_i.bias.shape == (12,)
+    assert "the bias is on the side of the inputs" in inspect.getdoc(tt.GRUCell)

@@ -476,3 +476,41 @@ def test_gradients_reach_what_a_mask_lets_through():
     grads = tt.grad(lambda layer: jnp.sum(layer(array(2, 5, 2))))(layer)
     found = np.asarray(grads.kernel[...])
     np.testing.assert_array_equal(found != 0, mask)
+
+
+@pytest.mark.parametrize(
+    ("size", "strides", "dilation"), [(3, 1, 1), (2, 3, 1), (3, 2, 2)]
+)
+def test_a_transposed_convolution_can_be_causal(size, strides, dilation):
+    options = {"padding": "CAUSAL", "kernel_dilation": dilation}
+    layer = made(tt.ConvTranspose, 2, 6, size, strides, **options)
+    x = array(1, 5, 2)
+    outputs = layer(x)
+    assert outputs.shape == (1, 5 * strides, 6)
+    changed = np.asarray(layer(x.at[:, 3].add(1.0)) != outputs).any((0, 2))
+    assert not changed[: 3 * strides].any()
+    assert changed[3 * strides]
+    kernel = np.flip(raw(layer.kernel), 0)
+    expected = np.zeros((5 * strides + 2 * size * dilation, 6))
+    for i in range(5):
+        for j in range(size):
+            expected[i * strides + j * dilation] += numbers(1, 5, 2)[0, i] @ kernel[j]
+    close(outputs[0], expected[: 5 * strides] + raw(layer.bias))
+
+
+def test_the_mask_of_a_convolution_is_no_leaf_and_averages_go_on():
+    mask = np.tri(3, 12, dtype=bool).reshape(3, 2, 6)
+    layer = made(tt.Conv, 2, 6, 3, mask=mask)
+    assert {path for path, _ in tt.to_flat_state(tt.state(layer))} == {
+        ("kernel",),
+        ("bias",),
+    }
+    average, before = tt.EMA(layer, 0.5), raw(layer.kernel)
+    layer.kernel[...] = layer.kernel[...] + 1.0
+    average.update(layer)
+    close(average.params["kernel"][...], before + 0.5)
+
+
+def test_groups_that_do_not_divide_are_a_value_error():
+    with pytest.raises(ValueError, match="feature_group_count=2 must divide"):
+        made(tt.Conv, 3, 4, 3, feature_group_count=2)

@@ -205,3 +205,25 @@ def test_a_cache_needs_both_sizes(given):
 def test_a_cache_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"MultiHeadAttention.*input_shape"):
         attention().init_cache(shape)
+
+
+def two_heads(**options):
+    return made(tt.MultiHeadAttention, 2, 4, **options)
+
+
+def test_a_step_past_the_end_of_the_cache_is_refused():
+    layer = two_heads(decode=True)
+    layer.init_cache((2, 1, 4))
+    layer(array(2, 1, 4))
+    before = values_of(layer)
+    with pytest.raises(tt.StructureError, match="the cache of 1 positions is full"):
+        layer(array(2, 1, 4, seed=1))
+    step = tt.jit(lambda layer, x: layer(x))
+    assert np.isnan(step(layer, array(2, 1, 4, seed=1))).all()
+    assert values_of(layer) == before
+
+
+def test_a_view_that_decodes_has_a_cache():
+    decoder = tt.view(two_heads(), decode=True, batch_size=2, max_length=3)
+    assert decoder.cached_key.shape == decoder.cached_value.shape == (2, 3, 2, 2)
+    assert int(decoder.cache_index[...]) == 0

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formulas import array, close, counts_of, numbers, placed
+from formulas import array, close, counts_of, made, numbers, placed
 from jax.sharding import AxisType, PartitionSpec
 
 import treetap as tt
@@ -201,3 +201,18 @@ def test_sharded_inputs_keep_their_sharding(axes):
         outputs = tt.Dropout(0.5, broadcast_dims=axes)(x, rngs=key)
         assert jax.typeof(outputs).sharding.spec == P("data", None)
         close(outputs, dropped(key, 0.5, (4, 1) if axes else X))
+
+
+def gru(**options):
+    return tt.RNN(made(tt.GRUCell, 3, 4), **options)
+
+
+def test_a_stream_may_be_given_and_is_forked():
+    for make in (gru, lambda **options: tt.Bidirectional(gru(), gru(), **options)):
+        stream = tt.RngStream(3, tag="carry")
+        layer = make(rngs=stream)
+        assert layer.rngs is not stream
+        assert layer.rngs.key[...] == jax.random.fold_in(jax.random.key(3), 0)
+        assert int(stream.count[...]) == 1
+        layer(array(2, 5, 3))
+        assert int(stream.count[...]) == 1

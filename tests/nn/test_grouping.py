@@ -224,3 +224,14 @@ def test_masks_that_do_not_fit_are_refused(cls):
         message = rf"{cls.__name__} at blocks/1/up: `mask` .*{words}"
         with pytest.raises(tt.StructureError, match=message):
             layer(array(*X), mask=mask)
+
+
+def test_groups_with_a_middle_axis_that_is_not_reduced():
+    layer = made(tt.GroupNorm, 6, 2, reduction_axes=(1, 3), use_fast_variance=False)
+    x = numbers(2, 4, 4, 6)
+    expected = np.zeros(x.shape)
+    for part in (slice(0, 3), slice(3, 6)):
+        mean, var = moments_of(x[..., part], (1, 3))
+        expected[..., part] = (x[..., part] - mean) / np.sqrt(var + 1e-6)
+    expected = expected * raw(layer.scale) + raw(layer.bias)
+    close(ran(layer, array(2, 4, 4, 6)), expected)

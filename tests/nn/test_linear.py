@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formulas import array, close, compiled, made, numbers, placed, raw
+from formulas import array, close, compiled, made, multihead, numbers, placed, ran, raw
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -321,3 +321,43 @@ def test_sharded_parameters_make_sharded_results():
         outputs = layer(sharded(2, 4))
         assert jax.typeof(outputs).sharding.spec == P("data", "model")
         close(outputs, numbers(2, 4) @ raw(layer.kernel) + raw(layer.bias))
+
+
+SHAPE = (2, 5, 4)
+
+
+def attention(**options):
+    return made(tt.MultiHeadAttention, 2, 4, **options)
+
+
+def test_axes_to_sum_over_in_any_order():
+    layer = made(tt.LinearGeneral, (3, 2), 4, axis=(-1, 1))
+    expected = np.einsum("ajbi,ijo->abo", numbers(6, 2, 5, 3), raw(layer.kernel))
+    close(ran(layer, array(6, 2, 5, 3)), expected + raw(layer.bias))
+
+
+def test_an_einsum_without_a_string_takes_that_of_the_call():
+    layer = made(tt.Einsum, None, (3, 4))
+    assert layer.einsum_str is None
+    close(layer(array(2, 3), "ab,bc->ac"), numbers(2, 3) @ raw(layer.kernel))
+    with pytest.raises(tt.StructureError, match=r"no einsum string. Give one"):
+        layer(array(2, 3))
+
+
+def test_an_operation_need_not_know_about_shardings():
+    def dot_general(lhs, rhs, dimension_numbers, precision=None):
+        return lax.dot_general(lhs, rhs, dimension_numbers, precision=precision)
+
+    def einsum(text, lhs, rhs, precision=None):
+        return jnp.einsum(text, lhs, rhs, precision=precision)
+
+    for layer in (
+        made(tt.Linear, 3, 4, dot_general=dot_general),
+        made(tt.LinearGeneral, 3, 4, dot_general=dot_general),
+        made(tt.Einsum, "ab,bc->ac", (3, 4), (4,), einsum_op=einsum),
+    ):
+        expected = numbers(2, 3) @ raw(layer.kernel) + raw(layer.bias)
+        close(ran(layer, array(2, 3)), expected)
+    options = {"qkv_dot_general": dot_general, "out_dot_general": dot_general}
+    layer = attention(**options)
+    close(ran(layer, array(*SHAPE)), multihead(layer, numbers(*SHAPE)))

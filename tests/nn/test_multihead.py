@@ -317,3 +317,27 @@ def test_results_are_sharded_as_asked():
         assert jax.typeof(outputs).sharding.spec == spec
         assert seen == [heads]
         close(outputs, expected)
+
+
+def two_heads(**options):
+    return made(tt.MultiHeadAttention, 2, 4, **options)
+
+
+def test_attention_can_be_called_as_it_is_made():
+    layer = two_heads()
+    assert (layer.decode, layer.deterministic) == (None, None)
+    close(ran(layer, array(*X)), multihead(layer, numbers(*X)))
+
+
+def test_what_a_layer_goes_without_can_be_given_later():
+    layer = two_heads(dropout_rate=0.5, keep_rngs=False, deterministic=False)
+    assert layer.rngs is None
+    layer.rngs = tt.RngStream(0, tag="dropout")
+    tt.eval_shape(lambda layer, x: layer(x), layer, array(*X))
+    layer.attention_fn = lambda query, key, value, **options: value
+    layer(array(*X))
+    assert int(layer.rngs.count[...]) == 1
+    norm = made(tt.InstanceNorm, 4, use_scale=False, use_bias=False)
+    assert (norm.scale, norm.bias) == (None, None)
+    norm.scale, norm.bias = tt.Param(jnp.ones(4)), tt.Param(jnp.full(4, 2.0))
+    close(ran(norm, array(*X)).mean(1), np.full((2, 4), 2.0))

@@ -391,3 +391,15 @@ def test_masks_are_broadcast_to_the_inputs():
     assert checked_mask(None, None, X) is None
     found = checked_mask(None, np.array([True, False, True]), X)
     np.testing.assert_array_equal(found, np.broadcast_to([True, False, True], X))
+
+
+def test_statistics_are_not_rounded_before_they_are_used():
+    layer = made(tt.BatchNorm, 3, dtype=jnp.bfloat16, momentum=0.0)
+    x = jnp.asarray(100.3 + numbers(64, 3), jnp.float32)
+    trained = layer(x)
+    exact = np.asarray(x, np.float64)
+    mean, var = moments_of(exact, (0,))
+    expected = (exact - mean) / np.sqrt(var + 1e-5) * raw(layer.scale) + raw(layer.bias)
+    for found in (trained, layer(x, use_running_average=True)):
+        assert found.dtype == jnp.bfloat16
+        close(found.astype(jnp.float32), expected, 0.02)

@@ -249,3 +249,8 @@ def test_an_rnn_that_begins_with_zeros_draws_nothing():
     found = jax.jit(lambda x: rnn(x))(jnp.ones((2, 5, 3)))
     assert found.shape == (2, 5, 4)
     assert int(rnn.rngs.count) == 0
+
+
+def test_axes_keep_the_order_they_are_given_in():
+    assert canonical_axes(None, (0, 1, -2), 10) == (0, 1, 8)
+    assert canonical_axes(None, (-2, 1, 0), 10) == (8, 1, 0)

@@ -165,3 +165,11 @@ def test_what_does_not_fit_is_refused(args, words):
 def test_other_things_that_do_not_fit_are_refused(args, word):
     with pytest.raises(ValueError, match=f"^pool: .*`{word}`"):
         tt.max_pool(array(*X), *args)
+
+
+def test_windows_strides_and_padding_of_pools_may_be_lists():
+    x = array(1, 4, 4, 2)
+    for pool in (tt.max_pool, tt.min_pool, tt.avg_pool):
+        expected = pool(x, (2, 2), (2, 1), ((1, 0), (0, 1)))
+        found = pool(x, [2, 2], [2, 1], [[1, 0], [0, 1]])
+        np.testing.assert_array_equal(found, expected)

@@ -448,3 +448,26 @@ def test_a_filter_without_a_hash_may_say_which_streams_are_kept():
     cell = tt.LSTMCell(2, 3, rngs=tt.Rngs(0))
     found = tt.RNN(cell, broadcast_rngs=Nothing())(inputs)
     assert found.tolist() == tt.RNN(cell)(inputs).tolist()
+
+
+def test_the_carry_of_sequences_in_two_batch_axes():
+    rnn = gru(return_carry=True)
+    lengths = np.array([[1, 2, 3], [4, 5, 2]])
+    carry, outputs = ran(rnn, array(2, 3, 5, 3), seq_lengths=lengths)
+    assert carry.shape == (2, 3, 4)
+    for at in np.ndindex(2, 3):
+        close(carry[at], outputs[at][lengths[at] - 1])
+
+
+def test_an_rnn_without_streams_is_made_of_parameters():
+    rnn = gru(rngs=False)
+    graphdef, parameters = tt.split(rnn, tt.Param)
+    same = tt.merge(graphdef, parameters)
+    close(same(array(2, 5, 3)), rnn(array(2, 5, 3)))
+
+
+def test_a_carry_of_zeros_needs_no_streams():
+    rnn = gru(rngs=False)
+    assert rnn.rngs is None
+    assert jax.jit(lambda x: rnn(x))(array(2, 5, 3)).shape == (2, 5, 4)
+    assert not rnn.cell.initialize_carry((2, 3)).any()

@@ -315,3 +315,30 @@ def test_a_scale_of_another_shape_is_refused():
         tt.StructureError, match=r"^WeightNorm: .*`scales`.*float32\[7\]"
     ):
         made(tt.WeightNorm, linear(), scale_init=lambda *_: jnp.ones(7))
+
+
+def test_scales_of_weights_are_trained():
+    layer = made(tt.WeightNorm, linear())
+    flat = dict(tt.to_flat_state(tt.state(layer, tt.Param)))
+    assert ("scales", ("kernel",)) in flat
+    loss = tt.grad(lambda layer: jnp.sum(layer(array(2, 3)) ** 2))
+    grads = compiled(lambda layer: loss(layer))(layer)
+    assert (np.abs(grads.scales["kernel",][...]) > 1e-4).all()
+
+
+def test_scales_may_be_drawn():
+    init = jax.nn.initializers.normal()
+    layer = tt.WeightNorm(linear(), scale_init=init, rngs=tt.Rngs(0))
+    assert len(set(raw(layer.scales["kernel",]).tolist())) == 4
+
+
+@pytest.mark.parametrize("cls", [tt.SpectralNorm, tt.WeightNorm])
+def test_the_weights_of_the_layer_stay(cls):
+    layer = made(cls, linear())
+    kernel, bias = raw(layer.layer_instance.kernel), raw(layer.layer_instance.bias)
+    layer(array(2, 3))
+    options = {"update_stats": False} if cls is tt.SpectralNorm else {}
+    for _ in range(2):
+        layer(array(2, 3), **options)
+    np.testing.assert_array_equal(raw(layer.layer_instance.kernel), kernel)
+    np.testing.assert_array_equal(raw(layer.layer_instance.bias), bias)

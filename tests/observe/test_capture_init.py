@@ -144,3 +144,63 @@ def test_a_name_that_is_also_a_childs_is_an_error_that_names_it():
     with pytest.raises(tt.CaptureError):
         tt.capture(model.first, I)(ONE)
     assert int(model.calls) == 0
+
+
+class Perturber(tt.Module):
+    def __init__(self, how=lambda module, x: module.perturb("p", x)):
+        self.how = how
+        self.w = tt.Param(jnp.array(2.0))
+
+    def __call__(self, x):
+        return self.how(self, x)
+
+
+def lists(tree):
+    """A tree of arrays, or a State of them, as plain numbers and lists."""
+    if isinstance(tree, tt.State):
+        tree = tt.to_pure_dict(tree)
+    return jax.tree.map(lambda x: x.tolist(), tree)
+
+
+def test_tuples_are_perturbed_leaf_by_leaf():
+    model = Perturber()
+    pair = (jnp.array(1.0), jnp.array([2.0, 3.0]))
+    out, state = tt.capture(model, tt.Perturbation)(pair)
+    assert lists(out) == (1.0, [2.0, 3.0])
+    assert lists(state) == {"p": (0.0, [0.0, 0.0])}
+    more = jax.tree.map(lambda x: x + 10, state)
+    assert lists(tt.capture(model, init=more)(pair)) == (11.0, [12.0, 13.0])
+
+
+def test_dicts_are_perturbed_leaf_by_leaf():
+    model, value = Perturber(), {"a": jnp.array(1.0)}
+    out, state = tt.capture(model, tt.Perturbation)(value)
+    assert (lists(out), lists(state)) == ({"a": 1.0}, {"p": {"a": 0.0}})
+    more = jax.tree.map(lambda x: x + 10, state)
+    assert lists(tt.capture(model, init=more)(value)) == {"a": 11.0}
+
+
+def test_one_name_with_two_shapes_is_an_error():
+    def both(module, x):
+        module.perturb("p", x)
+        return module.perturb("p", x[0])
+
+    with pytest.raises(tt.CaptureError, match=r"perturb: p .*different types"):
+        tt.capture(Perturber(both), tt.Perturbation)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 3)])
+def test_init_of_another_shape_is_an_error(shape):
+    init = tt.State({"p": tt.Perturbation(jnp.zeros(shape))})
+    with pytest.raises(tt.CaptureError, match=r"`init` has at p values of shape"):
+        tt.capture(Perturber(), init=init)(jnp.ones(3))
+
+
+def test_unknown_paths_and_raw_arrays_in_init_are_errors():
+    model = Perturber()
+    with pytest.raises(tt.CaptureError, match="nope:p"):
+        tt.capture(model, init={"nope": {"p": tt.Perturbation(jnp.zeros(3))}})(
+            jnp.ones(3)
+        )
+    with pytest.raises(tt.CaptureError, match="State of Variables"):
+        tt.capture(model, init={"p": jnp.zeros(3)})(jnp.ones(3))

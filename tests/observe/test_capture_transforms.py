@@ -11,6 +11,7 @@ import pytest
 import treetap as tt
 from capture_cases import HEARD, SINGLES, hearing, moving, shape_of
 from capture_steps import OURS, PLAIN, block_by_hand, block_step, grad, grad_by_hand
+from modes import ALL_MODES
 
 SITES = {"sow": "sown", "perturb": "moved", "output": "seen", "tap": "tapped"}
 
@@ -235,3 +236,87 @@ def test_a_perturbation_of_another_type_is_added_or_refused(kind):
         except tt.CaptureError:
             continue
         near(out, [4.0, 4.0])
+
+
+class Sower(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array(2.0))
+
+    def __call__(self, x):
+        self.sow(tt.Intermediate, "v", x)
+        return x * self.w
+
+
+def lists(tree):
+    """A tree of arrays, or a State of them, as plain numbers and lists."""
+    if isinstance(tree, tt.State):
+        tree = tt.to_pure_dict(tree)
+    return jax.tree.map(lambda x: x.tolist(), tree)
+
+
+@ALL_MODES
+def test_a_scan_with_a_broadcast_module_stacks_values(mode):
+    def call(model, xs):
+        def step(model, carry, x):
+            return carry + model(x), x
+
+        axes = (None, tt.Carry, 0)
+        scanned = tt.scan(step, in_axes=axes, out_axes=(tt.Carry, 0), **mode)
+        return scanned(model, jnp.array(0.0), xs)[0]
+
+    out, state = tt.capture(call, tt.Intermediate)(Sower(), jnp.arange(3.0))
+    assert float(out) == 6.0
+    assert lists(state) == {"v": ([0.0, 1.0, 2.0],)}
+
+
+def fori(mode):
+    def call(model, x):
+        def body(i, carry):
+            model, x = carry
+            return model, model(x)
+
+        return tt.fori_loop(0, 3, body, (model, x), **mode)[1]
+
+    return call
+
+
+@ALL_MODES
+def test_a_fori_loop_with_known_bounds_stacks_values(mode):
+    out, state = tt.capture(fori(mode), tt.Intermediate)(Sower(), jnp.array(1.0))
+    assert float(out) == 8.0
+    assert lists(state) == {"v": ([1.0, 2.0, 4.0],)}
+
+
+@ALL_MODES
+def test_a_while_loop_gives_the_last_value(mode):
+    def call(model, x):
+        def body(carry):
+            model, x = carry
+            return model, model(x)
+
+        return tt.while_loop(lambda carry: carry[1] < 10, body, (model, x), **mode)[1]
+
+    out, state = tt.capture(call, tt.Intermediate)(Sower(), jnp.array(1.0))
+    assert float(out) == 16.0
+    assert lists(state) == {"v": (8.0,)}
+
+
+@ALL_MODES
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_value_of_one_branch_is_there_or_zeros(mode, taken):
+    def call(model, x, flag):
+        other = lambda model, x: x
+        return tt.cond(flag, lambda model, x: model(x), other, model, x, **mode)
+
+    _, state = tt.capture(call, tt.Intermediate)(Sower(), jnp.array(3.0), taken)
+    assert lists(state) == {"v": (3.0 if taken else 0.0,)}
+
+
+@ALL_MODES
+def test_a_broadcast_module_under_vmap_gives_batches(mode):
+    def call(model, xs):
+        return tt.vmap(lambda model, x: model(x), in_axes=(None, 0), **mode)(model, xs)
+
+    out, state = tt.capture(call, tt.Intermediate)(Sower(), jnp.arange(3.0))
+    assert out.tolist() == [0.0, 2.0, 4.0]
+    assert lists(state) == {"v": ([0.0, 1.0, 2.0],)}

@@ -319,3 +319,34 @@ def test_averages_are_not_changed_from_another_trace():
     with pytest.raises(tt.TraceContextError, match="trace level"):
         tt.jit(lambda model: ema.update(model))(model)
     assert ema.params.w[...].tolist() == [1.0, 2.0]
+
+
+class DroppingModel(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array([1.0, 2.0]))
+        self.calls = tt.Variable(jnp.array(0))
+        self.noise = tt.Rngs(0).noise.fork()
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return (self.w * x * self.noise.bernoulli(0.5, (2,))).sum()
+
+
+@ALL_MODES
+def test_a_model_with_random_state_is_averaged_by_default(mode):
+    model = DroppingModel()
+    ema = tt.EMA(model, 0.5)
+
+    @tt.jit(**mode)
+    def step(model, ema):
+        model(jnp.ones(2))
+        model.w[...] += 2.0
+        ema.update(model)
+
+    step(model, ema)
+    averaged = ema.apply_to(model)
+    assert ema.params.w[...].tolist() == [2.0, 3.0]
+    assert list(ema.params) == ["w"]
+    assert averaged.noise.count is model.noise.count
+    assert averaged.calls is model.calls
+    assert int(model.calls) == 1

@@ -489,3 +489,81 @@ def test_update_takes_its_arguments_by_name():
     optimizers[0].update(models[0], grads)
     optimizers[1].update(model=models[1], grads=grads)
     np.testing.assert_array_equal(models[0].kernel[...], models[1].kernel[...])
+
+
+class DroppingModel(tt.Module):
+    def __init__(self):
+        self.w = tt.Param(jnp.array([1.0, 2.0]))
+        self.calls = tt.Variable(jnp.array(0))
+        self.noise = tt.Rngs(0).noise.fork()
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return (self.w * x * self.noise.bernoulli(0.5, (2,))).sum()
+
+
+@pytest.mark.parametrize("make", [dict, tt.State], ids=["dict", "State"])
+@ALL_MODES
+def test_gradients_may_be_plain_arrays_under_a_type_filter(make, mode):
+    model = DroppingModel()
+    optimizer = tt.Optimizer(model, optax.adam(0.1), wrt=tt.Param)
+
+    @tt.jit(**mode)
+    def step(model, optimizer):
+        optimizer.update(model, make({"w": jnp.ones(2)}))
+
+    step(model, optimizer)
+    np.testing.assert_allclose(model.w[...], [0.9, 1.9], rtol=1e-5)
+    with pytest.raises(tt.StructureError, match="missing w"):
+        optimizer.update(model, make({}))
+
+
+def optimizer_with(rate):
+    return tt.Optimizer(
+        DroppingModel(), optax.adam(rate), wrt=lambda path, _: path == ("w",)
+    )
+
+
+def test_optimizers_with_equal_settings_have_equal_descriptions():
+    first, second = optimizer_with(1e-3), optimizer_with(1e-3)
+    for graph in (False, True):
+        one, two = tt.graphdef(first, graph=graph), tt.graphdef(second, graph=graph)
+        assert one == two
+        assert hash(one) == hash(two)
+        assert one != tt.graphdef(optimizer_with(1e-4), graph=graph)
+    one, two = map(jax.tree.structure, (first, second))
+    assert one == two
+    assert one != jax.tree.structure(optimizer_with(1e-4))
+
+
+@ALL_MODES
+def test_a_step_is_traced_once_for_optimizers_made_alike(mode):
+    traces = []
+
+    @tt.jit(**mode)
+    def step(model, optimizer, rate):
+        traces.append(1)
+        optimizer.update(model, {"w": jnp.ones(2)})
+
+    changes = []
+    for rate in (1e-3, 1e-3, 1e-4, 1e-3):
+        model, optimizer = DroppingModel(), optimizer_with(rate)
+        step(model, optimizer, 1.0)
+        changes.append(1.0 - float(model.w[0]))
+    assert len(traces) == 2
+    np.testing.assert_allclose(changes, [1e-3, 1e-3, 1e-4, 1e-3], rtol=1e-2)
+
+
+def test_plain_jit_traces_once_too():
+    traces = []
+
+    @jax.jit
+    def step(model, optimizer):
+        traces.append(1)
+        optimizer.update(model, {"w": jnp.ones(2)})
+        return model, optimizer
+
+    for _ in range(2):
+        _, optimizer = step(DroppingModel(), optimizer_with(1e-3))
+    assert int(optimizer.step) == 1
+    assert len(traces) == 1

@@ -56,3 +56,24 @@ def test_call_runs_a_method_functionally(graph):
     assert same.shape == (3,)
     with pytest.raises(AttributeError, match="__len__"):
         tt.call(parts).__len__
+
+
+class Tied(tt.Module):
+    def __init__(self):
+        self.a = self.b = tt.Param(1.0)
+
+    def add(self, x):
+        self.a[...] += x
+        return self.b[...]
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_apply_works_in_the_mode_of_its_graphdef(mode):
+    graphdef, state = tt.split(Tied(), graph=True)
+    with tt.set_graph_mode(mode):
+        result, (after, changed) = graphdef.apply(state).add(2.0)
+        assert tt.call((graphdef, changed)).add(1.0)[0] == 4.0
+    assert result == 3.0
+    assert after == graphdef
+    merged = tt.merge(after, changed)
+    assert merged.a is merged.b

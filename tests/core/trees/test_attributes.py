@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data and static attributes: what decides, and what is refused."""
 
+import copy
 import dataclasses
 import functools
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -317,3 +319,111 @@ def test_a_static_attribute_may_become_a_number_of_numpy():
     with pytest.raises(tt.AttributeStatusError, match="cannot assign data of type nda"):
         box.value = np.zeros(2)
     assert box.value == 3
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+
+ROUND_TRIPS = {
+    "clone": tt.clone,
+    "merge": lambda node: tt.merge(*tt.split(node)),
+    "graph": lambda node: tt.merge(*tt.split(node, graph=True)),
+    "tree": lambda node: jax.tree.map(lambda leaf: leaf, node),
+    "jit": jax.jit(lambda node: node),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda node: pickle.loads(pickle.dumps(node)),
+    "view": tt.view,
+}
+
+
+def test_numpy_scalars_are_data_and_do_not_retrace():
+    traces = []
+
+    @jax.jit
+    def f(model):
+        traces.append(None)
+        return model.rate * 2
+
+    for rate in (1.0, 2.0, 3.0):
+        model = Free()
+        model.rate = np.float32(rate)
+        assert f(model) == 2 * rate
+    assert tt.is_data(np.float32(1))
+    assert len(traces) == 1
+
+
+class Norm(tt.Module):
+    """A stand-in for a layer with an optional parameter."""
+
+    def __init__(self, use_scale=False):
+        self.scale = tt.data(tt.Param(jnp.ones(2)) if use_scale else None)
+
+
+@pytest.mark.parametrize("how", ROUND_TRIPS)
+def test_an_optional_parameter_can_be_given_later(how):
+    layer = ROUND_TRIPS[how](Norm())
+    assert layer.scale is None
+    assert jax.tree.leaves(layer) == []
+    layer.scale = tt.Param(jnp.ones(2))
+    assert len(jax.tree.leaves(layer)) == 1
+    layer.scale = None
+    assert jax.tree.structure(layer) == jax.tree.structure(Norm())
+
+
+def test_data_on_a_static_none_is_refused_with_the_remedy():
+    layer = Free()
+    layer.scale = None
+    message = r"Free\.scale: cannot assign data of type Param.*`self.scale = data\(None"
+    with pytest.raises(tt.AttributeStatusError, match=message):
+        layer.scale = tt.Param(1.0)
+    assert layer.scale is None
+
+
+class Averaging(tt.Module):
+    """A stand-in for BatchNorm."""
+
+    def __init__(self):
+        self.use_running_average = False
+        self.mean = tt.BatchStat(jnp.zeros(2))
+
+
+class PairOfModules(tt.Module):
+    def __init__(self, shared):
+        self.a = shared
+        self.b = tt.List([shared])
+
+
+def test_a_mark_never_stays_on_a_value():
+    @dataclasses.dataclass
+    class PairOfModules(tt.Module):
+        first: object
+        second: object = tt.data(default=None)
+
+    assert PairOfModules(tt.data([1])).first == [1]
+    assert PairOfModules(1).second is None
+    assert list(tt.List([tt.data(1)])) == [1]
+    assert tt.Dict(a=tt.data(1))["a"] == 1
+    model = Averaging()
+    vars(model)["a"] = tt.data(1)
+    tt.check_pytree(model)
+    assert model.a == 1
+    assert len(jax.tree.leaves(model)) == 2
+
+
+@pytest.mark.parametrize("mark", [tt.data, tt.static])
+def test_a_mark_inside_a_container_is_refused(mark):
+    model = Averaging()
+    with pytest.raises(tt.AttributeStatusError, match=r"Norm\.x: .* inside a list"):
+        model.x = [mark(1)]
+    with pytest.raises(tt.AttributeStatusError, match=r"Norm\.x: `data` or `static`"):
+        model.x = tt.data([mark(1)])
+    assert not hasattr(model, "x")
+
+
+def test_a_mark_does_not_end_up_inside_a_variable():
+    try:
+        v = tt.Param(tt.data(1))
+    except (TypeError, ValueError):
+        return
+    assert v[...] == 1

@@ -167,3 +167,29 @@ def test_a_long_remainder_is_cut():
 
 def test_generic_aliases_mean_their_class():
     assert predicate_of(tt.Param[int]) == tt.OfType(tt.Param)
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def nested_model():
+    return Free(
+        a=tt.Param(jnp.ones(2)),
+        b=Free(c=tt.Param(jnp.zeros(3)), d=tt.BatchStat(jnp.zeros(3))),
+    )
+
+
+@pytest.mark.parametrize("wrong", [3, 1.5, object(), [tt.Param, 3]])
+def test_an_invalid_filter_is_a_type_error_that_lists_the_valid_ones(wrong):
+    model = nested_model()
+    message = "Invalid filter .* of type .*a tag .str., `...`, a bool"
+    for call in (tt.split, tt.state, tt.pop, tt.filter_state, tt.split_state):
+        argument = tt.state(model) if call.__name__.endswith("_state") else model
+        with pytest.raises(TypeError, match=message):
+            call(argument, wrong)
+    assert len(jax.tree.leaves(model)) == 3

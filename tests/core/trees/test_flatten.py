@@ -180,3 +180,59 @@ def test_a_variable_of_an_object_that_was_walked_before_may_not_be_elsewhere():
         tt.split({"a": inner.w, "b": inner})
     inner.w = tt.Param(jnp.zeros((2, 3)))
     assert tt.split({"b": inner})[1]["b"]["w"].sum() == 0
+
+
+class Noise(tt.Module):
+    """A stand-in for Dropout: a mode, a rate, a stream."""
+
+    def __init__(self, rngs=None):
+        self.rate = 0.5
+        self.deterministic = False
+        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
+
+    def set_view(self, deterministic: bool | None = None):
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Norm(tt.Module):
+    """A stand-in for BatchNorm."""
+
+    def __init__(self):
+        self.use_running_average = False
+        self.mean = tt.BatchStat(jnp.zeros(2))
+
+
+class Model(tt.Module):
+    def __init__(self):
+        self.noise = Noise()
+        self.norm = Norm()
+
+    @property
+    def size(self):
+        return 2
+
+
+def test_a_module_in_itself_is_a_cycle_error():
+    model = Model()
+    model.s = model
+    message = r"Cycle detected: the Model found at paths \(root\) and s contains itself"
+    for _ in range(3):
+        with pytest.raises(tt.CycleError, match="iter_modules: " + message):
+            list(tt.iter_modules(model, graph=False))
+    assert [path for path, _ in tt.iter_modules(model, graph=True)] == [
+        ("noise",),
+        ("norm",),
+        (),
+    ]
+    assert len(list(tt.iter_modules(Model()))) == 3
+
+
+def test_an_indirect_cycle_is_a_cycle_error_too():
+    model = Model()
+    model.parts = tt.data({"deep": [Noise()]})
+    model.parts["deep"][0].back = model
+    with pytest.raises(tt.CycleError, match=r"paths \(root\) and parts/deep/0/back"):
+        list(tt.iter_modules(model))
+    model.eval()
+    assert model.parts["deep"][0].deterministic is True

@@ -391,3 +391,64 @@ def test_a_write_while_the_children_are_read_is_not_overlooked(monkeypatch):
     monkeypatch.setattr(_pytrees, "set_flat", late)
     jax.tree.leaves(block)
     assert jax.tree.leaves(block)[0] == 7.0
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+
+ROUND_TRIPS = {
+    "clone": tt.clone,
+    "merge": lambda node: tt.merge(*tt.split(node)),
+    "graph": lambda node: tt.merge(*tt.split(node, graph=True)),
+    "tree": lambda node: jax.tree.map(lambda leaf: leaf, node),
+    "jit": jax.jit(lambda node: node),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda node: pickle.loads(pickle.dumps(node)),
+    "view": tt.view,
+}
+
+
+@pytest.mark.parametrize("how", ROUND_TRIPS)
+def test_items_and_attributes_keep_their_order(how):
+    items = tt.Dict(b=tt.Param(1.0), a=tt.Param(2.0), d="static", c=tt.Param(3.0))
+    again = ROUND_TRIPS[how](items)
+    assert list(again) == ["b", "a", "d", "c"]
+    model = Free()
+    model.z, model.m, model.a = tt.Param(1.0), "static", tt.Param(2.0)
+    assert list(vars(ROUND_TRIPS[how](model))) == ["z", "m", "a"]
+
+
+def test_order_under_jit_is_not_that_of_an_earlier_call():
+    @jax.jit
+    def chain(parts, x):
+        for name in parts:
+            x = 2 * x if name == "double" else x + 1
+        return x
+
+    one = jnp.ones(())
+    assert chain(tt.Dict(double=one, add=one), 1.0) == 3.0
+    assert chain(tt.Dict(add=one, double=one), 1.0) == 4.0
+
+
+def test_a_dict_inside_a_variable_keeps_its_order():
+    assert list(tt.Variable({"b": 1, "a": 2}).get_value()) == ["b", "a"]
+
+
+def test_pytree_false_is_inherited():
+    class Opaque(tt.Module, pytree=False):
+        pass
+
+    class Inner(Opaque):
+        def __init__(self):
+            self.parts = [tt.Param(1.0)]  # allowed: nothing is checked
+
+    assert len(jax.tree.leaves(Inner())) == 1  # the object itself
+    with pytest.raises(tt.StructureError, match="Inner is declared with pytree=False"):
+        tt.split(Inner())
+
+    class Open(Opaque, pytree=True):
+        def __init__(self):
+            self.w = tt.Param(1.0)
+
+    assert jax.tree.leaves(Open()) == [1.0]

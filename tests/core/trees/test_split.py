@@ -414,3 +414,102 @@ def test_is_variable():
 def test_a_flat_bare_variable_merges():
     variable = tt.Param(1.0)
     assert tt.merge(*tt.flatten(variable)) is variable
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def nested_model():
+    return Free(
+        a=tt.Param(jnp.ones(2)),
+        b=Free(c=tt.Param(jnp.zeros(3)), d=tt.BatchStat(jnp.zeros(3))),
+    )
+
+
+BOTH_MODES = pytest.mark.parametrize("graph", [False, True])
+
+
+def test_merge_names_what_is_missing_and_what_is_unexpected():
+    graphdef = tt.graphdef(nested_model())
+    with pytest.raises(tt.StructureError) as error:
+        tt.merge(graphdef, {"x": 1, "y": 2, "z": 3})
+    for line in ("missing a", "missing b/c", "missing b/d"):
+        assert f"- {line}\n" in str(error.value)
+    for name in "xyz":
+        assert f"- unexpected {name}\n" in str(error.value)
+    assert "Pass the State(s) that `split` gave" in str(error.value)
+
+
+def test_merge_refuses_another_kind_of_variable():
+    graphdef, state = tt.split(nested_model())
+    state.b.d = tt.Param(jnp.zeros(3))
+    with pytest.raises(tt.StructureError, match="b/d is a Param, expected a BatchStat"):
+        tt.merge(graphdef, state)
+
+
+def test_merge_counts_when_something_is_left_out():
+    graphdef, params, _ = tt.split(nested_model(), tt.Param, ...)
+    message = r"Incorrect number of leaves: 2, expected 3\.\n  - missing b/d"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.merge(graphdef, params)
+
+
+@pytest.mark.parametrize(
+    "function", [tt.split, tt.state, tt.clone, tt.graphdef, tt.view, tt.iter_modules]
+)
+def test_a_shared_module_of_raw_arrays_is_noticed(function):
+    inner = Free(x=jnp.ones(2))
+    model = Free(first=inner, second=Free(again=inner))
+    message = "Duplicate Free found at paths first and second/again: .*graph=True"
+    with pytest.raises(tt.AliasError, match=message):
+        function(model)
+
+
+def test_graph_mode_keeps_it_shared():
+    inner = Free(x=jnp.ones(2))
+    model = tt.merge(*tt.split(Free(first=inner, second=inner), graph=True))
+    assert model.first is model.second
+
+
+def test_both_modes_give_the_same_state():
+    model = Free(
+        numbers=tt.data([1, 2.5, {"k": True}]),
+        text=tt.data({"t": "text", "none": None}),
+        one=tt.data(1),
+        w=tt.Param(jnp.ones(2)),
+    )
+    tree, graph = tt.state(model, graph=False), tt.state(model, graph=True)
+    assert tt.to_flat_state(tree).paths == tt.to_flat_state(graph).paths
+    assert tree == graph
+    assert ("numbers", 0) in tt.to_flat_state(tree).paths
+
+
+def test_flatten_gives_variables_in_both_modes_with_and_without_paths():
+    model = nested_model()
+    for graph in (False, True):
+        _, with_paths = tt.flatten(model, graph=graph)
+        _, without = tt.flatten(model, with_paths=False, graph=graph)
+        for leaves in (with_paths.leaves, without):
+            assert leaves[0] is model.a
+            assert leaves[1] is model.b.c
+            assert leaves[2] is model.b.d
+
+
+@BOTH_MODES
+def test_the_state_of_a_bare_leaf_is_the_leaf(graph):
+    v, x = tt.Param(jnp.ones(2)), jnp.ones(2)
+    assert tt.state(v, graph=graph) is v
+    assert tt.state(x, graph=graph) is x
+    params, rest = tt.state(v, tt.Param, ..., graph=graph)
+    assert params is v
+    assert rest == {}
+
+
+def test_unpacking_a_bare_leaf_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"unpack: a bare Param has no names.*`split`"):
+        tt.unpack(tt.Param(1.0))

@@ -398,3 +398,100 @@ def test_only_digits_that_python_reads_are_numbers():
         tt.replace_by_pure_dict(state, {"--": 2.0})
     tt.replace_by_pure_dict(state, {"\u00b2": 2.0})
     assert state["\u00b2"][...] == 2.0
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def nested_model():
+    return Free(
+        a=tt.Param(jnp.ones(2)),
+        b=Free(c=tt.Param(jnp.zeros(3)), d=tt.BatchStat(jnp.zeros(3))),
+    )
+
+
+BOTH_MODES = pytest.mark.parametrize("graph", [False, True])
+
+
+def test_states_compare_by_structure_kinds_and_numbers():
+    first, second = tt.state(nested_model()), tt.state(nested_model())
+    assert first == second
+    assert (first != second) is False
+    second.b.c[0] = 5.0
+    assert first != second
+    assert tt.State({"a": jnp.ones(2)}) == {"a": jnp.ones(2)}
+    assert tt.State({"a": jnp.ones(2)}) != tt.State({"a": jnp.ones(3)})
+    assert tt.State({"a": jnp.ones(2)}) != tt.State({"b": jnp.ones(2)})
+    assert tt.State({"a": tt.Param(1.0)}) != tt.State({"a": tt.BatchStat(1.0)})
+    assert tt.state(tt.Rngs(0)) == tt.state(tt.Rngs(0))
+    assert tt.state(tt.Rngs(0)) != tt.state(tt.Rngs(1))
+
+
+@pytest.mark.parametrize("mapping", [dict, tt.State])
+def test_to_flat_state_takes_any_mapping(mapping):
+    flat = tt.to_flat_state(mapping({"b": 1, "a": {"c": 2}}))
+    assert flat.paths == (("a", "c"), ("b",))
+    assert flat.leaves == [2, 1]
+
+
+def test_numbers_and_names_may_stand_side_by_side_in_a_state():
+    mixed = {"x": tt.Param(1.0), 10: tt.Param(2.0), 9: {"y": tt.Param(3.0)}}
+    flat = tt.to_flat_state(mixed)
+    assert flat.paths == ((9, "y"), (10,), ("x",))
+    assert jax.tree.leaves(tt.State(mixed)) == [3.0, 2.0, 1.0]
+    assert tt.from_flat_state(flat) == mixed
+
+
+@BOTH_MODES
+def test_numbers_and_names_may_stand_side_by_side_in_a_tree(graph):
+    mixed = {"x": tt.Param(1.0), 10: tt.Param(2.0)}
+    graphdef, state = tt.split(mixed, graph=graph)
+    assert tt.merge(graphdef, state) == mixed
+
+
+@BOTH_MODES
+def test_numbers_and_names_may_stand_side_by_side_in_an_attribute(graph):
+    model = Free(parts=tt.data({"x": tt.Param(1.0), 10: tt.Param(2.0)}))
+    state = tt.state(model, graph=graph)
+    assert tt.to_flat_state(state).paths == (("parts", 10), ("parts", "x"))
+
+
+def holder():
+    return Free(
+        table=tt.Variable({"x": jnp.ones(2), "y": {"z": jnp.zeros(1)}}),
+        w=tt.Param(jnp.ones(3)),
+    )
+
+
+def test_containers_in_variables_survive_as_pure():
+    graphdef, state = tt.split(holder())
+    again = tt.merge(graphdef, tt.as_pure(state))
+    assert type(again.table) is tt.Variable
+    assert tt.state(again) == state
+
+
+def test_containers_in_variables_survive_to_pure_dict():
+    model = holder()
+    graphdef, state = tt.split(model)
+    pure = tt.to_pure_dict(state)
+    assert tt.state(tt.merge(graphdef, pure)) == state
+    pure["table"]["x"] = jnp.full(2, 7.0)
+    target = tt.state(holder())
+    tt.replace_by_pure_dict(target, pure)
+    assert target.table["x"].tolist() == [7.0, 7.0]
+    assert target.table["y"]["z"].tolist() == [0.0]
+    tt.update(model, pure)
+    assert model.table["x"].tolist() == [7.0, 7.0]
+
+
+def test_an_empty_container_survives_too():
+    graphdef, *states = tt.split(
+        Free(table=tt.Variable({}), w=tt.Param(1.0)), tt.Param, ...
+    )
+    again = tt.merge(graphdef, *map(tt.to_pure_dict, states))
+    assert again.table.get_value() == {}

@@ -2,6 +2,8 @@
 """iter_graph, recursive_map, find_duplicates and copies."""
 
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +235,50 @@ def test_the_second_place_may_lie_in_an_object_that_is_met_again():
     inner = Holder([tt.Param(1.0)])
     with pytest.raises(tt.AliasError, match="at paths a/part/0 and b/part/0"):
         tt.split({"a": inner, "b": inner})
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+WALKS = {
+    "iter_graph": lambda node: list(tt.iter_graph(node, graph=False)),
+    "iter_modules": lambda node: list(tt.iter_modules(node, graph=False)),
+    "split": lambda node: tt.split(node, graph=False),
+    "clone": lambda node: tt.clone(node, graph=False),
+    "view": lambda node: tt.view(node, graph=False),
+    "recursive_map": lambda node: tt.recursive_map(lambda p, v: v, node, graph=False),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_an_object_in_itself_is_a_cycle_error(walk):
+    node = Free()
+    node.me = node
+    outer = {"part": node}
+    message = f"{walk}: Cycle detected: the Free found at paths part and part/me.*graph"
+    for _ in range(3):  # and nothing is the worse for it
+        with pytest.raises(tt.CycleError, match=message):
+            WALKS[walk](outer)
+    assert jax.tree.map(lambda x: x + 1, {"a": [1]}) == {"a": [2]}
+    assert len(list(tt.iter_graph(node, graph=True))) == 1
+
+
+def test_an_object_in_itself_may_be_put_into_a_list():
+    program = (
+        "import jax, treetap as tt\n"
+        "class Node(tt.Module): pass\n"
+        "node = Node()\n"
+        "node.me = node\n"
+        "node.parts = tt.data([node])\n"
+        "assert tt.clone(node, graph=True).parts[0].me is not node\n"
+        "jax.numpy.ones(2, int)\n"
+    )  # in a process of its own: a failure leaves JAX unusable
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """update, pop, set_metadata and with_vars: all of it, or nothing."""
 
+import contextlib
 from typing import NamedTuple
 
 import jax
@@ -415,3 +416,118 @@ def test_statics_of_an_object_that_is_no_pytree_are_no_data():
     assert node.n == 2
     tt.update(node, {"w": tt.Param(5.0)})
     assert node.w[...] == 5.0
+
+
+class Affine(tt.Module):
+    def __init__(self, size=2):
+        self.w = tt.Param(jnp.ones(size))
+        self.b = tt.Param(jnp.zeros(size))
+
+
+def test_with_vars_says_that_mutable_is_not_supported():
+    model = Affine()
+    with pytest.raises(tt.MetadataError, match=r"with_vars: `mutable`.*`ref=True`"):
+        tt.with_vars(model, mutable=True)
+    assert model.w.get_metadata("ref") is False
+
+
+class Free(tt.Module):
+    """A Module whose attributes the tests give it."""
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def nested_model():
+    return Free(
+        a=tt.Param(jnp.ones(2)),
+        b=Free(c=tt.Param(jnp.zeros(3)), d=tt.BatchStat(jnp.zeros(3))),
+    )
+
+
+def test_pop_removes_every_reference_to_a_variable():
+    shared = tt.Intermediate(1.0)
+    model = Free(x=shared, y=Free(z=shared), w=tt.Param(2.0))
+    taken = tt.pop(model, tt.Intermediate)
+    assert taken.x is shared
+    assert tt.to_flat_state(taken).paths == (("x",),)
+    assert not hasattr(model, "x")
+    assert not hasattr(model.y, "z")
+    assert jax.tree.leaves(model) == [2.0]
+
+
+def test_pop_takes_only_the_plain_values_that_were_asked_for():
+    model = Free(a=tt.data(1), b=tt.data(1))
+    assert dict(tt.pop(model, tt.PathContains("a"))) == {"a": 1}
+    assert model.b == 1
+
+
+def test_pop_returns_every_plain_value_it_removes():
+    model = Free(a=tt.data(1), b=tt.data(1))
+    assert dict(tt.pop(model, ...)) == {"a": 1, "b": 1}
+
+
+def test_pop_from_a_list_leaves_a_whole_list():
+    items = tt.List([tt.Intermediate(1.0), tt.Param(2.0), tt.Intermediate(3.0)])
+    kept = items[1]
+    taken = tt.pop(items, tt.Intermediate)
+    assert tt.to_flat_state(taken).paths == ((0,), (2,))
+    assert list(map(id, items)) == [id(kept)]
+    assert tt.to_flat_state(tt.state(items)).paths == ((0,),)
+
+
+def test_pop_from_a_plain_list_is_refused_before_anything_is_taken():
+    model = Free(a=tt.Intermediate(1.0), b=tt.data([tt.Intermediate(2.0)]))
+    message = r"pop: b/0 stands in a list.*Use `treetap.List`"
+    with pytest.raises(tt.StructureError, match=message):
+        tt.pop(model, tt.Intermediate)
+    assert jax.tree.leaves(model) == [1.0, 2.0]
+
+
+def numbers_of(model):
+    return [leaf.tolist() for leaf in jax.tree.leaves(model)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"typo": 1.0}, r"unexpected b/typo: Free has \['c', 'd'\]"),
+        ({"c": jnp.ones(4)}, r"b/c: shape \(4,\), expected \(3,\)"),
+        ({"c": np.ones(3, np.int32)}, "b/c: dtype int32, expected float32"),
+        ({"d": tt.Param(jnp.ones(3))}, "b/d is a Param, expected a BatchStat"),
+        (jnp.ones(2), "b: a .* where a Free stands"),
+    ],
+)
+def test_update_refuses_what_does_not_fit_and_changes_nothing(wrong, message):
+    model = nested_model()
+    before = numbers_of(model)
+    with pytest.raises(tt.StructureError, match="nothing was changed.\n.*" + message):
+        tt.update(model, {"a": jnp.full(2, 9.0), "b": wrong})
+    assert numbers_of(model) == before
+    assert not hasattr(model.b, "typo")
+
+
+@pytest.mark.parametrize("wrong", [[1.5, 2.5], (1, 2), ["x", "y"]])
+def test_a_list_does_not_take_the_place_of_an_array(wrong):
+    model = Free(w=tt.Param(jnp.ones(2, jnp.int32)))
+    with contextlib.suppress(tt.StructureError, TypeError):
+        tt.update(model, {"w": wrong})
+    assert isinstance(model.w.get_raw_value(), jax.Array)
+    assert model.w.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("wrong", [1.5, "text", None])
+def test_a_python_value_does_not_change_the_dtype(wrong):
+    model = Free(w=tt.Param(jnp.int32(1)))
+    with contextlib.suppress(tt.StructureError, TypeError):
+        tt.update(model, {"w": wrong})
+    assert isinstance(model.w.get_raw_value(), jax.Array)
+    assert model.w.dtype == jnp.int32
+
+
+def test_a_mapping_does_not_take_the_place_of_an_array():
+    model = Free(w=tt.Param(jnp.ones(2)))
+    with pytest.raises(tt.StructureError, match="w"):
+        tt.update(model, {"w": {"kernel": jnp.ones(2)}})
+    assert model.w.shape == (2,)

@@ -204,3 +204,22 @@ def test_hooks_are_refused_by_name():
 
 def test_what_is_missing_reads_well_in_signatures():
     assert "= <missing>" in str(inspect.signature(tt.jit))
+
+
+def test_metadata_do_not_hide_attributes_of_the_array():
+    v = tt.Param(jnp.ones((2, 3)), dtype="mine", T="mine")
+    assert v.dtype == jnp.float32
+    assert v.T.shape == (3, 2)
+    assert v.get_metadata("dtype") == "mine"
+    assert v.get_metadata("T") == "mine"
+
+
+@pytest.mark.parametrize("name", ["copy", "shape", "get_value", "replace"])
+def test_metadata_that_could_not_be_read_are_refused(name):
+    message = f"Param: '{name}' cannot be the name of metadata.*Choose another name"
+    with pytest.raises(tt.MetadataError, match=message):
+        tt.Param(1.0, **{name: 1})
+    v = tt.Param(1.0)
+    with pytest.raises(tt.MetadataError, match=message):
+        v.set_metadata(name, 1)
+    assert v.get_metadata(exclude_required=True) == {}

@@ -280,3 +280,62 @@ def test_a_variable_in_a_variable_computes():
 def test_operators_need_a_value():
     with pytest.raises(NotImplementedError):
         ValueOperators() + 1
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 3.0]), jnp.array([1.0, 3.0])])
+def test_comparisons_are_those_of_the_value(value):
+    v, w = tt.Param(value), tt.Param(jnp.array([1.0, 2.0]))
+    assert (v != w).tolist() == [False, True]
+    assert (v == w).tolist() == [True, False]
+    assert (v > 2.0).tolist() == [False, True]
+    assert (v >= w).tolist() == [True, True]
+    assert (np.full(2, 2.0) > v).tolist() == [True, False]
+    assert (v < w).tolist() == [False, False]
+    assert (v <= w).tolist() == [True, False]
+
+
+def test_divmod_works_from_both_sides():
+    assert divmod(tt.Param(7), 2) == (3, 1)
+    assert divmod(7, tt.Param(2)) == (3, 1)
+    quotient, rest = divmod(tt.Param(jnp.array([7, 9])), 4)
+    assert quotient.tolist() == [1, 2]
+    assert rest.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("value", [1.239, np.float32(1.239), jnp.float32(1.239)])
+def test_format_specs_reach_the_value(value):
+    assert f"{tt.Param(value):.2f}" == "1.24"
+
+
+def test_a_scalar_variable_is_true_as_its_value_is():
+    for zero in (0, 0.0, False, jnp.float32(0.0), np.int32(0)):
+        assert not tt.Param(zero)
+    for one in (1, 2.5, True, jnp.float32(1.0), np.int32(1)):
+        assert tt.Param(one)
+
+
+def test_a_variable_with_items_is_true():
+    assert tt.Param(jnp.zeros(1))
+    assert not tt.Param(jnp.zeros(0))
+    assert not tt.Param({})
+
+
+@pytest.mark.parametrize("index", [np.array([0, 2]), jnp.array([0, 2])])
+@pytest.mark.parametrize("array", [jnp.zeros(3), np.zeros(3)])
+def test_any_array_can_be_an_index(array, index):
+    v = tt.Param(array)
+    v[index] = 5.0
+    assert v[...].tolist() == [5.0, 0.0, 5.0]
+    v[index] = np.array([1.0, 2.0])
+    assert v[...].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_mixed_arithmetic_is_that_of_the_values():
+    assert tt.Param(1) + 2.0 == 3.0
+    assert 2.0 + tt.Param(1) == 3.0
+    assert tt.Param(1) * tt.Param(2.5) == 2.5
+    assert 2 ** tt.Param(0.5) == 2**0.5
+    assert (tt.Param(1) + jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert (np.ones(2) - tt.Param(1)).tolist() == [0.0, 0.0]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        tt.Param(1) + "text"

@@ -155,3 +155,21 @@ def test_eval_shape_refuses_such_a_name_too():
         pytest.raises(tt.MetadataError, match="nowhere"),
     ):
         tt.eval_shape(make)
+
+
+def test_eager_sharding_is_fixed_in_every_form():
+    v = tt.Param(jnp.ones(2), role="kernel")
+    before = v.get_metadata()
+    message = "'eager_sharding' of a Param is fixed when it is made.*v.copy"
+    for change in (
+        lambda: v.set_metadata(eager_sharding=False),
+        lambda: v.set_metadata("eager_sharding", False),
+        lambda: v.set_metadata({"role": "bias", "eager_sharding": False}),
+    ):
+        with pytest.raises(tt.MetadataError, match=message):
+            change()
+    with pytest.raises(tt.MetadataError, match="'eager_sharding' of a Param is requ"):
+        v.del_metadata("eager_sharding")
+    with pytest.raises(tt.MetadataError, match="eager_sharding are fixed"):
+        tt.set_metadata({"v": v}, role="bias", eager_sharding=False)
+    assert v.get_metadata() == before

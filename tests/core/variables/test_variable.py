@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables: making, reading, writing, metadata, copies and trace levels."""
 
+import contextlib
 import copy
 import pickle
 import weakref
@@ -482,3 +483,150 @@ def test_lists_inside_tuples_are_the_variables_own():
     variable = tt.Variable(given)
     given[1].append(3.0)
     assert variable[...] == (1.0, [2.0])
+
+
+def test_deepcopy_of_a_variable_is_a_variable():
+    v = tt.Param(jnp.arange(3.0), role="kernel")
+    twin = copy.deepcopy(v)
+    assert type(twin) is tt.Param
+    assert twin.role == "kernel"
+    twin[0] = 5.0
+    assert v[0] == 0.0
+    assert twin[0] == 5.0
+
+
+def test_deepcopy_keeps_a_shared_variable_shared():
+    v = tt.Param(jnp.ones(2))
+    first, second = copy.deepcopy([v, v])
+    assert first is second
+    assert first is not v
+
+
+def test_item_writes_are_checked_across_traces():
+    by_name = tt.Variable({"a": jnp.ones(2)})
+    by_place = tt.Variable([jnp.ones(2)])
+
+    def write(v, key):
+        @jax.jit
+        def traced(x):
+            v[key] = x
+            return x
+
+        return traced
+
+    message = "Cannot mutate Variable from a different trace level.*as an argument"
+    for v, key in ((by_name, "a"), (by_place, 0), (by_name, "new")):
+        with pytest.raises(tt.TraceContextError, match=message):
+            write(v, key)(jnp.zeros(2))
+    assert by_name.get_value().keys() == {"a"}
+    assert by_name["a"].tolist() == [1.0, 1.0]
+    assert by_place[0].tolist() == [1.0, 1.0]
+
+
+def test_item_deletion_is_checked_across_traces():
+    v = tt.Variable({"a": jnp.ones(2)})
+
+    @jax.jit
+    def traced(x):
+        del v["a"]
+        return x
+
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate Variable"):
+        traced(1.0)
+    assert "a" in v
+
+
+def has_tracer(value):
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+
+
+def test_a_write_two_levels_deep_leaks_no_tracer():
+    v = tt.Variable({"a": {"b": jnp.ones(2)}})
+
+    @jax.jit
+    def traced(x):
+        v["a"]["b"] = x
+        return x
+
+    with contextlib.suppress(tt.TraceContextError):
+        traced(jnp.zeros(2))
+    assert not has_tracer(v.get_raw_value())
+
+
+def test_a_method_of_the_container_leaks_no_tracer():
+    v = tt.Variable([jnp.ones(2)])
+
+    @jax.jit
+    def traced(x):
+        v.append(x)
+        return x
+
+    with contextlib.suppress(tt.TraceContextError, AttributeError):
+        traced(jnp.zeros(2))
+    assert not has_tracer(v.get_raw_value())
+
+
+def test_writing_items_leaves_the_callers_object_alone():
+    array, items, names = np.zeros(2), [1, 2], {"a": 1}
+    for held, key in ((array, 0), (items, 0), (names, "a")):
+        v = tt.Variable(held)
+        v[key] = 9
+        assert v[key] == 9
+    assert array.tolist() == [0.0, 0.0]
+    assert items == [1, 2]
+    assert names == {"a": 1}
+
+
+def test_set_value_and_deletion_leave_the_callers_object_alone():
+    names = {"a": 1, "b": 2}
+    v = tt.Variable({})
+    v.set_value(names)
+    v["a"] = 9
+    del v["b"]
+    assert names == {"a": 1, "b": 2}
+    assert v.get_value() == {"a": 9}
+
+
+def test_a_nested_write_leaves_the_callers_object_alone():
+    names = {"a": {"b": 1}}
+    v = tt.Variable({})
+    v.set_value(names)
+    v["a"]["b"] = 9
+    assert names == {"a": {"b": 1}}
+
+
+def test_the_caller_cannot_change_a_container_behind_the_variable():
+    names = {"a": [1]}
+    v = tt.Variable(names)
+    names["a"].append(2)
+    names["b"] = 3
+    assert v.get_value() == {"a": [1]}
+
+
+@pytest.mark.parametrize("value", [2.0, 2, True, "text", None])
+def test_python_values_are_read_and_set_with_ellipsis(value):
+    v = tt.Param(value)
+    assert v[...] is value
+    v[...] = 3.0
+    assert v[...] == 3.0
+
+
+def test_set_raw_value_passes_overrides_but_not_the_trace_check():
+    class Doubled(tt.Variable):
+        def set_value(self, value, **kwargs):
+            super().set_value(2 * value, **kwargs)
+
+    v = Doubled(1.0)
+    v.set_value(3.0)
+    assert v.get_raw_value() == 6.0
+    v.set_raw_value(3.0)
+    assert v.get_raw_value() == 3.0
+
+    @jax.jit
+    def traced(x):
+        v.set_raw_value(x)
+        return x
+
+    with pytest.raises(tt.TraceContextError, match="Cannot mutate Doubled"):
+        traced(1.0)
+    assert v.get_raw_value() == 3.0
