@@ -446,7 +446,7 @@ class Parent(tt.Module):
         return self.a(x) * self.w
 
 
-def documented(model, x):
+def call_of_model(model, x):
     """Calls a model."""
     return model(x)
 
@@ -491,15 +491,15 @@ def test_a_call_that_raises_leaves_nothing_behind():
 
 
 def test_name_and_text_are_kept():
-    wrapped = tt.capture(documented, tt.Intermediate)
-    assert (wrapped.__name__, wrapped.__doc__) == ("forward", "Calls a model.")
-    decorated = tt.capture(tt.Intermediate)(documented)
-    assert (decorated.__name__, decorated.__doc__) == ("forward", "Calls a model.")
+    wrapped = tt.capture(call_of_model, tt.Intermediate)
+    assert (wrapped.__name__, wrapped.__doc__) == ("call_of_model", "Calls a model.")
+    decorated = tt.capture(tt.Intermediate)(call_of_model)
+    assert (decorated.__name__, decorated.__doc__) == ("call_of_model", "Calls a model.")
     assert tt.capture(Sower().run, tt.Intermediate).__name__ == "run"
 
 
 def test_a_module_among_the_keywords_is_found():
-    out, state = tt.capture(documented, tt.Intermediate)(
+    out, state = tt.capture(call_of_model, tt.Intermediate)(
         model=Parent(), x=jnp.array(1.0)
     )
     assert float(out) == 2.0
@@ -530,12 +530,12 @@ def test_partials_are_resolved():
     model = Parent()
     _, state = tt.capture(functools.partial(model, jnp.array(1.0)), tt.Intermediate)()
     assert sown(state) == {"a": {"v": (1.0,)}}
-    _, state = tt.capture(functools.partial(documented, model), tt.Intermediate)(
+    _, state = tt.capture(functools.partial(call_of_model, model), tt.Intermediate)(
         jnp.array(2.0)
     )
     assert sown(state) == {"a": {"v": (2.0,)}}
     _, state = tt.capture(
-        functools.partial(documented, x=jnp.array(3.0)), tt.Intermediate
+        functools.partial(call_of_model, x=jnp.array(3.0)), tt.Intermediate
     )(model)
     assert sown(state) == {"a": {"v": (3.0,)}}
 
@@ -670,7 +670,7 @@ class Auxiliary(tt.Module):
     ids=["eager", "jax.jit", "tt.jit", "remat", "vjp"],
 )
 def test_an_inner_capture_in_a_method_takes_nothing_from_the_outer(wrap):
-    _, state = tt.capture(wrap(documented), tt.Intermediate)(
+    _, state = tt.capture(wrap(call_of_model), tt.Intermediate)(
         Auxiliary(), jnp.array(1.0)
     )
     assert sown(state) == {"a": {"v": (1.0,)}, "b": {"v": (2.0,)}}
@@ -711,7 +711,7 @@ class Namesake(tt.Module):
 
 
 def test_a_name_that_is_also_a_childs_is_an_error():
-    with pytest.raises(tt.CaptureError, match=r"'?c'? is both the name"):
+    with pytest.raises(tt.CaptureError, match="c is a value and also the start of c/v"):
         tt.capture(Namesake(), tt.Intermediate)(jnp.array(1.0))
 
 
@@ -774,7 +774,7 @@ def test_a_class_used_as_an_attribute_stays_one():
 
 @ALL_MODES
 def test_what_is_asked_is_part_of_the_trace(mode):
-    f = tt.jit(documented, **mode)
+    f = tt.jit(call_of_model, **mode)
     model, x = Parent(), jnp.array(1.0)
     plain = {"a": {"v": (1.0,)}}
     full = {"__call__": (2.0,), "a": {"__call__": (1.0,), "v": (1.0,)}}
@@ -828,7 +828,7 @@ def test_a_clone_made_inside_has_nothing_of_the_capture():
 @ALL_MODES
 def test_a_gradient_taken_inside_has_nothing_of_the_capture(mode):
     def call(model, x):
-        return tt.grad(documented, **mode)(model, x)
+        return tt.grad(call_of_model, **mode)(model, x)
 
     gradient, state = tt.capture(call, tt.Intermediate)(Parent(), jnp.array(3.0))
     assert [float(leaf) for leaf in jax.tree.leaves(gradient)] == [3.0]
@@ -848,7 +848,7 @@ class Counting(tt.Module):
 def test_sown_integers_do_not_disturb_gradients(mode):
     def call(model, x):
         model(x)
-        return tt.grad(documented, **mode)(model, x)
+        return tt.grad(call_of_model, **mode)(model, x)
 
     gradient, state = tt.capture(call, tt.Intermediate)(Counting(), jnp.array(3.0))
     assert [float(leaf) for leaf in jax.tree.leaves(gradient)] == [3.0]
