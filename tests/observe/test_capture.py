@@ -494,7 +494,10 @@ def test_name_and_text_are_kept():
     wrapped = tt.capture(call_of_model, tt.Intermediate)
     assert (wrapped.__name__, wrapped.__doc__) == ("call_of_model", "Calls a model.")
     decorated = tt.capture(tt.Intermediate)(call_of_model)
-    assert (decorated.__name__, decorated.__doc__) == ("call_of_model", "Calls a model.")
+    assert (decorated.__name__, decorated.__doc__) == (
+        "call_of_model",
+        "Calls a model.",
+    )
     assert tt.capture(Sower().run, tt.Intermediate).__name__ == "run"
 
 

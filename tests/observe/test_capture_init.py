@@ -136,7 +136,7 @@ def test_a_name_that_is_also_a_childs_is_an_error_that_names_it():
             return out
 
     for method in (Clash().first, Clash().last):
-        with pytest.raises(tt.CaptureError, match="c is a value and also the start of c/0"):
+        with pytest.raises(tt.CaptureError, match="c is a value and also the start of"):
             tt.capture(method, I)(ONE)
     with pytest.raises(tt.CaptureError, match="another name in `sow`"):
         tt.capture(tt.jit(lambda m, x: m.first(x)), I)(Clash(), ONE)

@@ -414,9 +414,13 @@ def test_a_mark_never_stays_on_a_value():
 @pytest.mark.parametrize("mark", [tt.data, tt.static])
 def test_a_mark_inside_a_container_is_refused(mark):
     model = Averaging()
-    with pytest.raises(tt.AttributeStatusError, match=r"Averaging\.x: .* inside a list"):
+    with pytest.raises(
+        tt.AttributeStatusError, match=r"Averaging\.x: .* inside a list"
+    ):
         model.x = [mark(1)]
-    with pytest.raises(tt.AttributeStatusError, match=r"Averaging\.x: `data` or `static`"):
+    with pytest.raises(
+        tt.AttributeStatusError, match=r"Averaging\.x: `data` or `static`"
+    ):
         model.x = tt.data([mark(1)])
     assert not hasattr(model, "x")
 
