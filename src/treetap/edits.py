@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
+from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.records import Site
@@ -263,8 +264,8 @@ class _At(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        scans = [size for name, size in target.loops if name == "scan"]
-        if "while" in target.wraps or len(scans) != len(self.iteration):
+        scans = [size for name, size in target.loops if name == SCAN.name]
+        if WHILE.name in target.wraps or len(scans) != len(self.iteration):
             loops = ", ".join(target.wraps) or "no loop"
             raise CaptureError(
                 f"Edit.at: {len(self.iteration)} iterations are given for "
@@ -274,7 +275,7 @@ class _At(Edit):
         mask = jnp.ones(tuple(size for _, size in target.loops), bool)
         numbers = iter(self.iteration)
         for place, (name, size) in enumerate(target.loops):
-            if name == "scan":
+            if name == SCAN.name:
                 mask &= _one_of(next(numbers), size, place, mask.shape, target.text)
         return _Where(edit, mask), [*axes, Axes(loops=True)]
 

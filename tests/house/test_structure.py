@@ -34,7 +34,7 @@ ORDER = {
         listening marks edit_points name_stacks statistics walk module_paths callee
         calls selectors session listener emit
     """,
-    "_capture.walk": "jax_compat plans run operations",
+    "_capture.walk": "jax_compat jaxpr_cache spots plans operations survey run",
     "_capture.statistics": "arithmetic figures reducers reduced measures",
     "_modules": "methods module containers random_streams random_rules views",
     "_transforms": """

@@ -20,23 +20,13 @@ from treetap._capture.marks import Label, linear_p
 from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
-from treetap._capture.walk import jax_compat, operations
-from treetap._capture.walk.run import (
-    MARKS,
-    RULES,
-    Spot,
-    Step,
-    at_spot,
-    is_spotless,
-    recorded,
-    run,
-    spot_of,
-    spots_below,
-    survey,
-)
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.operations import OPERATIONS
+from treetap._capture.walk.plans import Part
+from treetap._capture.walk.run import Walk, recorded
+from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
+from treetap._capture.walk.survey import Inner, is_spotless, spots_below, taps_in
 from treetap._core.trace_level import Through
-
-del operations  # imported for its rules
 
 
 def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,63 +90,52 @@ class Listener(Through):
                 self.session.is_forward = True
                 if not self.session.keep:
                     return list(tracers[:-1])
-            if primitive.name == "jit":
+            if "donated_invars" in params:
                 params = self.session.sparing(params, tracers)
             if is_spotless(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
-            parts = spots_below(primitive, params)
-            if parts:
-                return self._enter(primitive, list(tracers), params, parts)
+            below = spots_below(primitive, params)
+            if below:
+                return self._enter(primitive, list(tracers), params, below)
             return parent.process_primitive(primitive, tracers, params)
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
         spot = spot_of(primitive, params, values, current_name_stack())
-        spot = spot._replace(scopes=session.scopes(), outer=0)
-        if spot.is_tap:
-            spot = spot._replace(tickets=(len(values),))
-        else:
-            spot = spot._replace(source=len(values) - 1)
+        is_tap, ticket = spot.identity.is_tap, len(values) - 1
+        spot = Spot(
+            spot.identity._replace(scopes=session.scopes()),
+            spot.geometry._replace(outer=0),
+            Flow(tickets=(len(values),)) if is_tap else Flow(source=ticket),
+        )
         planned = session.planned([spot], values)
         choice, feed = planned.plan[0], planned.feeds[0]
-        values, outs = at_spot(primitive, params, values, choice, feed, session.keep)
+        walk = Walk(session.keep)
+        values, outs = walk.at_spot(primitive, params, values, choice, feed)
         found = recorded(primitive, values, choice, spot)
         session.settle([spot], planned, [found], outs, values)
         return outs
 
-    def _enter(self, primitive: Any, values: Any, params: Any, parts: Any) -> Any:
-        session = self.session
+    def _enter(self, primitive: Any, values: Any, params: Any, below: Any) -> Any:
+        """Runs an operation with taps inside, and keeps what comes out."""
+        session, here = self.session, self.session.scopes()
         spots: list[Spot] = []
-        slices: list[slice] = []
-        here = session.scopes()
-        self.session.is_forward |= any(survey(b.jaxpr).is_forward for b, _ in parts)
-        for body, found in parts:
+        inner: list[Inner] = []
+        for body, own, seen in below:
+            session.is_forward |= taps_in(body.jaxpr).is_forward
             base = len(spots)
-            for spot in found:
-                moved: dict[str, Any] = {"scopes": (*here, *spot.scopes)}
-                if spot.of is not None:
-                    moved["of"] = base + spot.of
-                elif spot.source is not None:
-                    moved["source"] = body.first + spot.source
-                spots.append(spot._replace(**moved))
-            slices.append(slice(base, len(spots)))
-        handed = values if primitive.name == "jit" else None
-        planned = session.planned(spots, values, handed)
-        plan, feeds = planned.plan, planned.feeds
-        step = Step(
-            primitive,
-            params,
-            values,
-            [body for body, _ in parts],
-            [tuple(plan[part]) for part in slices],
-            [feeds[part] for part in slices],
-            session.keep,
-        )
-        outs, found = RULES[primitive.name].run(step)
+            for spot in seen:
+                flow = spot.flow.moved(base, body.first)
+                spots.append(spot.seen_from(here, 0, flow))
+            inner.append(Inner(body, own, slice(base, len(spots))))
+        is_handed = OPERATIONS[primitive.name].is_handed
+        planned = session.planned(spots, values, values if is_handed else None)
+        parts = [one.part(planned.plan, planned.feeds) for one in inner]
+        outs, found = Walk(session.keep).enter(primitive, params, values, parts)
         flat = [values for part in found for values in part]
         session.settle(spots, planned, flat, outs, values)
         if session.edits:
-            session.follow([body for body, _ in parts], outs, values)
+            session.follow([one.body for one in inner], outs, values)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
@@ -233,14 +212,14 @@ class Listener(Through):
         with set_current_trace(self.parent_trace):
             made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
             body = jax_compat.body_of(made)
-            spots = survey(body.jaxpr).spots
-            if not spots:
+            own = taps_in(body.jaxpr).spots
+            if not own:
                 return jax_compat.evaluate(body.jaxpr, body.consts, values)
             here = session.scopes()
-            spots = [s._replace(scopes=(*here, *s.scopes)) for s in spots]
+            spots = [spot.seen_from(here, 0, spot.flow) for spot in own]
             planned = session.planned(spots, values)
-            plan = tuple(planned.plan)
-            outs, found = run(body, list(values), plan, planned.feeds, session.keep)
+            part = Part(body, own, planned.plan, planned.feeds)
+            outs, found = Walk(session.keep).run(part, list(values))
             session.settle(spots, planned, found, outs, list(values))
             if session.edits:
                 session.follow([body], outs, values)

@@ -14,7 +14,7 @@ later operation, or the same one, with the ticket as an operand: that tells thei
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.source_info_util import current_name_stack
@@ -32,13 +32,10 @@ from treetap._capture.module_paths import (
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.statistics.reduced import Reduction
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.plans import Fed
-from treetap._capture.walk.run import (
-    Choice,
-    Spot,
-    recorded,
-    survey,
-)
+from treetap._capture.walk.plans import Adding, Choice, Fed, Found
+from treetap._capture.walk.run import recorded
+from treetap._capture.walk.spots import Geometry, Identity, Spot
+from treetap._capture.walk.survey import taps_in
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
@@ -88,7 +85,7 @@ class Session:
         self.calls: list[Call] = []
         self.counts: dict[Any, int] = {}
         self.places: dict[tuple[Any, ...], Where] = {}
-        self.tickets: dict[int, tuple[Any, Any, Any]] = {}
+        self.tickets: dict[int, Ticket] = {}
         self.keep = False
         self.is_forward = False  # whether something is differentiated forward
         self.unmatched: set[str] = set()  # gradients whose values were not found
@@ -133,18 +130,17 @@ class Session:
 
     def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
         """A call without its value yet."""
-        key: Any = spot.scopes if roots is None else (spot.scopes, *roots)
+        scopes, label = spot.identity.scopes, spot.identity.label
+        key: Any = scopes if roots is None else (scopes, *roots)
         where = self.places.get(key)
         if where is None:
-            where = self.places[key] = resolve(spot.scopes, self.known, roots)
-        if spot.label.how == "output":
-            label = spot.label._replace(kind=self.asked.outputs)
-            spot = spot._replace(label=label)
-        call = Call(spot, where)
-        key = (call.where.path, spot.label.name)
-        call.index = self.counts.get(key, 0)
-        self.counts[key] = call.index + 1
-        return call
+            where = self.places[key] = resolve(scopes, self.known, roots)
+        if label.how == "output":
+            label = label._replace(kind=self.asked.outputs)
+        key = (where.path, label.name)
+        index = self.counts.get(key, 0)
+        self.counts[key] = index + 1
+        return Call(spot, label, where, index)
 
     def add(self, call: Call) -> None:
         """Keeps a call that is complete but for its gradients."""
@@ -158,11 +154,14 @@ class Session:
         guards = current_guards()
         values = [*leaves, *guards]
         flags = ("taken",) * len(guards)
-        scopes = open_scopes(self.known)
-        spot = Spot(label, 0, scopes, tuple(values), tuple(leaves), flags=flags)
+        spot = Spot(
+            Identity(label, 0, open_scopes(self.known)),
+            Geometry(tuple(values), tuple(leaves), flags=flags),
+        )
         call = self.heard(spot)
         fed = self.feeds(call)
-        values = values if fed is None else fed.how.added(values, fed.arrays)
+        if fed is not None and isinstance(fed.how, Adding):
+            values = fed.how.added(values, fed.arrays)
         if self.wants(call):
             call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
             self.add(call)
@@ -192,86 +191,123 @@ class Session:
         roots = None
         if values is not None and any(map(_is_open, spots)):
             roots = self.roots_among(values)
-        calls: list[Any] = []
+        calls: list[Call | None] = []
         plan: list[Choice] = []
-        held: list[Any] = []  # what is fed, there or where the ticket goes
+        held: list[Fed | None] = []  # what is fed, there or where the ticket goes
         for spot in spots:
+            identity = spot.identity
             call, choice, fed = None, Choice(False), None
-            if spot.is_gradient:
+            if identity.is_gradient:
                 if self.gradients:
                     choice = self.taking._replace(iterations=0)
-            elif not spot.is_tap:
+            elif not identity.is_tap:
                 fed = self.fed_again(spot, ins, held)
-            elif self.is_heard(spot.label):
+            elif self.is_heard(identity.label):
                 heard = self.heard(spot, roots)
                 fed = self.feeds(heard)
                 if self.edits and fed is not None:
-                    self.edited.add(spot.label.name)
+                    self.edited.add(spot.name)
                 if self.wants(heard):
                     call, choice = heard, self.taking
             calls.append(call)
             held.append(fed)
-            if fed is not None and spot.is_edit == self.edits:
+            if fed is not None and identity.is_edit == self.edits:
                 choice = choice._replace(feed=fed.how)
             plan.append(choice)
-        return Planned(calls, plan, held)
+        return Planned(calls, tuple(plan), held)
 
-    def fed_again(self, spot: Spot, ins: Sequence[Any], held: list[Any]) -> Any:
+    def brought(self, spot: Spot, ins: Sequence[Any]) -> "Ticket | None":
+        """The ticket that an operand brings to a spot, if it is known."""
+        source = spot.flow.source
+        return None if source is None else self.tickets.get(id(ins[source]))
+
+    def fed_again(
+        self, spot: Spot, ins: Sequence[Any], held: Sequence[Fed | None]
+    ) -> Fed | None:
         """What is fed where a ticket goes: what the tap stands for."""
-        if spot.of is not None:
-            return held[spot.of]
-        if spot.source is not None and id(ins[spot.source]) in self.tickets:
-            return self.tickets[id(ins[spot.source])][2]
-        if spot.is_edit and spot.label.name in self.edited:
+        if spot.flow.of is not None:
+            return held[spot.flow.of]
+        ticket = self.brought(spot, ins)
+        if ticket is not None:
+            return ticket.fed
+        if spot.identity.is_edit and spot.name in self.edited:
             raise CaptureError(
-                f"edit: {spot.label.name!r} is edited, and cannot be followed to where "
+                f"edit: {spot.name!r} is edited, and cannot be followed to where "
                 "it is differentiated. Differentiate outside: `jax.grad(edit(f, ...))`."
             )
         return None
 
     def settle(
         self,
-        spots: list[Spot],
+        spots: Sequence[Spot],
         planned: Planned,
-        found: list[Any],
-        outs: Any,
-        ins: Any,
+        found: Found,
+        outs: list[Any],
+        ins: Sequence[Any],
     ) -> None:
         """Keeps what an operation gave: values, then gradients by their tickets."""
-        calls, _, held = planned
-        for spot, call, values in zip(spots, calls, found):
-            if call is None or values is None:
-                continue
-            call.fill(spot, values, self.taking)
-            self.add(call)
-        for spot, call, fed in zip(spots, calls, held):
-            is_followed = spot.order or spot.label.is_edit
-            for n in spot.tickets if is_followed else ():
-                ticket = outs[n]
-                if not self.keep:  # who listens further out has done so, and knows it
-                    ticket = outs[n] = _of_its_own(ticket)
-                self.tickets[id(ticket)] = ticket, call, fed
+        for spot, call, values in zip(spots, planned.calls, found):
+            if call is not None and values is not None:
+                call.fill(spot, values, self.taking)
+                self.add(call)
+        for spot, call, fed in zip(spots, planned.calls, planned.held):
+            if spot.identity.order or spot.identity.label.is_edit:
+                for n in spot.flow.tickets:
+                    self.remember(outs, n, call, fed)
         for spot, values in zip(spots, found):
-            if not spot.is_gradient or values is None:
-                continue
-            call = None
-            if spot.of is not None:
-                call = calls[spot.of]
-            elif spot.source is not None and id(ins[spot.source]) in self.tickets:
-                call = self.tickets[id(ins[spot.source])][1]
-            else:
-                self.unmatched.add(spot.label.name)
-            if call is not None:
-                call.fill_gradient(spot, values, self.taking)
+            if spot.identity.is_gradient and values is not None:
+                self.settle_gradient(spot, values, planned.calls, ins)
 
-    def follow(self, bodies: Sequence[Body], outs: Any, ins: Sequence[Any]) -> None:
+    def settle_gradient(
+        self,
+        spot: Spot,
+        values: list[Any],
+        calls: Sequence[Call | None],
+        ins: Sequence[Any],
+    ) -> None:
+        """Gives a cotangent to the call it belongs to."""
+        if spot.flow.of is not None:
+            call = calls[spot.flow.of]
+        elif (ticket := self.brought(spot, ins)) is not None:
+            call = ticket.call
+        else:
+            self.unmatched.add(spot.name)
+            return
+        if call is not None:
+            call.fill_gradient(spot, values, self.taking)
+
+    def remember(
+        self, outs: list[Any], n: int, call: Call | None, fed: Fed | None
+    ) -> None:
+        """Knows from now on what a result stands for, which is a ticket."""
+        if not self.keep:  # who listens further out has done so, and knows it
+            outs[n] = _of_its_own(outs[n])
+        self.tickets[id(outs[n])] = Ticket(outs[n], call, fed)
+
+    def follow(
+        self, bodies: Sequence[Body], outs: list[Any], ins: Sequence[Any]
+    ) -> None:
         """Knows tickets again that an operation hands on."""
         for body in bodies:
-            for n, source in survey(body.jaxpr).handed_on():
+            for n, source in taps_in(body.jaxpr).handed_on():
                 known = self.tickets.get(id(ins[body.first + source]))
                 if known is not None and id(outs[n]) not in self.tickets:
-                    ticket = outs[n] = _of_its_own(outs[n])
-                    self.tickets[id(ticket)] = ticket, *known[1:]
+                    outs[n] = _of_its_own(outs[n])
+                    self.tickets[id(outs[n])] = known._replace(value=outs[n])
+
+
+class Ticket(NamedTuple):
+    """What is known of a ticket at the level of the capture.
+
+    Attributes:
+        value: The ticket.
+        call: The call whose tap gave it; None if nobody wants it.
+        fed: What is fed there, or None.
+    """
+
+    value: Any
+    call: Call | None
+    fed: Fed | None
 
 
 def _of_its_own(ticket: Any) -> Any:
@@ -281,4 +317,4 @@ def _of_its_own(ticket: Any) -> Any:
 
 def _is_open(spot: Spot) -> bool:
     """Whether a spot is in a Module that came into a function as an argument."""
-    return any("~" in scope for scope in spot.scopes)
+    return any("~" in scope for scope in spot.identity.scopes)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from treetap._capture.walk.operations import SCAN, WHILE, stacked_by
 from treetap._compare.sources import Entry
 
 MOST = 4096  # iterations that are told apart: of layers, not of tokens
@@ -56,15 +57,11 @@ def _unrolled(pairs: Sequence[Pair], level: int, most: int) -> list[Pair]:
 
 def _axes(entry: Entry) -> list[int]:
     """The axes that loops gave a value, outermost first."""
-    axes: list[int] = []
-    offset = 0
-    for wrap in entry.site.wraps:
-        if wrap == "scan":
-            axes.append(offset)
-        if wrap == "while":  # which may have kept one iteration, or many
-            break
-        offset += wrap in ("scan", "shard_map")
-    return axes
+    around = itertools.takewhile(  # which may have kept one iteration, or many
+        lambda name: name != WHILE.name, entry.site.wraps
+    )
+    stacking = enumerate(stacked_by(around))
+    return [axis for axis, name in stacking if name == SCAN.name]
 
 
 def _axis(pair: Pair, level: int) -> int | None:

@@ -15,6 +15,7 @@ from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing
 from treetap._capture.session import Call
+from treetap._capture.walk.operations import stacked_by
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._modules.methods import method_names
@@ -95,16 +96,16 @@ class _Edited(Handler):
 
 
 def _target(call: Call, text: str) -> Target:
-    spot = call.spot
-    loops = [name for name in spot.wraps if name in ("scan", "shard_map")]
+    geometry = call.spot.geometry
+    loops = stacked_by(geometry.wraps)
     return Target(
         text,
         call.label.tree,
-        spot.own,
+        geometry.own,
         call.avals,
-        spot.rows,
-        spot.wraps,
-        tuple(zip(loops, spot.sizes)),
+        geometry.rows,
+        geometry.wraps,
+        tuple(zip(loops, geometry.sizes)),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from treetap import edits
+from treetap._capture.walk.operations import SCAN
 from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
@@ -69,7 +70,7 @@ class _Part(NamedTuple):
     @property
     def scans(self) -> tuple[int, ...]:
         """How many iterations each scan has; in shards all are patched at once."""
-        return tuple(size for name, size in self.target.loops if name == "scan")
+        return tuple(size for name, size in self.target.loops if name == SCAN.name)
 
     @property
     def places(self) -> list[str]:
@@ -319,6 +320,6 @@ def attribution(
     effects = []
     for part, slope in zip(patches.parts, slopes):
         names = [name for name, _ in part.target.loops]
-        shards = tuple(n for n, name in enumerate(names) if name != "scan")
+        shards = tuple(n for n, name in enumerate(names) if name != SCAN.name)
         effects.append(jnp.sum(slope, shards).reshape(-1))
     return patches.grid(jnp.concatenate(effects), baseline)

@@ -15,6 +15,7 @@ from treetap._capture.selectors import as_select, refuse_nothing, site_text
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.measures import Wanted, figures_of_all
 from treetap._capture.statistics.reduced import Reduced
+from treetap._capture.walk.operations import SHARD_MAP, stacked_by
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.paths import Path
@@ -199,13 +200,10 @@ def _merged(text: str, first: Any, second: Any) -> Any:
     return jax.tree.unflatten(trees[0][1], [a.merge(b) for a, b in pairs])
 
 
-_STACKING = ("scan", "shard_map")  # they put an axis in front of a value's
-
-
 def _wanted(site: Site, what: str = "figures") -> Wanted:
     """What is to be measured of a site's value, or is known of it."""
-    axes = [name for name in site.wraps if name in _STACKING]
-    shards = tuple(n for n, name in enumerate(axes) if name == "shard_map")
+    axes = stacked_by(site.wraps)
+    shards = tuple(n for n, name in enumerate(axes) if name == SHARD_MAP.name)
     flags = [site.taken, None if site.count is None else site.count > 0]
     held = [flag for flag in flags if flag is not None]
     masks = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in held)

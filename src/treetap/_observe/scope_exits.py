@@ -14,7 +14,6 @@ is `transpose`d, or computed again for that, is the way back, and is no visit.
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from jax.core import ShapedArray
 from jax.extend.core import Literal
@@ -25,7 +24,8 @@ from treetap._capture.name_stacks import (
     is_of_module,
     scopes_forward,
 )
-from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jaxpr_cache import JaxprCache
+from treetap._capture.walk.operations import bodies_of, operation_of
 
 NAMED = "name"  # the operation that `jax.ad_checkpoint.checkpoint_name` leaves
 
@@ -83,11 +83,8 @@ def live_results(jaxpr: Any, live: Sequence[bool]) -> list[tuple[bool, ...]]:
     found: list[tuple[bool, ...]] = []
     for n, eqn in enumerate(jaxpr.eqns):
         used = [uses.is_after(eqn, var, n) for var in eqn.outvars]
-        carried = 0
-        if eqn.primitive.name == "scan":
-            carried = jax_compat.scan_counts(eqn.params)[1]
-        elif eqn.primitive.name == "while":
-            carried = len(used)
+        operation = operation_of(eqn.primitive)
+        carried = 0 if operation is None else len(operation.carried(eqn.params))
         found.append((*[True] * carried, *used[carried:]))
     return found
 
@@ -127,15 +124,12 @@ def exits(jaxpr: Any, live: Sequence[bool]) -> dict[int, list[Exit]]:
     return found
 
 
-_telling: "WeakKeyDictionary[Any, bool]" = WeakKeyDictionary()
+_telling: JaxprCache[bool] = JaxprCache()
 
 
 def is_telling(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr, or in those inside it, has a name."""
-    known = _telling.get(jaxpr)
-    if known is None:
-        known = _telling[jaxpr] = any(map(_tells, jaxpr.eqns))
-    return known
+    return _telling.get(jaxpr, None, lambda: any(map(_tells, jaxpr.eqns)))
 
 
 def _tells(eqn: Any) -> bool:
@@ -145,5 +139,5 @@ def _tells(eqn: Any) -> bool:
         not is_of_module(p) for _, p in scopes_forward(eqn)
     ):
         return True
-    bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
+    bodies = bodies_of(eqn.primitive, eqn.params)
     return any(is_telling(body.jaxpr) for body in bodies)

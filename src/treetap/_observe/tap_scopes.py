@@ -8,10 +8,10 @@ made anew with taps in them. From there on all is as if the function had called 
 transforms, gradients, statistics and edits need nothing more.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend import source_info_util
@@ -25,6 +25,8 @@ from treetap._capture.module_paths import below_text
 from treetap._capture.name_stacks import MARK, is_backward, is_transform, path_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.jaxpr_cache import JaxprCache
+from treetap._capture.walk.operations import bodies_of, with_bodies
 from treetap._observe.scope_exits import Exit, exits, is_telling, live_results
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,13 +71,19 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
     env.update(zip(jaxpr.invars, values))
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
-        bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
+        bodies = bodies_of(eqn.primitive, eqn.params)
         if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
             with jax_compat.in_context_of(eqn):
                 outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
         else:
             with _in_scope(eqn):
-                outs = _entered(eqn, bodies, ins, used[n])
+                outs = with_bodies(
+                    eqn.primitive,
+                    eqn.params,
+                    ins,
+                    functools.partial(_run, live=used[n]),
+                    functools.partial(_rewritten, live=used[n]),
+                )
         env.update(zip(eqn.outvars, outs))
         for one in ends.get(n, ()):
             held = [env[var] for var in one.variables]
@@ -83,41 +91,18 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
     return [jax_compat.read(env, atom) for atom in jaxpr.outvars]
 
 
-def _entered(
-    eqn: Any, bodies: list[Body], values: list[Any], live: tuple[bool, ...]
-) -> list[Any]:
-    """Runs an operation with taps in its jaxprs."""
-    if eqn.primitive.name == "shard_map":
-        return _on_shards(eqn.params, bodies[0], values, live)
-    made = [(body.jaxpr, _rewritten(body, live)) for body in bodies]
-    params = jax_compat.with_jaxprs(eqn.params, made)
-    return jax_compat.bind(eqn.primitive, values, params)
-
-
-def _on_shards(
-    params: dict[str, Any], body: Body, values: list[Any], live: tuple[bool, ...]
-) -> list[Any]:
-    """The same for a `shard_map`, whose jaxpr can be traced only inside it."""
-    mapped = jax.shard_map(
-        lambda *values: tuple(_run(body, values, live)),
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        **jax_compat.shard_map_options(params),
-    )
-    return list(mapped(*values))
-
-
-_made: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
+_made: JaxprCache[Any] = JaxprCache()
 
 
 def _rewritten(body: Body, live: tuple[bool, ...]) -> Any:
     """A body as a closed jaxpr with taps in it."""
-    made = _made.setdefault(body.jaxpr, {})
-    key = live, listening.value, jax.sharding.get_abstract_mesh()
-    if key not in made:
+
+    def made() -> Any:
         avals = [var.aval for var in body.jaxpr.invars]
-        made[key] = jax_compat.traced(lambda *values: _run(body, values, live), avals)
-    return made[key]
+        return jax_compat.traced(lambda *values: _run(body, values, live), avals)
+
+    key = live, listening.value, jax.sharding.get_abstract_mesh()
+    return _made.get(body.jaxpr, key, made)
 
 
 def _is_array(value: Any) -> bool:

@@ -27,6 +27,7 @@ from treetap._capture.marks import TICKET, Label, bind_tap, tap_p
 from treetap._capture.module_paths import Roots, inside, resolve, rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.operations import operation_of
 from treetap._core.paths import Path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
@@ -237,9 +238,10 @@ def _notes_in(
 
 def _iterations(eqn: Any) -> int | None:
     """How often an operation runs what is inside it; None if that is not known."""
-    if eqn.primitive.name == "while":
-        return None
-    return jax_compat.scan_options(eqn.params).get("length", 1)
+    operation = operation_of(eqn.primitive)
+    if operation is None or operation.repeats is None:
+        return 1
+    return operation.repeats(eqn.params).times
 
 
 def _rows_of(start: Start) -> int:

@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.operations import operation_of
 from treetap._core.variables.variable import raw_values
 from treetap._report.calls import Note
 from treetap._report.texts import is_array
@@ -108,13 +109,9 @@ def _counted(program: Program, arrays: list[Any]) -> int | None:
 def _flops_of(body: Body) -> tuple[float, float]:
     """FLOPs as XLA counts them, each loop body once, and with all iterations."""
     once = all_of_them = _by_xla(body)
-    for params, inside in _scans_in(body.jaxpr):
+    for times, copies, inside in _loops_in(body.jaxpr):
         inner, inner_all = _flops_of(inside)
-        options = jax_compat.scan_options(params)
-        length, unroll = options["length"], int(options["unroll"])
-        # XLA sees the copies that the loop is unrolled to, and those left over.
-        seen = unroll + length % unroll if unroll < length else length
-        all_of_them += length * inner_all - seen * inner
+        all_of_them += times * inner_all - copies * inner
     return once, all_of_them
 
 
@@ -141,12 +138,18 @@ def _analysis(fn: Callable[..., Any], given: list[Any]) -> Any:
     return None
 
 
-def _scans_in(jaxpr: Any) -> Iterator[tuple[dict[str, Any], Body]]:
-    """The scans of a jaxpr that are not inside another scan."""
+def _loops_in(jaxpr: Any) -> Iterator[tuple[int, int, Body]]:
+    """The loops of a jaxpr that are not inside another one, if their length is known.
+
+    For each: how often it runs, how many copies of it XLA sees, and what it runs.
+    """
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            (body,) = jax_compat.bodies_of(eqn.primitive, eqn.params)
-            yield eqn.params, body
-        else:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _scans_in(jax_compat.opened(inner)[0])
+        operation = operation_of(eqn.primitive)
+        if operation is not None and operation.repeats is not None:
+            times, copies = operation.repeats(eqn.params)
+            if times is not None:
+                (body,) = operation.bodies(eqn.params)
+                yield times, copies, body
+                continue
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _loops_in(jax_compat.opened(inner)[0])

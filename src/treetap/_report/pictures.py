@@ -22,13 +22,13 @@ from jax.core import Tracer
 
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.reduced import is_measurable
+from treetap._capture.walk.operations import stacked_by
 from treetap._core.wording import typed
 from treetap._observe.records import Site
 
 SIDE = 64  # of a tile, at most
 MOST_TILES = 16
 WRONG = 255
-STACKING = ("scan", "shard_map")  # they put an axis in front of a value's
 
 Index = tuple[int, ...]
 
@@ -77,7 +77,7 @@ def pictures_of(
         value = _matrix(site.value)
         if value is None:
             continue
-        apart = sum(name in STACKING for name in site.wraps)
+        apart = len(stacked_by(site.wraps))
         plans = [_plan(value, apart, with_heads=False)]
         if value.ndim > 2 and _may_be_attention(value, known):
             plans.append(_plan(value, apart, with_heads=True))

@@ -27,13 +27,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from treetap._capture.walk.jax_compat import (
     Body,
     bind,
-    bodies_of,
     body_of,
     in_context_of,
     key_of,
     read,
     setting_of,
 )
+from treetap._capture.walk.operations import operation_of
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
@@ -384,7 +384,6 @@ _LOCAL = {
         tanh transpose xor""",
     )
 }
-_ENTERED = frozenset({"jit", "closed_call", "custom_jvp_call"})
 
 
 def _is_local(eqn: Any) -> bool:
@@ -392,8 +391,9 @@ def _is_local(eqn: Any) -> bool:
     name, params = eqn.primitive.name, eqn.params
     if eqn.effects or any(any(x.spec) for x in _given_shardings(params).values()):
         return False
-    if name in _ENTERED:
-        (body,) = bodies_of(eqn.primitive, params)
+    operation = operation_of(eqn.primitive)
+    if operation is not None and operation.is_call:
+        (body,) = operation.bodies(params)
         return all(map(_is_local, body.jaxpr.eqns))
     if name == "random_bits":
         return setting_of(eqn, "threefry_partitionable") and (
@@ -409,10 +409,11 @@ def _given_shardings(params: dict[str, Any]) -> dict[str, NamedSharding]:
 
 def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Does a local operation whatever mesh it was traced for."""
-    if eqn.primitive.name not in _ENTERED:
+    operation = operation_of(eqn.primitive)
+    if operation is None or not operation.is_call:
         free = dict.fromkeys(_given_shardings(eqn.params))
         return bind(eqn.primitive, values, {**eqn.params, **free})
-    (body,) = bodies_of(eqn.primitive, eqn.params)
+    (body,) = operation.bodies(eqn.params)
     env: dict[Any, Any] = dict(zip(body.jaxpr.constvars, body.consts))
     env.update(zip(body.jaxpr.invars, values))
     for inner in body.jaxpr.eqns:

@@ -16,8 +16,9 @@ import treetap as tt
 from meshes import mesh_of
 from treetap._capture.listening import Listening, listening
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.plans import Adding
-from treetap._capture.walk.run import Choice, run, survey
+from treetap._capture.walk.plans import Adding, Choice, Part
+from treetap._capture.walk.run import Walk
+from treetap._capture.walk.survey import taps_in
 
 near = np.testing.assert_allclose
 FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
@@ -43,8 +44,8 @@ def test_a_survey_lists_taps_in_order_of_execution():
         x = jax.jit(lambda x: tt.tap(x + 1, "b"))(x)
         return tt.tap(x, "c")
 
-    spots = survey(marked(call, 1.0).jaxpr).spots
-    assert [spot.label.name for spot in spots] == ["a", "b", "c"]
+    spots = taps_in(marked(call, 1.0).jaxpr).spots
+    assert [spot.name for spot in spots] == ["a", "b", "c"]
 
 
 def test_a_plan_takes_one_value_and_feeds_another():
@@ -53,7 +54,8 @@ def test_a_plan_takes_one_value_and_feeds_another():
 
     body = marked(call, 1.0)
     plan = Choice(False, Adding(1)), Choice(True)
-    outs, found = run(body, [1.0], plan, [[10.0], None], False)
+    part = Part(body, taps_in(body.jaxpr).spots, plan, [[10.0], None])
+    outs, found = Walk().run(part, [1.0])
     assert float(outs[0]) == 36.0
     assert found[0] is None
     assert float(found[1][0]) == 36.0
@@ -62,10 +64,10 @@ def test_a_plan_takes_one_value_and_feeds_another():
 @pytest.mark.parametrize("keep", [False, True])
 def test_taps_stay_only_for_a_capture_further_out(keep):
     body = marked(lambda x: jax.jit(lambda x: tt.tap(x, "a"))(x), 1.0)
-    plan = (Choice(True),)
+    part = Part(body, taps_in(body.jaxpr).spots, (Choice(True),), [None])
 
     def again(x):
-        return run(body, [x], plan, [None], keep)
+        return Walk(keep).run(part, [x])
 
     assert ("tap" in str(jax.make_jaxpr(again)(1.0))) == keep
 

@@ -13,9 +13,7 @@ from jax.sharding import AxisType
 import treetap as tt
 from meshes import mesh_of
 from small_models import Scaled
-from treetap._capture.walk.run import Survey, lens
 from treetap._observe.blame import blame
-from treetap._observe.blame.search import Every, looking
 
 ONES = jnp.ones(3)
 
@@ -606,11 +604,3 @@ def test_a_value_that_went_bad_in_a_loop_spoils_another_later():
 def test_what_a_checkpoint_computes_again_is_of_the_backward_pass(wrap):
     found = tt.blame(jax.grad(wrap(lambda x: jnp.sqrt(jnp.sum(x**2)))))(jnp.zeros(3))
     assert (found.operation, found.kind, found.backward) == ("div", "inf", True)
-
-
-def test_an_interrupt_where_the_search_ends_leaves_the_walk_as_it_was():
-    block = looking()
-    block.__enter__()
-    assert lens.get() is Every
-    del block  # without its `__exit__`, before which an interrupt may come
-    assert lens.get() is Survey

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of jaxprs and their parameters, JAX 0.10 to the newest, in one place.
 
-A *body* is a jaxpr inside an operation, together with how its inputs and outputs line
-up with the operation's. `BODIES` says, for every operation that can be entered, which
-bodies it has; other files ask here and know no parameter by name.
+Whatever differs between versions of JAX, or has no public function, has one here. The
+table of `operations` says what each operation is, in these terms.
 """
 
 import re
@@ -62,51 +61,6 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The options of a scan for `jax.lax.scan`."""
     names = ("length", "reverse", "unroll", "_split_transpose")
     return {name: params[name] for name in names if name in params}
-
-
-BODIES: dict[str, Callable[[dict[str, Any]], list[Body]]] = {
-    "jit": lambda p: [body_of(p["jaxpr"])],
-    "closed_call": lambda p: [body_of(p["call_jaxpr"])],
-    "call": lambda p: [body_of(p["call_jaxpr"])],
-    "eval_jaxpr": lambda p: [body_of(p.get("jaxpr") or p["call_jaxpr"])],
-    "remat2": lambda p: [body_of(p["jaxpr"])],
-    "checkpoint": lambda p: [body_of(p["jaxpr"])],
-    "scan": lambda p: [body_of(p["jaxpr"])],
-    "while": lambda p: [body_of(p["body_jaxpr"], p["cond_nconsts"])],
-    "cond": lambda p: [body_of(branch, 1) for branch in p["branches"]],
-    "custom_jvp_call": lambda p: [body_of(p["call_jaxpr"])],
-    "custom_vjp_call": lambda p: [body_of(p["call_jaxpr"])],
-    "shard_map": lambda p: [body_of(p["jaxpr"])],
-}
-
-
-def bodies_of(primitive: Primitive, params: dict[str, Any]) -> list[Body]:
-    """The jaxprs of an operation that may be entered."""
-    find = BODIES.get(primitive.name)
-    return [] if find is None else find(params)
-
-
-_plain: dict[Primitive, bool] = {}
-
-
-def is_plain(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Whether an operation holds no jaxprs; one that does, always does."""
-    known = _plain.get(primitive)
-    if known is None:
-        found = primitive.name in BODIES or any(True for _ in jaxprs_in_params(params))
-        known = _plain[primitive] = not found
-    return known
-
-
-def hidden_jaxprs(primitive: Primitive, params: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs of an operation that may not be entered."""
-    if primitive.name == "jit":  # the most frequent one has nothing to hide
-        return
-    known = [body.jaxpr for body in bodies_of(primitive, params)]
-    for jaxpr in jaxprs_in_params(params):
-        found = opened(jaxpr)[0]
-        if not any(found is one for one in known):
-            yield found
 
 
 def bind(primitive: Primitive, values: Any, params: dict[str, Any]) -> list[Any]:

@@ -1,124 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule for each operation that holds jaxprs: how a plan goes through it."""
+"""The table of operations: what each primitive that holds jaxprs is.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+JAX has a dozen such primitives. Everybody who looks into a program must know of each
+which jaxprs it holds, how their inputs and results line up with its own, how often they
+run, and how to make it anew with more inputs and more results. All of that stands here
+once, one entry for each, and `OPERATIONS` is the table. Who surveys, runs, blames, taps
+scopes or counts reads it; a primitive that is not in it is left as it is, and a tap
+inside it is refused.
+
+*How inputs line up.* Input n of a body is operand `body.first + n` of the operation,
+and result n of the operation is result n of each body. Of a loop some inputs are
+carried: `carried` says which, and result n of the body is the first, second, ... of
+them in the next turn.
+
+*How turns are told apart.* A body may run several times. If the operation adds an axis
+to what comes out, `turns` are the places along it, in the order in which they run (for
+shards: at the same time, `is_at_once`). A `while` has turns too, but no axis for them,
+since nobody knows how many there will be: what comes out is of the last one.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxprs_in_params
 
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.plans import flat_feeds, shaped_feeds
-from treetap._capture.walk.run import (
-    RULES,
-    Choice,
-    Rule,
-    Spot,
-    Step,
-    flat_found,
-    rewritten,
-    run,
-    shaped_found,
-    survey,
-)
+from treetap._capture.walk.jax_compat import Body, body_of
+from treetap._capture.walk.plans import Choice, Found, Part, flat_found
+from treetap._capture.walk.spots import Spot, Wrap
 from treetap._core.errors import CaptureError
 
-
-def _same(spot: Spot, params: dict[str, Any]) -> Spot:
-    return spot
-
-
-def _only(step: Step) -> Any:
-    """The single body of an operation: itself, its plan, its feeds and its spots."""
-    body = step.bodies[0]
-    return body, step.plans[0], step.feeds[0], survey(body.jaxpr).spots
+Params = dict[str, Any]
+Ran = tuple[list[Any], list[Found]]  # results, and what came out of each body
 
 
-def _parted(step: Step, count: int, outs: Sequence[Any]) -> Any:
-    """Results of an operation, and what was recorded in its only body."""
-    _, plan, _, spots = _only(step)
-    return list(outs[:count]), [shaped_found(plan, spots, outs[count:])]
+class Walker(Protocol):
+    """Who runs bodies by plans: see `run.Walk`."""
+
+    def run(self, part: Part, values: Sequence[Any]) -> tuple[list[Any], Found]:
+        """Runs a body: its results, and what came out at each spot."""
+        ...
+
+    def rewritten(self, part: Part) -> Any:
+        """A closed jaxpr that takes what is fed, too, and gives what comes out."""
+        ...
+
+    def spots(self, jaxpr: Any) -> Sequence[Spot]:
+        """The spots of an open jaxpr."""
+        ...
 
 
-def _jit(step: Step) -> Any:
-    body, plan, feeds, _ = _only(step)
-    made = rewritten(body, plan, feeds, step.keep)
-    fed, count = flat_feeds(feeds), len(body.jaxpr.outvars)
-    more = len(made.jaxpr.outvars) - count
+class Step(NamedTuple):
+    """One operation to be run by a plan.
+
+    Attributes:
+        primitive: The operation.
+        params: Its parameters.
+        values: Its operands.
+        parts: Its bodies, and what is to be done in each.
+        walk: Who runs them.
+    """
+
+    primitive: Primitive
+    params: Params
+    values: list[Any]
+    parts: list[Part]
+    walk: Walker
+
+
+class Repeats(NamedTuple):
+    """How often a body runs.
+
+    Attributes:
+        times: The number; None if nobody knows it.
+        copies: How many copies of it a compiled program has.
+    """
+
+    times: int | None
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a primitive is: one entry of the table.
+
+    Attributes:
+        name: JAX's name of it.
+        run: Runs it by a plan: its results, and what came out of each body.
+        holder: The parameter with its only jaxpr; empty if that is not all.
+        several: If it is not: the bodies.
+        hides: What an error calls the jaxprs that cannot be entered, if it has such.
+        is_call: Whether it only does what its body does, on the same operands.
+        is_handed: Whether its operands are the arrays that somebody handed over.
+        turns: For one that adds an axis: the places along it, as they run.
+        is_at_once: Whether turns run at the same time.
+        flag: What says more of a value that comes out of it: `"taken"`, `"count"`.
+        carried: Which inputs of the body are results of the turn before.
+        repeats: For a loop: how often its body runs.
+        mesh: For shards: the mesh axes they are along, with sizes.
+        remade: The operation run with other bodies, if `with_bodies` is not the way.
+    """
+
+    name: str
+    run: Callable[[Step], Ran]
+    holder: str = ""
+    several: Callable[[Params], list[Body]] | None = None
+    hides: str = ""
+    is_call: bool = False
+    is_handed: bool = False
+    turns: Callable[[Params], range] | None = None
+    is_at_once: bool = False
+    flag: str = ""
+    carried: Callable[[Params], range] = lambda params: range(0)
+    repeats: Callable[[Params], Repeats] | None = None
+    mesh: Callable[[Params], dict[Any, int]] = lambda params: {}
+    remade: "Callable[[Params, list[Any], Runs], list[Any]] | None" = None
+
+    def bodies(self, params: Params) -> list[Body]:
+        """Its jaxprs that may be entered."""
+        if self.several is not None:
+            return self.several(params)
+        return [body_of(params[self.holder])]
+
+    def wrap(self, params: Params) -> Wrap | None:
+        """What it does to the values that come out of it; None if nothing."""
+        if self.turns is None and not self.flag:
+            return None
+        size = None if self.turns is None else len(self.turns(params))
+        return Wrap(self.name, size, self.flag)
+
+
+Runs = Callable[[Body, Sequence[Any]], list[Any]]
+
+
+def _whole(step: Step, outs: Sequence[Any]) -> Ran:
+    """Results of an operation, and what came out of its only body after them."""
+    (part,) = step.parts
+    count = len(part.body.jaxpr.outvars)
+    return list(outs[:count]), [part.shaped(outs[count:])]
+
+
+def _run_jit(step: Step) -> Ran:
+    (part,) = step.parts
+    made, fed = step.walk.rewritten(part), part.fed
+    more = len(made.jaxpr.outvars) - len(part.body.jaxpr.outvars)
     params = jax_compat.rejit(step.params, made, len(fed), more)
-    outs = jax_compat.bind(step.primitive, [*step.values, *fed], params)
-    return _parted(step, count, outs)
+    return _whole(step, jax_compat.bind(step.primitive, [*step.values, *fed], params))
 
 
-def _inlined(step: Step) -> Any:
-    body, plan, feeds, _ = _only(step)
-    outs, found = run(body, step.values, plan, feeds, step.keep)
+def _run_inlined(step: Step) -> Ran:
+    (part,) = step.parts
+    outs, found = step.walk.run(part, step.values)
     return outs, [found]
 
 
-def _remat(step: Step) -> Any:
-    body, plan, feeds, _ = _only(step)
-    made = rewritten(body, plan, feeds, step.keep)
-    jaxpr, consts = jax_compat.as_inputs(made)
-    values = [*consts, *step.values, *flat_feeds(feeds)]
+def _evaluated(params: Params) -> list[Body]:
+    return [body_of(params.get("jaxpr") or params["call_jaxpr"])]
+
+
+def _run_remat(step: Step) -> Ran:
+    (part,) = step.parts
+    jaxpr, consts = jax_compat.as_inputs(step.walk.rewritten(part))
+    values = [*consts, *step.values, *part.fed]
     params = {**step.params, "jaxpr": jaxpr}
-    outs = jax_compat.bind(step.primitive, values, params)
-    return _parted(step, len(body.jaxpr.outvars), outs)
+    return _whole(step, jax_compat.bind(step.primitive, values, params))
 
 
-def _outers(plan: Any, spots: Sequence[Spot]) -> list[int]:
-    """For each value that comes out, where the axis of an operation belongs."""
+def _scan_turns(params: Params) -> range:
+    forward = range(params["length"])
+    return forward[::-1] if params["reverse"] else forward
+
+
+def _scan_carried(params: Params) -> range:
+    num_consts, num_carry = jax_compat.scan_counts(params)
+    return range(num_consts, num_consts + num_carry)
+
+
+def _scan_repeats(params: Params) -> Repeats:
+    # XLA sees the copies that the loop is unrolled to, and those left over.
+    length, unroll = params["length"], int(params["unroll"])
+    copies = unroll + length % unroll if unroll < length else length
+    return Repeats(length, copies)
+
+
+def _run_scan(step: Step) -> Ran:
+    (part,) = step.parts
+    carried = _scan_carried(step.params)
+    consts, mapped = step.values[: carried.start], step.values[carried.stop :]
+    given, outers = part.fed, part.fed_outers()
     places: list[int] = []
-    for choice, spot in zip(plan, spots):
-        states = choice.states_at(spot)
-        places += [choice.reduce.rows] * states if states else []
-        places += [spot.outer] * (choice.width_at(spot) - states)
-    return places
-
-
-def _fed_outers(plan: Any, spots: Sequence[Spot]) -> list[int | None]:
-    """The same for each value that is fed; None for one that has no axis for it."""
-    pairs = zip(plan, spots)
-    return [n for c, spot in pairs if c.feed for n in c.feed.places(spot.outer)]
-
-
-def _scan_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
-    return spot.wrapped("scan", params["length"])
-
-
-def _scan(step: Step) -> Any:
-    body, plan, feeds, spots = _only(step)
-    num_consts, num_carry = jax_compat.scan_counts(step.params)
-    consts = step.values[:num_consts]
-    carry = step.values[num_consts : num_consts + num_carry]
-    mapped = step.values[num_consts + num_carry :]
 
     def one(carry: Any, slices: Any) -> Any:
         values, fed = slices
         supply = iter(fed)
         own = [same if n is None else next(supply) for same, n in zip(given, outers)]
-        shaped = shaped_feeds(plan, own)
         operands = [*consts, *carry, *values]
-        outs, found = run(body, operands, plan, shaped, step.keep)
-        stacked, places[:] = _distinct([*outs[num_carry:], *flat_found(found)])
-        return outs[:num_carry], stacked
+        outs, found = step.walk.run(part.feeding(own), operands)
+        stacked, places[:] = _distinct([*outs[len(carry) :], *flat_found(found)])
+        return outs[: len(carry)], stacked
 
-    places: list[int] = []
+    pairs = zip(given, outers)
+    fed = [jnp.moveaxis(value, n, 0) for value, n in pairs if n is not None]
+    carry = step.values[carried.start : carried.stop]
     options = jax_compat.scan_options(step.params)
-    given, outers = flat_feeds(feeds), _fed_outers(plan, spots)
-    fed = [
-        jnp.moveaxis(value, n, 0) for value, n in zip(given, outers) if n is not None
-    ]
-    carry, stacked = jax.lax.scan(one, list(carry), (mapped, fed), **options)
+    carry, stacked = jax.lax.scan(one, carry, (mapped, fed), **options)
     stacked = [stacked[place] for place in places]
-    count = len(body.jaxpr.outvars) - num_carry
+    count = len(part.body.jaxpr.outvars) - len(carry)
     found = [
         jnp.moveaxis(value, 0, min(outer, value.ndim - 1))
-        for value, outer in zip(stacked[count:], _outers(plan, spots))
+        for value, outer in zip(stacked[count:], part.outers())
     ]
-    return [*carry, *stacked[:count]], [shaped_found(plan, spots, found)]
+    return _whole(step, [*carry, *stacked[:count], *found])
 
 
 def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -134,37 +230,46 @@ def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return distinct, [kept[id(value)] for value in values]
 
 
-def _while_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
-    return spot.wrapped("while", flag="count")
+def _while_body(params: Params) -> list[Body]:
+    return [body_of(params["body_jaxpr"], params["cond_nconsts"])]
 
 
-def _while(step: Step) -> Any:
+def _while_carried(params: Params) -> range:
+    count = len(jax_compat.opened(params["body_jaxpr"])[0].outvars)
+    return range(params["body_nconsts"], params["body_nconsts"] + count)
+
+
+def while_rows(params: Params) -> tuple[int, ...]:
+    """The rows of a `while` under mappings, which end one by one."""
+    cond, _ = jax_compat.opened(params["cond_jaxpr"])
+    return tuple(cond.outvars[0].aval.shape)
+
+
+def _run_while(step: Step) -> Ran:
     """Of each spot the last value, or the first so many, or states; and the count."""
-    body, asked, feeds, spots = _only(step)
+    (asked,) = step.parts
     num_cond, num_body = step.params["cond_nconsts"], step.params["body_nconsts"]
     consts = step.values[num_cond : num_cond + num_body]
     carry = step.values[num_cond + num_body :]
-    fed, count = flat_feeds(feeds), len(carry)
-    cond, cond_consts = jax_compat.opened(step.params["cond_jaxpr"])
-    rows = tuple(cond.outvars[0].aval.shape)  # of a loop under vmap
-    plan = tuple(_by_row(choice, len(rows)) for choice in asked)
-    made = rewritten(body, plan, feeds, step.keep)
-    kept = _buffers(plan, spots, made.out_avals[count:], len(rows))
+    fed, count, rows = asked.fed, len(carry), while_rows(step.params)
+    cond = jax_compat.opened(step.params["cond_jaxpr"])
+    part = asked.by_row(len(rows))
+    made = step.walk.rewritten(part)
+    kept = part.buffers(made.out_avals[count:], len(rows))
     counter = jnp.zeros(rows, jnp.int32)
     avals = [jax.typeof(x) for x in (*carry, *kept, counter)]
 
     def again(*values: Any) -> Any:
-        given = values[num_cond : num_cond + count]
-        return jax_compat.evaluate(cond, cond_consts, [*values[:num_cond], *given])
+        return jax_compat.evaluate(*cond, values[: num_cond + count])
 
     def next_values(*values: Any) -> Any:
         held, rest = values[: num_body + len(fed)], values[num_body + len(fed) :]
         operands = [*held[:num_body], *rest[:count], *held[num_body:]]
         outs = jax_compat.evaluate(*jax_compat.opened(made), operands)
-        new = _renewed(plan, spots, rest[count:-1], outs[count:], rest[-1])
+        new = part.renewed(rest[count:-1], outs[count:], rest[-1])
         return [*outs[:count], *new, rest[-1] + 1]
 
-    cond_avals = [var.aval for var in cond.invars[:num_cond]]
+    cond_avals = [var.aval for var in cond[0].invars[:num_cond]]
     body_avals = [jax.typeof(x) for x in (*consts, *fed)]
     params = {
         **step.params,
@@ -174,161 +279,81 @@ def _while(step: Step) -> Any:
     }
     values = [*step.values[:num_cond], *consts, *fed, *carry, *kept, counter]
     outs = jax_compat.bind(step.primitive, values, params)
-    found = shaped_found(plan, spots, outs[count:-1])
-    pairs = zip(asked, plan, spots, found)
-    return list(outs[:count]), [[_ended(*pair, outs[-1]) for pair in pairs]]
+    return list(outs[:count]), [asked.ended(part, outs[count:-1], outs[-1])]
 
 
-def _by_row(choice: Choice, rows: int) -> Choice:
-    """What is to be done where rows of a mapped loop end one by one."""
-    if choice.reduce is None or choice.reduce.rows >= rows:
-        return choice
-    return choice._replace(reduce=choice.reduce.by_row(rows))
+def _branches(params: Params) -> list[Body]:
+    return [body_of(branch, 1) for branch in params["branches"]]
 
 
-def _ended(asked: Choice, choice: Choice, spot: Spot, found: Any, counter: Any) -> Any:
-    """What a loop gives for a spot: states with its rows together; then the count."""
-    if found is None:
-        return None
-    count = choice.states_at(spot)
-    states = found[:count]
-    if count and asked is not choice:
-        states = asked.reduce.joined(spot.own, states, choice.reduce.rows)
-    return [*states, *found[count:], counter]
-
-
-def _buffers(plan: Any, spots: Any, avals: Sequence[Any], rows: int) -> list[Any]:
-    """What a loop begins with: states that have seen nothing, and zeros."""
-    sizes: list[int] = []
-    for choice, spot in zip(plan, spots):
-        states = choice.states_at(spot)
-        sizes += [0] * states
-        sizes += [choice.iterations] * (choice.width_at(spot) - states)
-    return [_buffer(aval, size, rows) for aval, size in zip(avals, sizes)]
-
-
-def _buffer(aval: Any, size: int, rows: int) -> Any:
-    """Zeros for the last value of a loop, or for its first so many."""
-    zeros = jax_compat.zeros_like_aval(aval)
-    if not size:
-        return zeros
-    return jnp.stack([zeros] * size, axis=rows)  # after the rows of a mapped loop
-
-
-def _renewed(plan: Any, spots: Any, old: Any, new: Any, counter: Any) -> list[Any]:
-    """What is held of a loop after one more iteration."""
-    made: list[Any] = []
-    pairs = zip(shaped_found(plan, spots, old), shaped_found(plan, spots, new))
-    for choice, spot, (before, after) in zip(plan, spots, pairs):
-        count = choice.states_at(spot)
-        if count:
-            made += choice.reduce.merge(spot.own, before[:count], after[:count])
-        if choice.is_heard:
-            made += [
-                _stored(held, value, counter, choice.iterations)
-                for held, value in zip(before[count:], after[count:])
-            ]
-    return made
-
-
-def _stored(old: Any, value: Any, counter: Any, size: int) -> Any:
-    """What is kept of a loop after one more iteration."""
-    if not size:
-        return value
-    place = jnp.max(counter)  # rows that have not ended have come equally far
-    axis = counter.ndim
-    new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
-    return jnp.where(place < size, new, old)
-
-
-def _cond_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
-    return spot.wrapped("cond", flag="" if spot.is_gradient else "taken")
-
-
-def _cond(step: Step) -> Any:
+def _run_cond(step: Step) -> Ran:
     """Every branch gives the values of all, zeros for those it does not have."""
     index, operands = step.values[0], step.values[1:]
-    fed = [flat_feeds(feeds) for feeds in step.feeds]
-    parts = list(zip(step.bodies, step.plans, step.feeds))
-    made = [rewritten(*part, step.keep) for part in parts]
-    count = len(step.bodies[0].jaxpr.outvars)
+    made = [step.walk.rewritten(part) for part in step.parts]
+    count = len(step.parts[0].body.jaxpr.outvars)
     avals = [one.out_avals[count:] for one in made]
 
     def branch(n: int) -> Any:
         def call(operands: Any, fed: Any) -> Any:
-            outs = jax_compat.evaluate(
-                *jax_compat.opened(made[n]), [*operands, *fed[n]]
-            )
-            values = [
-                list(outs[count:])
-                if n == other
-                else [jax_compat.zeros_like_aval(aval) for aval in avals[other]]
-                for other in range(len(made))
-            ]
+            jaxpr, consts = jax_compat.opened(made[n])
+            outs = jax_compat.evaluate(jaxpr, consts, [*operands, *fed[n]])
+            values = [[jax_compat.zeros_like_aval(x) for x in one] for one in avals]
+            values[n] = list(outs[count:])
             return list(outs[:count]), values
 
         return call
 
     branches = [branch(n) for n in range(len(made))]
+    fed = [part.fed for part in step.parts]
     outs, values = jax.lax.switch(index, branches, list(operands), fed)
-    found = []
-    for n, (body, plan, _) in enumerate(parts):
-        spots = survey(body.jaxpr).spots
-        shaped = shaped_found(plan, spots, values[n])
-        taken = index == n
-        found.append(
-            [
-                held if held is None or spot.is_gradient else [*held, taken]
-                for held, spot in zip(shaped, spots)
-            ]
-        )
+    pairs = zip(step.parts, values)
+    found = [part.flagged(flat, index == n) for n, (part, flat) in enumerate(pairs)]
     return outs, found
 
 
-def _custom_jvp(step: Step) -> Any:
+def _run_custom_jvp(step: Step) -> Ran:
     """The rule is kept; under differentiation the values are those of the rule."""
-    body, plan, _, spots = _only(step)
     rule = jax_compat.rule_of_jvp(step.primitive, step.params)
     count = len(step.values)
     operands, step = _apart(step)
+    (part,) = step.parts
 
-    def call(body: Body, given: Any, fed: Any) -> Any:
-        shaped = shaped_feeds(plan, fed)
-        outs, found = run(body, given, plan, shaped, step.keep)
+    def call(part: Part, given: Any, fed: Any) -> Any:
+        outs, found = step.walk.run(part.feeding(fed), given)
         return outs, flat_found(found)
 
     @jax.custom_jvp
     def with_rule(*values: Any) -> Any:
-        return call(body, values[:count], values[count:])
+        return call(part, values[:count], values[count:])
 
     @with_rule.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         given = [*primals[:count], *tangents[:count]]
         avals = [jax.typeof(value) for value in given]
-        inside = jax_compat.body_of(jax_compat.traced(rule, avals))
-        if _says_the_same(step, spots, inside):
-            both, found = call(inside, given, primals[count:])
+        inside = body_of(jax_compat.traced(rule, avals))
+        if _says_the_same(step, inside):
+            both, found = call(part._replace(body=inside), given, primals[count:])
         else:
             _refuse_feeds(step)
             both = jax_compat.evaluate(inside.jaxpr, inside.consts, given)
-            _, found = call(body, primals[:count], primals[count:])
+            _, found = call(part, primals[:count], primals[count:])
         half = len(both) // 2
         still = jax.tree.map(jax_compat.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
     outs, found = with_rule(*operands)
-    return outs, [shaped_found(plan, spots, found)]
+    return outs, [part.shaped(found)]
 
 
-def _says_the_same(step: Step, spots: Sequence[Spot], rule: Body) -> bool:
+def _says_the_same(step: Step, rule: Body) -> bool:
     """Whether a rule has the taps of its function; False if it has none of its own."""
-    found = survey(rule.jaxpr).spots
+    spots, found = step.parts[0].spots, step.walk.spots(rule.jaxpr)
     if not found:
         return False
-    pairs = zip(found, spots)
-    if len(found) == len(spots) and all(x.label == y.label for x, y in pairs):
+    labels = [[spot.identity.label for spot in both] for both in (found, spots)]
+    if labels[0] == labels[1]:
         return True
-    names = [spot.label.name for spot in found], [spot.label.name for spot in spots]
+    names = [[label.name for label in both] for both in labels]
     raise CaptureError(
         f"The rule of a {step.primitive.name} has the taps {names[0]}, its function "
         f"has {names[1]}. A capture inside the differentiation needs the same ones, in "
@@ -338,13 +363,13 @@ def _says_the_same(step: Step, spots: Sequence[Spot], rule: Body) -> bool:
 
 def _refuse_feeds(step: Step) -> None:
     """Refuses to add to a value that the rule which runs does not have."""
-    pairs = zip(step.plans[0], survey(step.bodies[0].jaxpr).spots)
-    for choice, spot in pairs:
+    (part,) = step.parts
+    for choice, spot in zip(part.plan, part.spots):
         if choice.feed:
             raise CaptureError(
-                f"{choice.feed.what} of {spot.label.name!r} is in a "
-                f"{step.primitive.name} whose rule does not have it, and the rule is "
-                f"what runs. {choice.feed.what} needs it there, too."
+                f"{choice.feed.what} of {spot.name!r} is in a {step.primitive.name} "
+                "whose rule does not have it, and the rule is what runs. "
+                f"{choice.feed.what} needs it there, too."
             )
 
 
@@ -354,35 +379,35 @@ def _apart(step: Step) -> tuple[list[Any], Step]:
     What is fed into it comes last: the rule knows no derivative for it. JAX keeps the
     rule with the program it is part of.
     """
+    (part,) = step.parts
     found = list(step.values)
-    for choice, feed in zip(step.plans[0], step.feeds[0]):
-        if feed is not None:
+    for choice, feed in zip(part.plan, part.feeds):
+        if choice.feed is not None and feed is not None:
             found += choice.feed.fixed(feed, step.primitive.name)
-    return found, step._replace(values=[], feeds=[])
+    return found, step._replace(values=[], parts=[part._replace(feeds=())])
 
 
-def _custom_vjp(step: Step) -> Any:
+def _run_custom_vjp(step: Step) -> Ran:
     """The rule is kept; under differentiation the values are those of `fwd`."""
-    body, plan, _, spots = _only(step)
     count = len(step.values)
     rule = jax_compat.rule_of_vjp(step.params, count)
     operands, step = _apart(step)
+    (part,) = step.parts
 
-    def call(body: Body, values: Any) -> Any:
-        shaped = shaped_feeds(plan, values[count:])
-        outs, found = run(body, values[:count], plan, shaped, step.keep)
+    def call(part: Part, values: Any) -> Any:
+        outs, found = step.walk.run(part.feeding(values[count:]), values[:count])
         return outs, flat_found(found)
 
-    with_rule = jax.custom_vjp(lambda *values: call(body, values))
+    with_rule = jax.custom_vjp(lambda *values: call(part, values))
 
     def fwd(*values: Any) -> Any:
         given = values[:count]
-        if _says_the_same(step, spots, rule.forward):
-            outs, found = call(rule.forward, values)
+        if _says_the_same(step, rule.forward):
+            outs, found = call(part._replace(body=rule.forward), values)
         else:
             _refuse_feeds(step)
             outs = jax_compat.evaluate(*rule.forward[:2], given)
-            _, found = call(body, values)
+            _, found = call(part, values)
         kept = iter(outs[: len(outs) - rule.num_out])
         residual = [next(kept) if n is None else given[n] for n in rule.forwarded]
         return (list(outs[len(outs) - rule.num_out :]), found), (residual, values)
@@ -392,26 +417,47 @@ def _custom_vjp(step: Step) -> Any:
         given = rule.backward(*residual, *cotangents[0])
         return (
             *map(jax_compat.cotangent_for, given, values[:count]),
-            *map(jax_compat.zero_cotangent, values[count:]),
+            *map(jax_compat.zero_tangent, values[count:]),
         )
 
     with_rule.defvjp(fwd, bwd)
     outs, found = with_rule(*operands)
-    return outs, [shaped_found(plan, spots, found)]
+    return outs, [part.shaped(found)]
 
 
-def _shard_wrap(spot: Spot, params: dict[str, Any]) -> Spot:
-    axes = jax_compat.shard_axes(params)
-    size = 1
-    for axis in axes:
-        size *= params["mesh"].shape[axis]
-    return spot.wrapped("shard_map", size)
+def _shard_mesh(params: Params) -> dict[Any, int]:
+    sizes = params["mesh"].shape
+    return {axis: sizes[axis] for axis in jax_compat.shard_axes(params)}
 
 
-def _shard_map(step: Step) -> Any:
-    body, plan, feeds, spots = _only(step)
-    axes = jax_compat.shard_axes(step.params)
-    outers, fed_outers = _outers(plan, spots), _fed_outers(plan, spots)
+def _shard_turns(params: Params) -> range:
+    return range(math.prod(_shard_mesh(params).values()))
+
+
+def _on_shards(params: Params, fn: Any, ins: Any = None, outs: Any = None) -> Any:
+    """A function in the place of the body, whose jaxpr can be traced only there.
+
+    With more operands and results, if there are specs for them.
+    """
+    in_specs, out_specs = tuple(params["in_specs"]), tuple(params["out_specs"])
+    return jax.shard_map(
+        fn,
+        in_specs=in_specs if ins is None else (in_specs, ins),
+        out_specs=out_specs if outs is None else (out_specs, outs),
+        **jax_compat.shard_map_options(params),
+    )
+
+
+def _remade_on_shards(params: Params, values: list[Any], run: Runs) -> list[Any]:
+    body = body_of(params["jaxpr"])
+    mapped = _on_shards(params, lambda *values: tuple(run(body, values)))
+    return list(mapped(*values))
+
+
+def _run_shard_map(step: Step) -> Ran:
+    (part,) = step.parts
+    axes, is_checked = tuple(_shard_mesh(step.params)), step.params["check_vma"]
+    outers, fed_outers = part.outers(), part.fed_outers()
 
     def stacked(outers: Sequence[int | None]) -> list[Any]:
         return [jax.P() if n is None else jax.P(*[None] * n, axes) for n in outers]
@@ -419,34 +465,28 @@ def _shard_map(step: Step) -> Any:
     def local(values: Any, fed: Any) -> Any:
         pairs = zip(fed, fed_outers)
         own = [value if n is None else jnp.squeeze(value, n) for value, n in pairs]
-        shaped = shaped_feeds(plan, own)
-        outs, found = run(body, list(values), plan, shaped, step.keep)
-        if step.params["check_vma"]:
-            found = [_once(*one, axes) for one in zip(plan, spots, found)]
+        outs, found = step.walk.run(part.feeding(own), list(values))
+        if is_checked:
+            found = [_once(*one, axes) for one in zip(part.plan, part.spots, found)]
         flat = [
             jnp.expand_dims(value, min(outer, value.ndim))
             for value, outer in zip(flat_found(found), outers)
         ]
-        if step.params["check_vma"]:
+        if is_checked:
             flat = [jax_compat.as_varying(value, axes) for value in flat]
         return tuple(outs), flat
 
-    mapped = jax.shard_map(
-        local,
-        in_specs=(tuple(step.params["in_specs"]), stacked(fed_outers)),
-        out_specs=(tuple(step.params["out_specs"]), stacked(outers)),
-        **jax_compat.shard_map_options(step.params),
-    )
-    outs, found = mapped(tuple(step.values), flat_feeds(feeds))
-    return list(outs), [shaped_found(plan, spots, found)]
+    mapped = _on_shards(step.params, local, stacked(fed_outers), stacked(outers))
+    outs, found = mapped(tuple(step.values), part.fed)
+    return list(outs), [part.shaped(found)]
 
 
 def _once(choice: Choice, spot: Spot, found: Any, axes: tuple[Any, ...]) -> Any:
     """States that count once for shards that have the same value."""
-    count = choice.states_at(spot)
-    if not count:
+    if choice.reduce is None:
         return found
-    held = choice.reduce.shaped(spot.own, found[:count])
+    count = choice.states_at(spot)
+    held = choice.reduce.shaped(spot.geometry.own, found[:count])
     held = [one if one is None else _seen_once(one, axes) for one in held]
     return [*jax.tree.leaves(held), *found[count:]]
 
@@ -462,19 +502,113 @@ def _seen_once(reduced: Any, axes: tuple[Any, ...]) -> Any:
     return replace(reduced, seen=seen)
 
 
-RULES.update(
-    {
-        "jit": Rule(_same, _jit),
-        "closed_call": Rule(_same, _inlined),
-        "call": Rule(_same, _inlined),
-        "eval_jaxpr": Rule(_same, _inlined),
-        "remat2": Rule(_same, _remat),
-        "checkpoint": Rule(_same, _remat),
-        "scan": Rule(_scan_wrap, _scan),
-        "while": Rule(_while_wrap, _while),
-        "cond": Rule(_cond_wrap, _cond),
-        "custom_jvp_call": Rule(_same, _custom_jvp),
-        "custom_vjp_call": Rule(_same, _custom_vjp),
-        "shard_map": Rule(_shard_wrap, _shard_map),
-    }
+SCAN = Operation(
+    "scan",
+    _run_scan,
+    "jaxpr",
+    turns=_scan_turns,
+    carried=_scan_carried,
+    repeats=_scan_repeats,
 )
+WHILE = Operation(
+    "while",
+    _run_while,
+    several=_while_body,
+    hides="the condition of a while loop",
+    flag="count",
+    carried=_while_carried,
+    repeats=lambda params: Repeats(None),
+)
+SHARD_MAP = Operation(
+    "shard_map",
+    _run_shard_map,
+    "jaxpr",
+    turns=_shard_turns,
+    is_at_once=True,
+    mesh=_shard_mesh,
+    remade=_remade_on_shards,
+)
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        SCAN,
+        WHILE,
+        SHARD_MAP,
+        Operation("cond", _run_cond, several=_branches, flag="taken"),
+        Operation("jit", _run_jit, "jaxpr", is_call=True, is_handed=True),
+        Operation("closed_call", _run_inlined, "call_jaxpr", is_call=True),
+        Operation("call", _run_inlined, "call_jaxpr", is_call=True),
+        Operation("eval_jaxpr", _run_inlined, several=_evaluated, is_call=True),
+        Operation("remat2", _run_remat, "jaxpr"),
+        Operation("checkpoint", _run_remat, "jaxpr"),
+        Operation("custom_jvp_call", _run_custom_jvp, "call_jaxpr", is_call=True),
+        Operation("custom_vjp_call", _run_custom_vjp, "call_jaxpr"),
+    )
+}
+
+
+_STACKING = {name for name, one in OPERATIONS.items() if one.turns is not None}
+
+
+def operation_of(primitive: Primitive) -> Operation | None:
+    """The entry of a primitive; None if it is not in the table."""
+    return OPERATIONS.get(primitive.name)
+
+
+def bodies_of(primitive: Primitive, params: Params) -> list[Body]:
+    """The jaxprs of an operation that may be entered."""
+    operation = OPERATIONS.get(primitive.name)
+    return [] if operation is None else operation.bodies(params)
+
+
+_plain: dict[Primitive, bool] = {}
+
+
+def is_plain(primitive: Primitive, params: Params) -> bool:
+    """Whether an operation holds no jaxprs; one that does, always does."""
+    known = _plain.get(primitive)
+    if known is None:
+        is_known = primitive.name in OPERATIONS
+        found = is_known or any(True for _ in jaxprs_in_params(params))
+        known = _plain[primitive] = not found
+    return known
+
+
+def hidden_jaxprs(primitive: Primitive, params: Params) -> Iterator[Any]:
+    """The jaxprs of an operation that may not be entered."""
+    operation = OPERATIONS.get(primitive.name)
+    if operation is not None and operation.holder:
+        return
+    known = [body.jaxpr for body in bodies_of(primitive, params)]
+    for jaxpr in jaxprs_in_params(params):
+        found = jax_compat.opened(jaxpr)[0]
+        if not any(found is one for one in known):
+            yield found
+
+
+def with_bodies(
+    primitive: Primitive,
+    params: Params,
+    values: list[Any],
+    run: Runs,
+    traced: Callable[[Body], Any],
+) -> list[Any]:
+    """Runs an operation with other bodies, of the same inputs and results.
+
+    Args:
+        primitive: The operation.
+        params: Its parameters.
+        values: Its operands.
+        run: Runs what is in the place of a body.
+        traced: That, as a closed jaxpr.
+    """
+    operation = OPERATIONS[primitive.name]
+    if operation.remade is not None:
+        return operation.remade(params, values, run)
+    made = [(body.jaxpr, traced(body)) for body in operation.bodies(params)]
+    return jax_compat.bind(primitive, values, jax_compat.with_jaxprs(params, made))
+
+
+def stacked_by(wraps: Iterable[str]) -> list[str]:
+    """Those of the operations around a value that put an axis in front of it."""
+    return [name for name in wraps if name in _STACKING]

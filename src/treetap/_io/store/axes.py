@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from treetap._capture.selectors import as_select, refuse_nothing
+from treetap._capture.walk.operations import stacked_by
 from treetap._core.errors import StructureError
 from treetap._io.record_descriptions import Leaf
 from treetap._observe.records import Record, Site
 
 Axis = int | None | Mapping[Any, int | None]
 EXAMPLES: Any = object()  # the default
-STACKING = frozenset({"scan", "shard_map"})  # they put an axis in front of a value's
 
 
 class Axes:
@@ -58,4 +58,4 @@ class Axes:
         for select, axis in self._rules:
             if select(site):
                 return axis, True
-        return sum(wrap in STACKING for wrap in site.wraps), False
+        return len(stacked_by(site.wraps)), False

@@ -31,7 +31,9 @@ from treetap._capture.module_paths import Roots, resolve
 from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.run import Choice, is_inexact, survey
+from treetap._capture.walk.operations import while_rows
+from treetap._capture.walk.plans import Choice, is_inexact
+from treetap._capture.walk.survey import survey
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path
 from treetap._core.trees.graphdef import has_hashable_statics
@@ -42,11 +44,10 @@ from treetap._observe.blame.search import (
     NAN,
     NOT,
     SORTING,
-    WITH_AXIS,
+    EveryValue,
     Findings,
     Frame,
     Node,
-    looking,
     program,
 )
 from treetap._observe.handlers import Handler, PureCall
@@ -237,23 +238,22 @@ class _Suspect:
         """The verdict for some values; `name_of` gives the path of an argument."""
         if not everywhere and self.check(*values):
             return Blame()
-        with looking():
-            spots = survey(self.body.jaxpr).spots
-            if self.sorts is None:
-                plan = (Choice(False, None, 0, SORTING),) * len(spots)
-                self.sorts = program(self.body, plan)
-            findings = Findings(self.body, jax.device_get(self.sorts(*values)))
-            atoms = self.body.jaxpr.outvars
-            ends = [Node(findings.top, (), atom) for atom in atoms]
-            ends = [node for node in ends if findings.code(node)]
-            origins = findings.origins(ends)
-            reaches = bool(origins)
-            if not origins and everywhere:
-                origins = findings.origins(list(findings.all_bad()))
-            if not origins:
-                return Blame()
-            found = self._described(findings, origins[0], values, name_of)
-            return Blame(**found, reaches_result=reaches)
+        if self.sorts is None:
+            spots = survey(self.body.jaxpr, EveryValue).spots
+            plan = (Choice(False, None, 0, SORTING),) * len(spots)
+            self.sorts = program(self.body, plan)
+        findings = Findings(self.body, jax.device_get(self.sorts(*values)))
+        atoms = self.body.jaxpr.outvars
+        ends = [Node(findings.top, (), atom) for atom in atoms]
+        ends = [node for node in ends if findings.code(node)]
+        origins = findings.origins(ends)
+        reaches = bool(origins)
+        if not origins and everywhere:
+            origins = findings.origins(list(findings.all_bad()))
+        if not origins:
+            return Blame()
+        found = self._described(findings, origins[0], values, name_of)
+        return Blame(**found, reaches_result=reaches)
 
     def _described(
         self, findings: Findings, node: Node, values: list[Any], name_of: Any
@@ -293,7 +293,7 @@ class _Suspect:
         if not _is_in(atom, wanted):
             return {}
         asked = {frame.base + spot for spot, _ in wanted.values()}
-        spots = survey(self.body.jaxpr).spots
+        spots = survey(self.body.jaxpr, EveryValue).spots
         detailing = Choice(False, None, 0, DETAILING)
         plan = tuple(detailing if n in asked else NOT for n in range(len(spots)))
         found = jax.device_get(program(self.body, plan)(*values))
@@ -322,21 +322,15 @@ def _turns(findings: Findings, node: Node) -> dict[str, Any]:
     """The iterations and the shard of a value."""
     turns, loops, shard = list(node.turn), [], None
     for frame in node.frame.chain[1:]:
-        if frame.kind == "while" and _is_single(frame):
-            loops.append(("while", int(findings.sort(node).since)))
-        if frame.kind in WITH_AXIS:
-            turn = turns.pop(0)
-            if frame.kind == "scan":
-                loops.append(("scan", turn))
-            else:
-                shard = turn
+        name = frame.operation.name
+        if frame.operation.is_at_once:
+            shard = turns.pop(0)
+        elif frame.turns is not None:
+            loops.append((name, turns.pop(0)))
+        elif frame.is_merged and not while_rows(frame.equation.params):
+            # Of a mapped loop the rows would end one by one.
+            loops.append((name, int(findings.sort(node).since)))
     return {"iterations": tuple(loops), "shard": shard}
-
-
-def _is_single(frame: Frame) -> bool:
-    """Whether a loop is no mapped one, whose rows would end one by one."""
-    cond, _ = jax_compat.opened(frame.equation.params["cond_jaxpr"])
-    return not cond.outvars[0].aval.shape
 
 
 _NOT_USERS = tuple(

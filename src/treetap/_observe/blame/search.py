@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults: where in a program a number stopped being finite.
 
-For this the walk looks through another lens, `Every`: the inputs of each jaxpr and the
+For this the walk looks at every value (`EveryValue`): the inputs of each jaxpr and the
 results of each equation are spots, and of each only a code comes out, whether it has
 infinities or NaNs. `origins` then goes back from bad results, from equation to
 equation, into loops and out of them, to where what came in was good.
@@ -11,9 +11,7 @@ made from such: a mask of -inf is no fault, a NaN made from it is one. Of a NaN 
 wrote down, the operation that takes it is the origin.
 """
 
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -22,20 +20,20 @@ import numpy as np
 from jax.extend.core import Literal
 
 from treetap._capture.marks import Label
-from treetap._capture.name_stacks import is_transposed, scopes_in
+from treetap._capture.name_stacks import is_transposed, mappings_in, scopes_in
 from treetap._capture.statistics.reduced import Reduction
 from treetap._capture.statistics.reducers import flat_places
-from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.operations import RULES
-from treetap._capture.walk.plans import is_inexact
-from treetap._capture.walk.run import Choice, Spot, Survey, lens, run
-from treetap._capture.walk.run import survey as survey_of
+from treetap._capture.walk.operations import OPERATIONS, Operation, operation_of
+from treetap._capture.walk.plans import Choice, Part, is_inexact
+from treetap._capture.walk.run import Walk
+from treetap._capture.walk.spots import Flow, Geometry, Identity, Spot, Wrap
+from treetap._capture.walk.survey import Inner, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 
 
-class Every(Survey):
+class EveryValue(Survey):
     """All values of a jaxpr as spots.
 
     Attributes:
@@ -43,22 +41,19 @@ class Every(Survey):
         makers: By variable, the equation it comes from.
     """
 
-    def __init__(self, jaxpr: Any):  # pyright: ignore[reportMissingSuperCall] - its spots are others
-        self.spots: list[Spot] = []
-        self.parts: dict[int, list[tuple[Body, slice]]] = {}
-        self.taps: dict[int, int] = {}
-        self.results: dict[int, int] = {}
+    def __init__(self, jaxpr: Any):
+        super().__init__(jaxpr)
         self.places: dict[Any, tuple[int, int]] = {}
         self.makers: dict[Any, int] = {}
-        self._jaxpr = weakref.ref(jaxpr)
         self.entry = self._add("", jaxpr.invars, ())
         for n, eqn in enumerate(jaxpr.eqns):
-            stack = eqn.source_info.name_stack
-            name = eqn.primitive.name
-            if name in RULES:
-                bodies = jax_compat.bodies_of(eqn.primitive, eqn.params)
-                self.parts[n] = [self._enter(eqn, body) for body in bodies]
-            place = self._add(name, eqn.outvars, scopes_in(stack))
+            operation = operation_of(eqn.primitive)
+            if operation is not None:
+                wrap = operation.wrap(eqn.params)
+                bodies = operation.bodies(eqn.params)
+                self.inner[n] = [self._enter(eqn, body, wrap) for body in bodies]
+            scopes = scopes_in(eqn.source_info.name_stack)
+            place = self._add(eqn.primitive.name, eqn.outvars, scopes)
             if place is not None:
                 self.results[n] = place
             self.makers.update((var, n) for var in eqn.outvars)
@@ -71,15 +66,17 @@ class Every(Survey):
         self.places.update((var, (place, k)) for k, var in enumerate(found))
         label = Label(name, None, "equation", jax.tree.structure(0))
         own = tuple(var.aval for var in found)
-        self.spots.append(Spot(label, 0, scopes, own, own))
+        self.spots.append(Spot(Identity(label, 0, scopes), Geometry(own, own)))
         return place
 
-    def _enter(self, eqn: Any, body: Body) -> tuple[Body, slice]:
-        wrap, base = RULES[eqn.primitive.name].wrap, len(self.spots)
-        stack = eqn.source_info.name_stack
-        for spot in survey_of(body.jaxpr).spots:
-            self.spots.append(wrap(spot, eqn.params).seen_from(stack))
-        return body, slice(base, len(self.spots))
+    def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Inner:
+        base, stack = len(self.spots), eqn.source_info.name_stack
+        scopes, mappings = scopes_in(stack), mappings_in(stack)
+        own = survey(body.jaxpr, EveryValue).spots
+        for spot in own:
+            seen = spot if wrap is None else spot.wrapped(wrap)
+            self.spots.append(seen.seen_from(scopes, mappings, Flow()))
+        return Inner(body, own, slice(base, len(self.spots)))
 
 
 class Sort(NamedTuple):
@@ -149,29 +146,21 @@ NOT = Choice(False)
 def program(body: Body, plan: tuple[Choice, ...]) -> Any:
     """A compiled function from inputs to what a plan asks for."""
 
+    spots = survey(body.jaxpr, EveryValue).spots
+    part = Part(body, spots, plan, [None] * len(spots))
+
     def fn(*values: Any) -> Any:
-        with looking():
-            spots = survey_of(body.jaxpr).spots
-            feeds = [None] * len(spots)
-            _, found = run(body, list(values), plan, feeds, False)
-            return [
-                None
-                if choice.reduce is None
-                else choice.reduce.shaped(spot.own, values[: choice.states_at(spot)])
-                for choice, spot, values in zip(plan, spots, found)
-            ]
+        _, found = Walk(look=EveryValue).run(part, list(values))
+        return [
+            None
+            if choice.reduce is None or came_out is None
+            else choice.reduce.shaped(
+                spot.geometry.own, came_out[: choice.states_at(spot)]
+            )
+            for choice, spot, came_out in zip(plan, spots, found)
+        ]
 
     return jax.jit(fn)
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """A block in which the walk looks at every value."""
-    token = lens.set(Every)
-    try:
-        yield
-    finally:
-        lens.reset(token)
 
 
 class Frame(NamedTuple):
@@ -192,9 +181,9 @@ class Frame(NamedTuple):
     branch: int = 0
 
     @property
-    def work(self) -> Every:
+    def work(self) -> EveryValue:
         """Its spots."""
-        return survey_of(self.body.jaxpr)  # pyright: ignore[reportReturnType] - under this lens
+        return survey(self.body.jaxpr, EveryValue)
 
     @property
     def equation(self) -> Any:
@@ -203,9 +192,36 @@ class Frame(NamedTuple):
         return self.above.body.jaxpr.eqns[self.number]
 
     @property
-    def kind(self) -> str:
-        """The operation around."""
-        return "" if self.above is None else self.equation.primitive.name
+    def operation(self) -> Operation:
+        """What the operation around is."""
+        return OPERATIONS[self.equation.primitive.name]
+
+    @property
+    def turns(self) -> range | None:
+        """The turns of the operation around that are told apart, as they run."""
+        find = self.operation.turns
+        return None if find is None else find(self.equation.params)
+
+    @property
+    def carried(self) -> range:
+        """The inputs that are results of the turn before."""
+        return self.operation.carried(self.equation.params)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the turns of a loop around are not told apart."""
+        return self.turns is None and bool(self.carried)
+
+    @property
+    def mesh(self) -> dict[Any, int]:
+        """The mesh axes that shards are along, with sizes."""
+        return self.operation.mesh(self.equation.params)
+
+    def outside(self, turn: tuple[int, ...], which: int) -> "Node":
+        """What an input is outside the operation around."""
+        assert self.above is not None
+        outer = turn if self.turns is None else turn[:-1]
+        return Node(self.above, outer, self.equation.invars[self.body.first + which])
 
     @property
     def chain(self) -> list["Frame"]:
@@ -214,10 +230,10 @@ class Frame(NamedTuple):
 
     def below(self, number: int) -> list["Frame"]:
         """The bodies of an equation."""
-        parts = self.work.parts.get(number, ())
+        inner = self.work.inner.get(number, ())
         return [
-            Frame(body, self.base + part.start, self, number, branch)
-            for branch, (body, part) in enumerate(parts)
+            Frame(one.body, self.base + one.place.start, self, number, branch)
+            for branch, one in enumerate(inner)
         ]
 
 
@@ -242,16 +258,8 @@ class Node(NamedTuple):
     @property
     def loop(self) -> int | None:
         """The outermost while loop it is in, whose iterations are not apart."""
-        loops = [frame.base for frame in self.frame.chain if frame.kind == "while"]
-        return loops[0] if loops else None
-
-
-WITH_AXIS = ("scan", "shard_map")
-
-
-def is_reversed(frame: Frame) -> bool:
-    """Whether the scan around goes backwards."""
-    return bool(frame.equation.params.get("reverse"))
+        inner = self.frame.chain[1:]
+        return next((frame.base for frame in inner if frame.is_merged), None)
 
 
 class Findings:
@@ -314,29 +322,21 @@ class Findings:
             yield from self._results_of(body, turn, which)
 
     def _results_of(self, frame: Frame, turn: Any, which: int) -> Iterator[Node]:
-        """What gave a result of an operation, inside it."""
-        atom = frame.body.jaxpr.outvars[which]
-        if frame.kind == "while":
+        """What gave a result of an operation, inside it; or before it began."""
+        atom, turns, carried = (
+            frame.body.jaxpr.outvars[which],
+            frame.turns,
+            frame.carried,
+        )
+        if turns is None:
             yield Node(frame, turn, atom)
-            yield from self._started(frame, turn, which)
-        elif frame.kind == "scan":
-            length = frame.equation.params["length"]
-            _, carried = jax_compat.scan_counts(frame.equation.params)
-            order = range(length)[:: -1 if is_reversed(frame) else 1]
-            order = order[-1:] if which < carried else order
-            nodes = [Node(frame, (*turn, n), atom) for n in order]
-            yield from [node for node in nodes if self.code(node)][:1]
-        elif frame.kind == "shard_map":
-            nodes = [Node(frame, (*turn, n), atom) for n in range(self.shards(frame))]
-            yield from [node for node in nodes if self.code(node)][:1]
-        else:
-            yield Node(frame, turn, atom)
-
-    def shards(self, frame: Frame) -> int:
-        """How many shards there are."""
-        axes = jax_compat.shard_axes(frame.equation.params)
-        mesh = frame.equation.params["mesh"]
-        return int(np.prod([mesh.shape[axis] for axis in axes]))
+            if carried:
+                yield frame.outside(turn, carried[which])
+            return
+        if which < len(carried):
+            turns = turns[-1:]
+        nodes = [Node(frame, (*turn, n), atom) for n in turns]
+        yield from [node for node in nodes if self.code(node)][:1]
 
     def _moments(self, node: Node, eqn: Any) -> Iterator[tuple[int, ...]]:
         """When and where what an equation reads was: on its own shard, or on several.
@@ -345,68 +345,47 @@ class Findings:
         """
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = set(named if isinstance(named, tuple | list) else (named,))
-        looped = [one for one in node.frame.chain[1:] if one.kind in WITH_AXIS]
-        around = [
-            (place, one)
-            for place, one in enumerate(looped)
-            if one.kind == "shard_map"
-            and names & set(jax_compat.shard_axes(one.equation.params))
-        ]
+        looped = [one for one in node.frame.chain[1:] if one.turns is not None]
+        around = [(n, one) for n, one in enumerate(looped) if names & {*one.mesh}]
         if not around:
             yield node.turn
             return
         place, frame = around[-1]
-        axes = jax_compat.shard_axes(frame.equation.params)
-        sizes = [frame.equation.params["mesh"].shape[axis] for axis in axes]
+        axes, sizes = list(frame.mesh), list(frame.mesh.values())
         shards = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
         own = np.unravel_index(node.turn[place], sizes)
         group = tuple(slice(None) if a in names else n for a, n in zip(axes, own))
         for shard in np.ravel(shards[group]):
             yield (*node.turn[:place], int(shard), *node.turn[place + 1 :])
 
-    def _started(self, frame: Frame, turn: Any, which: int) -> Iterator[Node]:
-        """What a while loop began with."""
-        assert frame.above is not None
-        params = frame.equation.params
-        first = params["cond_nconsts"] + params["body_nconsts"]
-        yield Node(frame.above, turn, frame.equation.invars[first + which])
-
     def _sources_of_input(self, node: Node) -> Iterator[Node]:
         """Where an input of a jaxpr comes from."""
         frame, turn, atom = node
         if frame.above is None:
             return
-        eqn = frame.equation
         which = _place_of(atom, frame.body.jaxpr.invars)
-        outside = eqn.invars[frame.body.first + which]
-        if frame.kind == "while":
-            carried = which - eqn.params["body_nconsts"]
-            if carried >= 0 and self.sort(node).since > 0:
-                yield Node(frame, turn, frame.body.jaxpr.outvars[carried])
+        turns, carried = frame.turns, frame.carried
+        if which in carried:
+            last = frame.body.jaxpr.outvars[carried.index(which)]
+            number = turns.index(turn[-1]) if turns is not None else 0
+            if turns is not None and number:
+                yield Node(frame, (*turn[:-1], turns[number - 1]), last)
                 return
-        elif frame.kind == "scan":
-            consts, count = jax_compat.scan_counts(eqn.params)
-            before = turn[-1] + (1 if is_reversed(frame) else -1)
-            is_carried = consts <= which < consts + count
-            if is_carried and 0 <= before < eqn.params["length"]:
-                last = frame.body.jaxpr.outvars[which - consts]
-                yield Node(frame, (*turn[:-1], before), last)
+            if turns is None and self.sort(node).since > 0:
+                yield Node(frame, turn, last)
                 return
-        outer = turn[:-1] if frame.kind in WITH_AXIS else turn
-        yield Node(frame.above, outer, outside)
+        yield frame.outside(turn, which)
 
     def order(self, node: Node) -> tuple[float, ...]:
         """When a value is made, relative to others; shards work at the same time."""
         since = float(self.sort(node).since)
         turns, when, shards = list(node.turn), [], []
         for frame in node.frame.chain[1:]:
-            turn = 0.0
-            if frame.kind == "scan":
-                turn = float(turns.pop(0)) * (-1 if is_reversed(frame) else 1)
-            elif frame.kind == "shard_map":
+            turn = since if frame.is_merged else 0.0
+            if frame.operation.is_at_once:
                 shards.append(float(turns.pop(0)))
-            elif frame.kind == "while":
-                turn = since
+            elif frame.turns is not None:
+                turn = float(frame.turns.index(turns.pop(0)))
             when += [float(frame.number), float(frame.branch), turn]
         number = node.number
         last = (-1.0,) if number is None else (float(number), np.inf)
@@ -421,11 +400,8 @@ class Findings:
                 continue
             jaxpr = frame.body.jaxpr
             if any(var is atom for var in jaxpr.outvars):
-                if frame.above is None or frame.kind == "while":
-                    return False
                 which = _place_of(atom, jaxpr.outvars)
-                params = frame.equation.params
-                if frame.kind == "scan" and which < jax_compat.scan_counts(params)[1]:
+                if frame.above is None or which < len(frame.carried):
                     return False
                 waiting.append(Node(frame.above, (), frame.equation.outvars[which]))
             for eqn in jaxpr.eqns:
@@ -445,7 +421,7 @@ class Findings:
                 code = np.asarray(self.sorts[frame.base + spot][which].code)
                 for turn in np.argwhere(code > 0):
                     yield Node(frame, tuple(map(int, turn)), var)
-            for number in frame.work.parts:
+            for number in frame.work.inner:
                 waiting += frame.below(number)
 
     def origins(self, ends: list[Node]) -> list[Node]:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surveys: the spots of a jaxpr, found once and kept for as long as the jaxpr.
+
+`Taps` lists the taps of a jaxpr in order of execution, those of the jaxprs inside it
+included, each as seen from here; and it follows tickets: from each tap to the marks
+that hold its ticket, through operations that hand it on or give it another shape, and
+from inputs and to outputs of the jaxpr. JAX caches jaxprs, so that most are surveyed
+once in the life of a program.
+
+What counts as a spot is the class of the survey: `Taps` looks at taps, others look at
+other values. Who walks says which (see `run.Walk`).
+"""
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from jax.extend.core import Literal, Primitive
+
+from treetap._capture.marks import linear_p
+from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.jaxpr_cache import JaxprCache
+from treetap._capture.walk.operations import (
+    OPERATIONS,
+    bodies_of,
+    hidden_jaxprs,
+    is_plain,
+)
+from treetap._capture.walk.plans import Feeds, Part, Plan
+from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
+from treetap._core.errors import CaptureError
+
+
+class Inner(NamedTuple):
+    """A body of an operation, with its spots.
+
+    Attributes:
+        body: The jaxpr.
+        spots: Its spots, as seen from inside.
+        place: Where these are among the spots outside.
+    """
+
+    body: Body
+    spots: Sequence[Spot]
+    place: slice
+
+    def part(self, plan: Plan, feeds: Feeds) -> Part:
+        """What is to be done in it, by a plan for all spots outside."""
+        return Part(self.body, self.spots, plan[self.place], feeds[self.place])
+
+
+class Survey:
+    """The spots of a jaxpr, and which equations they are in: a base class.
+
+    Attributes:
+        spots: All of them, in order of execution.
+        inner: By equation, its bodies that have spots; none for a tap.
+        taps: By equation that is a tap, its spot.
+        results: By equation, the spot of its results, where these are spots.
+        entry: The spot of the inputs, where they are one.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.spots: list[Spot] = []
+        self.inner: dict[int, list[Inner]] = {}
+        self.taps: dict[int, int] = {}
+        self.results: dict[int, int] = {}
+        self.entry: int | None = None
+        self._jaxpr = weakref.ref(jaxpr)  # a survey is kept for as long as that
+
+
+class Taps(Survey):
+    """The taps of a jaxpr."""
+
+    def __init__(self, jaxpr: Any):
+        super().__init__(jaxpr)
+        # Variables that hold a ticket, by spot, and those an input is handed on in.
+        self._tickets: dict[Any, int] = {}
+        self._inputs = {var: n for n, var in enumerate(jaxpr.invars)}
+        for n, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive in MARKS:
+                self.taps[n] = len(self.spots)
+                self._add_tap(eqn)
+                continue
+            if found := spots_below(eqn.primitive, eqn.params):
+                self.inner[n] = [self._add_body(eqn, *one) for one in found]
+            self._follow(eqn)
+        for n, var in enumerate(jaxpr.outvars):
+            if _is_var(var) and var in self._tickets:
+                spot = self.spots[self._tickets[var]]
+                flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
+                self.spots[self._tickets[var]] = spot._replace(flow=flow)
+
+    @functools.cached_property
+    def is_forward(self) -> bool:
+        """Whether something marked is differentiated forward in here."""
+        return jax_compat.holds(self._jaxpr(), linear_p)
+
+    def handed_on(self) -> list[tuple[int, int]]:
+        """Outputs that are inputs: the number of each, and that of the input."""
+        jaxpr: Any = self._jaxpr()
+        pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
+        return [(n, self._inputs[var]) for n, var in pairs if var in self._inputs]
+
+    def _add_tap(self, eqn: Any) -> None:
+        stack = eqn.source_info.name_stack
+        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
+        if spot.identity.is_tap:
+            self._tickets[eqn.outvars[-1]] = len(self.spots)
+        else:
+            spot = spot._replace(flow=self._flow_from(eqn.invars[-1]))
+        self.spots.append(spot)
+
+    def _add_body(
+        self, eqn: Any, body: Body, own: Sequence[Spot], seen: Sequence[Spot]
+    ) -> Inner:
+        """Adds the spots of a body, seen from outside its operation."""
+        base = len(self.spots)
+        stack = eqn.source_info.name_stack
+        scopes, mappings = scopes_in(stack), mappings_in(stack)
+        for spot in seen:
+            flow = Flow()
+            if spot.flow.of is not None:
+                flow = Flow(of=base + spot.flow.of)
+            elif spot.flow.source is not None:
+                flow = self._flow_from(eqn.invars[body.first + spot.flow.source])
+            for n in spot.flow.tickets:
+                self._tickets[eqn.outvars[n]] = len(self.spots)
+            self.spots.append(spot.seen_from(scopes, mappings, flow))
+        return Inner(body, own, slice(base, len(self.spots)))
+
+    def _flow_from(self, var: Any) -> Flow:
+        """Where a ticket comes from that a variable holds: a spot here, or an input."""
+        if not _is_var(var):
+            return Flow()
+        return Flow(self._tickets.get(var), self._inputs.get(var))
+
+    def _follow(self, eqn: Any) -> None:
+        """Notes tickets that go on in another shape, or through an operation."""
+        pairs: list[tuple[Any, Any]] = []
+        if len(eqn.invars) == len(eqn.outvars) == 1:
+            pairs.append((eqn.invars[0], eqn.outvars[0]))
+        for body in bodies_of(eqn.primitive, eqn.params):
+            handed = taps_in(body.jaxpr)._inputs
+            for var, new in zip(body.jaxpr.outvars, eqn.outvars):
+                if _is_var(var) and var in handed:
+                    pairs.append((eqn.invars[body.first + handed[var]], new))
+        for old, new in pairs:
+            for known in (self._tickets, self._inputs):
+                if _is_var(old) and old in known:
+                    known[new] = known[old]
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+S = TypeVar("S", bound=Survey)
+_surveys: JaxprCache[Any] = JaxprCache()
+
+
+def survey(jaxpr: Any, look: type[S]) -> S:
+    """The spots of an open jaxpr, as a class of surveys finds them."""
+    return _surveys.get(jaxpr, look, functools.partial(look, jaxpr))
+
+
+def taps_in(jaxpr: Any) -> Taps:
+    """The taps of an open jaxpr."""
+    return survey(jaxpr, Taps)
+
+
+def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
+    """Whether an operation is known to hold no taps: a quick look."""
+    operation = OPERATIONS.get(primitive.name)
+    if operation is None or not operation.holder:
+        return is_plain(primitive, params)
+    return not taps_in(jax_compat.opened(params[operation.holder])[0]).spots
+
+
+def spots_below(
+    primitive: Primitive, params: dict[str, Any]
+) -> list[tuple[Body, list[Spot], list[Spot]]]:
+    """The bodies of an operation, if it holds taps.
+
+    With the spots of each: as seen from inside, and from outside the operation.
+    """
+    if is_plain(primitive, params):
+        return []
+    for jaxpr in hidden_jaxprs(primitive, params):
+        if spots := taps_in(jaxpr).spots:
+            raise _refuse_hidden(primitive, spots[0])
+    operation = OPERATIONS.get(primitive.name)
+    if operation is None:
+        return []
+    bodies = operation.bodies(params)
+    found = [taps_in(body.jaxpr).spots for body in bodies]
+    if not any(found):
+        return []
+    wrap = operation.wrap(params)
+    return [
+        (body, own, own if wrap is None else [spot.wrapped(wrap) for spot in own])
+        for body, own in zip(bodies, found)
+    ]
+
+
+def _refuse_hidden(primitive: Primitive, spot: Spot) -> CaptureError:
+    """The error for a tap where the walk cannot go."""
+    operation = OPERATIONS.get(primitive.name)
+    hides = operation.hides if operation is not None else ""
+    where = hides or f"the operation {primitive.name!r}"
+    return CaptureError(
+        f"The tap {spot.name!r} is inside {where}, which a capture cannot enter. "
+        "Move the tap outside it, or return the value and tap it there."
+    )
