@@ -114,10 +114,8 @@ def _site(site: Site, number: int, leaves: list[Leaf], name: str) -> dict[str, A
     about: dict[str, Any] = {field: getattr(site, field) for field in _FIELDS}
     about["path"] = [_key(key, where) for key in site.path]
     about["wraps"] = list(site.wraps)
-    if site.kind is not None:
-        about["kind"] = [
-            _full_name(cls) for cls in site.kind.__mro__ if issubclass(cls, Variable)
-        ]
+    bases = () if site.kind is None else site.kind.__mro__
+    about["kind"] = [_full_name(cls) for cls in bases if issubclass(cls, Variable)]
     _refuse_statistics(site, where)
     for part in PARTS:
         value = getattr(site, part)
@@ -254,17 +252,22 @@ def wanted(value: Any, kind: type, what: str) -> Any:
     return value
 
 
-def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> Site:
+def checked_site(about: Any) -> dict[str, Any]:
+    """What a file says of a site: each field is there, and kinds have present names."""
     wanted(about, dict, "a site")
-    found = {
-        field: wanted(about.get(field), kind, f"`{field}` of a site")
-        for field, kind in _FIELDS.items()
-    }
-    found["path"] = tuple(map(_rebuilt_key, found["path"]))
-    found["wraps"] = tuple(wanted(w, str, "an item of `wraps`") for w in found["wraps"])
+    for field, kind in _FIELDS.items():
+        wanted(about.get(field), kind, f"`{field}` of a site")
     names = wanted(about.get("kind", []), list, "`kind` of a site")
-    known = [kinds[name] for name in map(present_name, names) if name in kinds]
-    found["kind"] = known[0] if known else None
+    kinds = [present_name(wanted(name, str, "a kind")) for name in names]
+    return {**about, "kind": kinds}
+
+
+def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> Site:
+    about = checked_site(about)
+    found = {field: about[field] for field in _FIELDS}
+    found["path"] = tuple(map(_rebuilt_key, about["path"]))
+    found["wraps"] = tuple(wanted(w, str, "an item of `wraps`") for w in about["wraps"])
+    found["kind"] = next((kinds[n] for n in about["kind"] if n in kinds), None)
     parts = {part: _rebuilt_node(about.get(part), leaves, 0) for part in PARTS}
     return Site(**parts, **found)
 

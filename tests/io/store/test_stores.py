@@ -546,21 +546,21 @@ def test_what_no_memory_can_hold_is_refused_and_ends_no_program(tmp_path):
         Store(tmp_path / "runs")
 
 
-def test_sites_in_a_journal_that_lie_are_refused(tmp_path):
+def test_values_in_a_journal_that_lie_are_refused(tmp_path):
     filled(tmp_path / "runs", 1)
-    rewrite(tmp_path / "runs/journal-0.jsonl", 1, lambda e: e.update(sites=[3]))
-    with pytest.raises(tt.WeightsError, match="is broken: a site is 3"):
+    file = tmp_path / "runs/journal-0.jsonl"
+    rewrite(file, 1, lambda e: e["sites"][0].update(value={"leaf": 99}))
+    with pytest.raises(tt.WeightsError, match="is broken: there is no leaf 99"):
         Store(tmp_path / "runs").batch(0)
 
 
 @pytest.mark.parametrize("sites", [3, [3], [{}], [{"path": 3}], {"path": []}])
-def test_nothing_is_appended_to_a_store_whose_sites_are_broken(sites, tmp_path):
+def test_a_store_whose_sites_are_broken_is_refused(sites, tmp_path):
     filled(tmp_path / "runs", 1)
     rewrite(tmp_path / "runs/journal-0.jsonl", 1, lambda e: e.update(sites=sites))
-    with StoreWriter(tmp_path / "runs") as writer:
-        with pytest.raises(tt.WeightsError, match="the journal is broken"):
-            writer.append(record_of(1))
-        assert len(writer) == 1
+    for kind in (Store, StoreWriter):
+        with pytest.raises(tt.WeightsError, match="is broken"):
+            kind(tmp_path / "runs")
 
 
 def test_names_never_lead_out_of_the_folder(tmp_path):

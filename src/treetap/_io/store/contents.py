@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treetap._core.errors import WeightsError
-from treetap._io.record_descriptions import DTYPES, Strange
+from treetap._io.record_descriptions import DTYPES, Strange, checked_site, wanted
 from treetap._io.safetensors_file import MOST_AXES
 from treetap._io.store.journals import read_journal
 
@@ -93,7 +93,7 @@ class Contents:
     def __init__(self, where: str):
         self._where = where
         self.is_begun = False
-        self.sites: Any = []
+        self.sites: list[dict[str, Any]] = []
         self.columns: list[Column] = []
         self.batches: list[Batch] = []
 
@@ -115,7 +115,8 @@ class Contents:
                     self.batches.append(self._batch(entry))
                 else:
                     self.columns = [_column(about) for about in entry["columns"]]
-                    self.sites = entry["sites"]
+                    sites = wanted(entry["sites"], list, "the list of sites")
+                    self.sites = [checked_site(about) for about in sites]
                     self.is_begun = True  # last, should an interrupt come in between
         except (KeyError, TypeError, AttributeError, ValueError, Strange) as error:
             raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 
-from treetap._core.earlier_names import present_name
+from treetap._capture.selectors import site_text
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import typed
 from treetap._io.files import refuse_no_path, to_disk
@@ -291,18 +291,29 @@ def _as_json(metadata: Any, name: str) -> dict[str, Any]:
 _OTHER = "Records of one kind belong in one store; begin another for these."
 
 
-def _refuse_other_sites(known: Any, sites: list[Any], name: str) -> None:
+def _refuse_other_sites(known: list[Any], sites: list[Any], name: str) -> None:
     """Refuses a Record of other sites than those in the store."""
-    if not isinstance(known, list):
-        raise WeightsError(
-            f"{name}: the journal is broken: its sites are {known!r:.60}."
-        )
     for old, new in itertools.zip_longest(known, sites):
         if difference := _difference(old, new):
             raise StructureError(
-                f"{name}: the store has {_site_text(old)}, and the Record has "
-                f"{_site_text(new)}{difference}. {_OTHER}"
+                f"{name}: the store has {_text_of(old)}, and the Record has "
+                f"{_text_of(new)}{difference}. {_OTHER}"
             )
+
+
+def _difference(old: Any, new: Any) -> str:
+    """In what two sites differ; the class of a Module may be another."""
+    if _text_of(old) != _text_of(new):
+        return " in its place"
+    fields = {key: None for key in (*old, *new) if old.get(key) != new.get(key)}
+    fields.pop("module", None)
+    return f" with another {' and '.join(fields)}" if fields else ""
+
+
+def _text_of(about: Any) -> str:
+    if about is None:
+        return "nothing more"
+    return site_text(about["path"], about["name"], about["index"])
 
 
 def _refuse_other_rows(column: Column, leaf: Leaf, name: str) -> None:
@@ -318,27 +329,3 @@ def _refuse_other_rows(column: Column, leaf: Leaf, name: str) -> None:
             f"{name}: {leaf.text} is {typed(leaf.value)}, and the store has "
             f"{column.dtype}[{','.join(wanted)}]. {_OTHER}"
         )
-
-
-def _site_text(about: Any) -> str:
-    if about is None:
-        return "nothing more"
-    try:
-        path = "/".join(map(str, about["path"]))
-        text = f"{path}:{about['name']}#{about['index']}"
-    except (KeyError, TypeError) as error:
-        raise WeightsError(
-            f"StoreWriter.append: the journal is broken: a site is {about!r:.60}."
-        ) from error
-    return text.removesuffix("#0").lstrip(":")
-
-
-def _difference(old: Any, new: Any) -> str:
-    """In what two sites differ; the class of a Module may be another."""
-    if _site_text(old) != _site_text(new):
-        return " in its place"
-    if isinstance(old.get("kind"), list):
-        old = {**old, "kind": [*map(present_name, map(str, old["kind"]))]}
-    fields = {key: None for key in (*old, *new) if old.get(key) != new.get(key)}
-    fields.pop("module", None)
-    return f" with another {' and '.join(fields)}" if fields else ""
