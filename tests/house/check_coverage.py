@@ -6,16 +6,18 @@ source by a test. Run it after the suite, with the file that `coverage combine` 
 
     python tests/house/check_coverage.py .coverage
 
-What is excluded in the configuration of coverage counts neither way.
+What is excluded in the configuration of coverage counts neither way. A file of the core
+that is not there is an error: `tests/house/test_coverage.py` looks, too.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import coverage
+if TYPE_CHECKING:
+    import coverage
 
 SOURCE = Path(__file__).parents[2] / "src" / "treetap"
 CORE = (
@@ -60,6 +62,8 @@ class Reached(NamedTuple):
 
 def reached(data_file: str) -> Iterator[Reached]:
     """Every file of the package; one that was never imported is not reached at all."""
+    import coverage
+
     measured = coverage.Coverage(data_file=data_file)
     measured.load()
     if not any(Path(each).is_relative_to(SOURCE) for each in _files_in(measured)):
@@ -76,8 +80,13 @@ def reached(data_file: str) -> Iterator[Reached]:
         yield Reached(file.relative_to(SOURCE), share, missing, raises)
 
 
-def _files_in(measured: coverage.Coverage) -> set[str]:
+def _files_in(measured: "coverage.Coverage") -> set[str]:
     return measured.get_data().measured_files()
+
+
+def unknown_files() -> list[str]:
+    """Names in the list of the core that no file has."""
+    return [name for name in CORE if not (SOURCE / f"{name}.py").is_file()]
 
 
 def problems(found: Iterator[Reached]) -> Iterator[str]:
@@ -96,6 +105,8 @@ def problems(found: Iterator[Reached]) -> Iterator[str]:
 
 def main() -> int:
     """Prints what is missing; the exit code is 1 if anything is."""
+    if unknown := unknown_files():
+        raise SystemExit(f"CORE lists files that are not there: {', '.join(unknown)}.")
     lines = list(problems(reached(sys.argv[1] if len(sys.argv) > 1 else ".coverage")))
     print("\n".join(lines) or "All that has to be reached is reached.")
     return 1 if lines else 0

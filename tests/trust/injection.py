@@ -24,7 +24,10 @@ class Lines:
     """
 
     def __init__(self, rooms: Iterable[str], at: int = 0):
-        self.files = {str(SOURCE / (room + ".py")) for room in rooms}
+        files = [SOURCE / f"{room}.py" for room in rooms]
+        if missing := [str(file) for file in files if not file.is_file()]:
+            raise FileNotFoundError(f"No such files: {', '.join(missing)}.")
+        self.files = {str(file) for file in files}
         self.at = at
         self.places: list[str] = []  # of the lines that were run, in order
         self._before: Any = None
