@@ -9,11 +9,11 @@ message.
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import pathlib
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -55,6 +55,11 @@ def option(name: str, text: str, **settings: Any) -> click.Option:
     return click.Option([name], help=text, **settings)
 
 
+def several(name: str, metavar: str, text: str) -> click.Option:
+    """An option that may be repeated."""
+    return option(name, text, metavar=metavar, multiple=True)
+
+
 def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
     """An option that is there or not; the function may know it by another name."""
     names = [name, variable] if variable else [name]
@@ -83,12 +88,11 @@ INPUTS = [
         "by position, other arrays by name.",
         metavar="FILE",
     ),
-    click.Option(
-        ["--shape", "shapes"],
-        metavar="TYPE[SIZES]",
-        multiple=True,
-        help="An input that is drawn: 'float32[8,128]', 'int32[8,128]<50' (from 0 to "
-        "49; without `<`, 0 and 1), 'mask=bool[8]' by name. May be repeated.",
+    several(
+        "--shape",
+        "TYPE[SIZES]",
+        "An input that is drawn: 'float32[8,128]', 'int32[8,128]<50' (from 0 to 49; "
+        "without `<`, 0 and 1), 'mask=bool[8]' by name. May be repeated.",
     ),
     option("--seed", "For drawn inputs.", type=int, default=0, show_default=True),
     option("--weights", "Read the model's weights from safetensors.", metavar="FILE"),
@@ -105,7 +109,7 @@ class Request(NamedTuple):
 
     Attributes:
         inputs: A file of inputs.
-        shapes: Inputs that are drawn.
+        shape: Inputs that are drawn.
         seed: What they are drawn from.
         weights: A file of weights.
         cast: Whether weights may be converted.
@@ -113,7 +117,7 @@ class Request(NamedTuple):
     """
 
     inputs: str | None
-    shapes: tuple[str, ...]
+    shape: tuple[str, ...]
     seed: int
     weights: str | None
     cast: bool
@@ -122,16 +126,14 @@ class Request(NamedTuple):
     @property
     def has_inputs(self) -> bool:
         """Whether anything is said of inputs or weights, but perhaps the seed."""
-        return bool(self.inputs or self.shapes or self.weights or self.cast)
+        return bool(self.inputs or self.shape or self.weights or self.cast)
 
     def prepared(self, target: str, *, abstract: bool = False) -> tuple[Case, Inputs]:
         """Imports a TARGET, and makes its inputs ready."""
         case = case_of(target)
         if self.weights is not None:
             load_into(case, self.weights, cast=self.cast)
-        inputs = inputs_for(
-            case, self.inputs, self.shapes, self.seed, abstract=abstract
-        )
+        inputs = inputs_for(case, self.inputs, self.shape, self.seed, abstract=abstract)
         refuse_misfit(case, inputs)
         return case, inputs
 
@@ -166,16 +168,16 @@ class Request(NamedTuple):
 
 
 def command(
-    short: str, text: str, *options: click.Parameter
+    short: str, *options: click.Parameter
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
+    Its help is the function's docstring, and what a TARGET is.
+
     Args:
         short: What it does, for the list of commands.
-        text: The same at length; what a TARGET is follows.
         *options: Its own arguments and options.
     """
-    text = f"{textwrap.dedent(text).strip()}\n{TARGET_HELP}"
 
     def made(fn: Callable[..., int]) -> click.Command:
         def run(**given: Any) -> int:
@@ -186,7 +188,7 @@ def command(
             fn.__name__,
             callback=guarded(run),
             params=[*options, *ENDS],
-            help=text,
+            help=f"{inspect.getdoc(fn)}\n{TARGET_HELP}",
             short_help=short,
         )
 

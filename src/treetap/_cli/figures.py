@@ -35,8 +35,8 @@ from treetap._core import display
 from treetap._core.wording import json_number, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
-from treetap._report.page import NUMBERS, first_troubles
-from treetap._report.table import Column, Listing, short_types
+from treetap._report.page import NUMBERS, first_troubles, troubles_text
+from treetap._report.table import NOTHING, Column, Listing, short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
 SPARK = 12
@@ -48,16 +48,12 @@ class Row(NamedTuple):
     """A site and its figures.
 
     Attributes:
-        site: The site.
-        type: Shapes and types of its value, as text.
-        nbytes: The memory that the value takes.
+        site: The site, with its value or the types of that.
         value: The figures of the value.
         gradient: The figures of its gradient; None if it has none.
     """
 
     site: Site
-    type: str
-    nbytes: int
     value: Figures
     gradient: Figures | None
 
@@ -72,10 +68,9 @@ class Row(NamedTuple):
     @property
     def nonfinite(self) -> str:
         """What is not finite, in a few words; empty if all is."""
-        parts = [_bad_text(self.value)]
-        if self.gradient is not None and self.gradient.nonfinite:
-            parts.append(f"grad {_bad_text(self.gradient)}")
-        return ", ".join(filter(None, parts))
+        pairs = (("", self.value), ("grad ", self.gradient))
+        bad = [(label, x) for label, x in pairs if x is not None and x.nonfinite]
+        return ", ".join(f"{label}{troubles_text(x)}" for label, x in bad)
 
 
 class First(NamedTuple):
@@ -98,7 +93,7 @@ class First(NamedTuple):
         where = "" if self.turn is None else f" at [{self.turn}]"
         count = self.figures.count
         of = f" of {count:,} numbers" if count else ""
-        return f"{what}{self.site}{where} ({_bad_text(self.figures)}{of})"
+        return f"{what}{self.site}{where} ({troubles_text(self.figures)}{of})"
 
 
 @dataclass(frozen=True)
@@ -118,26 +113,15 @@ class Look:
     first: First | None
 
 
-def _bad_text(figures: Figures) -> str:
-    if not figures.nonfinite:
-        return ""
-    if figures.nan is None or figures.infinite is None:
-        return f"{figures.nonfinite:,} not finite"
-    counts = ((figures.nan, "NaN"), (figures.infinite, "inf"))
-    return ", ".join(f"{count:,} {name}" for count, name in counts if count)
-
-
 def observed(program: Program, select: Any, *, grads: bool, reduce: bool) -> Look:
     """Runs a program, and looks at every site that is selected."""
-    run = observe(
-        program.fn, select, grads=grads, reduce=list(REDUCERS) if reduce else None
-    )
-    types: Mapping[str, Site] = {}
-    if reduce:  # the values are gone then, and their shapes with them
-        types = _listed(program, select)
+    reducers = list(REDUCERS) if reduce else None
+    run = observe(program.fn, select, grads=grads, reduce=reducers)
+    # With statistics only, the values are gone then, and their shapes with them.
+    shapes = _listed(program, select) if reduce else {}
     out, record = run(*program.args, **program.kwargs)
     loss = float(out[0]) if program.loss else None
-    return look_at(record, loss, types)
+    return look_at(record, loss, shapes)
 
 
 def _listed(program: Program, select: Any) -> dict[str, Site]:
@@ -148,19 +132,12 @@ def _listed(program: Program, select: Any) -> dict[str, Site]:
 
 
 def look_at(
-    record: Record, loss: float | None = None, types: Mapping[str, Site] | None = None
+    record: Record, loss: float | None = None, shapes: Mapping[str, Site] = NOTHING
 ) -> Look:
-    """A record with its figures."""
+    """A record with its figures; `shapes` has sites whose values are gone."""
     figures = record.figures()
-    given = types or {}
     rows = tuple(
-        Row(
-            site,
-            type_text(given.get(site.text, site)),
-            given.get(site.text, site).nbytes,
-            *figures[site.text],
-        )
-        for site in record
+        Row(shapes.get(site.text, site), *figures[site.text]) for site in record
     )
     return Look(record, rows, loss, first_nonfinite(rows))
 
@@ -179,10 +156,9 @@ def first_nonfinite(rows: tuple[Row, ...]) -> First | None:
 
 def type_text(site: Site) -> str:
     """Shapes and types of a site's value; each once."""
-    leaves = jax.tree.leaves(site.value)
     texts = [
         typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-        for leaf in leaves
+        for leaf in jax.tree.leaves(site.value)
     ]
     counts = {text: texts.count(text) for text in texts}
     return ", ".join(t if n == 1 else f"{n} {t}" for t, n in counts.items())
@@ -217,13 +193,16 @@ def figures_listing(look: Look, signs: str) -> Listing:
         return Column(head, list(texts), True, rank=rank)
 
     columns = [Column("site", [row.site.text for row in rows], least=SITE_WIDTH)]
+    styles = {n: "red" for n, row in enumerate(rows) if row.nonfinite}
     if look.first is not None:
-        marks = [_mark(row, look.first) for row in rows]
+        marks = [row.nonfinite for row in rows]
+        place = [row.site.text for row in rows].index(look.first.site)
+        marks[place], styles[place] = f"first: {marks[place]}", "bold white on red"
         columns.append(Column("not finite", marks, rank=1, least=12))
-    if any(row.type for row in rows):
-        types = [short_types(row.type) for row in rows]
+    types = [short_types(type_text(row.site)) for row in rows]
+    if any(types):
         columns.append(Column("type", types, rank=8, least=18, style="dim"))
-        sizes = (display.readable_bytes(row.nbytes) for row in rows)
+        sizes = (display.readable_bytes(row.site.nbytes) for row in rows)
         columns.append(number("memory", 10, sizes))
     bars = [_bars_text(row.value, signs) for row in rows]
     values = [row.value for row in rows]
@@ -238,26 +217,13 @@ def figures_listing(look: Look, signs: str) -> Listing:
         slopes = [row.gradient or Figures() for row in rows]
         columns.append(number("grad", 4, (number_text(f.norm) for f in slopes)))
         columns.append(number("ratio", 9, (number_text(r.ratio) for r in rows)))
-    return Listing(columns, _styles(look), REMEDY)
-
-
-def _mark(row: Row, first: First) -> str:
-    is_first = row.site.text == first.site
-    return f"first: {row.nonfinite}" if is_first else row.nonfinite
+    return Listing(columns, styles, REMEDY)
 
 
 def _bars_text(figures: Figures, signs: str) -> str:
     if figures.bars is None:
         return ""
     return spark(figures.bars.counts.tolist(), SPARK, signs)
-
-
-def _styles(look: Look) -> dict[int, str]:
-    styles = {n: "red" for n, row in enumerate(look.rows) if row.nonfinite}
-    for n, row in enumerate(look.rows):
-        if look.first is not None and row.site.text == look.first.site:
-            styles[n] = "bold white on red"
-    return styles
 
 
 def sites_listing(record: Record) -> Listing:
@@ -281,23 +247,20 @@ def sites_listing(record: Record) -> Listing:
 # For programs.
 
 
-_NUMBERS = (*NUMBERS.values(), "nonfinite")
+def _numbers_dict(figures: Figures) -> dict[str, Any]:
+    names = (*NUMBERS.values(), "nonfinite")
+    return {name: json_number(getattr(figures, name)) for name in names}
 
 
 def figures_dict(figures: Figures) -> dict[str, Any]:
     """Figures as JSON has them."""
-    found = {name: json_number(getattr(figures, name)) for name in _NUMBERS}
+    found = _numbers_dict(figures)
     if figures.bars is not None:
-        bars = figures.bars
-        found["histogram"] = {
-            "counts": bars.counts.tolist(),
-            "edges": [json_number(edge) for edge in bars.edges.tolist()],
-        }
+        counts, edges = (part.tolist() for part in figures.bars)
+        edges = [json_number(edge) for edge in edges]
+        found["histogram"] = {"counts": counts, "edges": edges}
     if figures.parts:
-        found["parts"] = [
-            {name: json_number(getattr(part, name)) for name in _NUMBERS}
-            for part in figures.parts
-        ]
+        found["parts"] = [_numbers_dict(part) for part in figures.parts]
     return found
 
 
@@ -317,8 +280,6 @@ def look_dict(look: Look) -> dict[str, Any]:
     rows = [
         {
             **site_dict(row.site),
-            "type": row.type,
-            "bytes": row.nbytes,
             "value": figures_dict(row.value),
             "gradient": None if row.gradient is None else figures_dict(row.gradient),
             "ratio": json_number(row.ratio),
@@ -335,6 +296,6 @@ def look_dict(look: Look) -> dict[str, Any]:
         "finite": look.first is None,
         "first_nonfinite": first,
         "loss": json_number(look.loss),
-        "bytes": sum(row.nbytes for row in look.rows),
+        "bytes": sum(row.site.nbytes for row in look.rows),
         "sites": rows,
     }

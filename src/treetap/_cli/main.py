@@ -23,6 +23,7 @@ from treetap._cli.command import (
     flag,
     option,
     refuse_output,
+    several,
 )
 from treetap._cli.console import many, number_text, progress_of, spark
 from treetap._cli.demo import trained, written
@@ -71,29 +72,16 @@ def cli() -> None:
 
 @command(
     "Figures of every value of a run.",
-    """
-    Show figures of every value on the way through a model.
-
-    A row for each site: its histogram, mean, standard deviation, largest magnitude,
-    and the share of units that are 0 throughout; with --grads the norm of the gradient
-    and its ratio to that of the value. The first site that is not finite is named, and
-    the exit code is 1 then.
-
-    Without a loss, --grads differentiates the mean of squares of all floating outputs.
-    Without a TARGET, a small built-in model is trained and shown, and a report written
-    to treetap-report.html.
-    """,
     click.Argument(["target"], required=False),
     *INPUTS,
     SELECT,
     GRADS,
     flag("--reduce", "Keep statistics only: they are taken where the values are."),
     EAGER,
-    option(
+    several(
         "--out",
+        "FILE",
         "Write a report (.html), or the record (.safetensors). May be repeated.",
-        metavar="FILE",
-        multiple=True,
     ),
     option(
         "--steps",
@@ -114,7 +102,17 @@ def inspect(
     out: tuple[str, ...],
     steps: int,
 ) -> int:
-    """Figures of a run, as a table, a report, a record or JSON."""
+    """Show figures of every value on the way through a model.
+
+    A row for each site: its histogram, mean, standard deviation, largest magnitude,
+    and the share of units that are 0 throughout; with --grads the norm of the gradient
+    and its ratio to that of the value. The first site that is not finite is named, and
+    the exit code is 1 then.
+
+    Without a loss, --grads differentiates the mean of squares of all floating outputs.
+    Without a TARGET, a small built-in model is trained and shown, and a report written
+    to treetap-report.html.
+    """
     if target is None:
         if request.has_inputs or reduce or how == "eager":
             raise Failure(
@@ -137,7 +135,7 @@ def inspect(
     notes = [program.note] if program.note else []
     told = {"loss_of": program.loss or None, "notes": notes, "out": list(out)}
     title = f"{target}: {many(len(look.rows), 'site')}"
-    title += f", {readable_bytes(sum(row.nbytes for row in look.rows))}"
+    title += f", {readable_bytes(sum(row.site.nbytes for row in look.rows))}"
     title += "" if look.loss is None else f", loss {number_text(look.loss)}"
     notes = [*notes, *(f"Wrote {path}." for path in out)]
     return answer_look(request, target, look, told, title, notes)
@@ -200,16 +198,9 @@ def show_demo(request: Request, steps: int, select: Any, out: tuple[str, ...]) -
 # sites and summary.
 
 
-@command(
-    "All sites, shapes and sizes.",
-    "List all sites with their shapes and sizes; nothing is computed.",
-    TARGET,
-    *INPUTS,
-    SELECT,
-    GRADS,
-)
+@command("All sites, shapes and sizes.", TARGET, *INPUTS, SELECT, GRADS)
 def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
-    """The sites of a call."""
+    """List all sites with their shapes and sizes; nothing is computed."""
     with request.working(f"Tracing {target}"):
         program = request.program(target, grads=grads, how="traced")
         record = sites_of(program.fn, *program.args, select=select, **program.kwargs)
@@ -225,13 +216,12 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
 
 @command(
     "What a model is made of.",
-    "Show what a model is made of and does: calls, shapes, sizes, FLOPs.",
     TARGET,
     *INPUTS,
     option("--depth", "How long paths may be.", type=click.IntRange(min=0)),
 )
 def summary(request: Request, target: str, *, depth: int | None) -> int:
-    """The summary of a model."""
+    """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
     with request.working(f"Tracing {target}"):
         case, inputs = request.prepared(target, abstract=True)
         method = getattr(case.call, "__name__", "__call__")
@@ -257,19 +247,17 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
 
 @command(
     "Which operation made the first NaN.",
-    """
-    Name the operation that makes the first NaN or infinity, and its line.
-
-    With --grads the backward pass is looked at, too. The exit code is 1 if there is
-    one.
-    """,
     TARGET,
     *INPUTS,
     GRADS,
     flag("--everywhere", "Also find what does not reach the results."),
 )
 def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> int:
-    """What `blame` says of a run."""
+    """Name the operation that makes the first NaN or infinity, and its line.
+
+    With --grads the backward pass is looked at, too. The exit code is 1 if there is
+    one.
+    """
     from rich.text import Text
 
     with request.working(f"Running {target}"):
@@ -291,33 +279,23 @@ def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> in
 
 @command(
     "Two runs, and where they part first.",
-    """
-    Compare two runs site by site, and name the first that differs.
-
-    A and B are records, saved by `inspect --out FILE.safetensors` or by another
-    program, such as PyTorch's hooks; or TARGETs, which are run on the same inputs. The
-    exit code is 1 if they differ.
-    """,
     click.Argument(["a"], metavar="A"),
     click.Argument(["b"], metavar="B"),
-    option(
+    several(
         "--rename",
+        "OURS=THEIRS",
         "What sites of A are called in B: 'blocks/{i}=encoder.layer.{i}'.",
-        metavar="OURS=THEIRS",
-        multiple=True,
     ),
-    option(
+    several(
         "--layout",
+        "[SITES=]AXES",
         "How arrays of B are turned: 'NCHW->NHWC', 'stem=b (h w) c -> b h w c'.",
-        metavar="[SITES=]AXES",
-        multiple=True,
     ),
-    option("--ignore", "Sites that may be alone.", metavar="SELECTOR", multiple=True),
-    option(
+    several("--ignore", "SELECTOR", "Sites that may be alone."),
+    several(
         "--tolerance",
+        "[SITES=]NUMBER",
         "What the relative error may be; by default it depends on the dtype.",
-        metavar="[SITES=]NUMBER",
-        multiple=True,
     ),
     option(
         "--absolute",
@@ -355,7 +333,12 @@ def compare(
     how: How,
     **options: Any,
 ) -> int:
-    """What `compare` says of two records, or runs."""
+    """Compare two runs site by site, and name the first that differs.
+
+    A and B are records, saved by `inspect --out FILE.safetensors` or by another
+    program, such as PyTorch's hooks; or TARGETs, which are run on the same inputs. The
+    exit code is 1 if they differ.
+    """
     from rich.text import Text
 
     if without := [text for text in rename if "=" not in text]:

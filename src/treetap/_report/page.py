@@ -474,11 +474,8 @@ def _troubles(rows: Sequence[Row]) -> Iterator[Trouble]:
 
 def troubles_text(figures: Figures) -> str:
     """How many NaN and infinities there are."""
-    found = []
-    if figures.nan:
-        found.append(f"{figures.nan:,} NaN")
-    if figures.infinite:
-        found.append(f"{figures.infinite:,} Inf")
+    counts = ((figures.nan, "NaN"), (figures.infinite, "Inf"))
+    found = [f"{count:,} {name}" for count, name in counts if count]
     return ", ".join(found) or "not finite"
 
 
