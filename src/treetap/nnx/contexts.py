@@ -37,8 +37,7 @@ from treetap._core.trees.build import put_together
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import NOTHING, GraphDef
-from treetap._core.trees.split import state_groups
-from treetap._core.trees.state import merge_state
+from treetap._core.trees.state import merge_state, state_groups
 from treetap._core.variables.metadata import MISSING
 from treetap._transforms.lift.prefixes import is_entry, spread
 

@@ -11,13 +11,11 @@ the Variables it is given.
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from jax.tree_util import DictKey, register_pytree_with_keys
-
 from treetap._core.errors import StructureError
-from treetap._core.paths import Key, sorted_keys
+from treetap._core.paths import Key
 from treetap._core.settings import resolve_graph
 from treetap._core.trees.build import put_together
-from treetap._core.trees.filters import Filter, grouped, predicates_of, refuse_rest
+from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.graphdef import (
     ContainerSpec,
@@ -25,7 +23,16 @@ from treetap._core.trees.graphdef import (
     ObjectSpec,
     leaf_paths,
 )
-from treetap._core.trees.state import FlatState, State, flat_items, merge_state, nested
+from treetap._core.trees.state import (
+    FlatState,
+    State,
+    flat_items,
+    merge_state,
+    nested,
+    one_or_all,
+    register_state,
+    state_groups,
+)
 from treetap._core.variables.variable import Variable
 
 M = TypeVar("M")
@@ -61,35 +68,11 @@ class GraphState(State):
         return GraphState, (self._graphdef, self._mapping)
 
 
-def _flatten_graph_state(state: GraphState) -> Any:
-    keys = tuple(sorted_keys(state._mapping))
-    return tuple(state._mapping[key] for key in keys), (keys, state._graphdef)
-
-
-def _flatten_graph_state_with_keys(state: GraphState) -> Any:
-    children, aux = _flatten_graph_state(state)
-    return tuple(zip(map(DictKey, aux[0]), children, strict=True)), aux
-
-
-register_pytree_with_keys(
+register_state(
     GraphState,
-    _flatten_graph_state_with_keys,
-    lambda aux, children: GraphState(aux[1], dict(zip(aux[0], children, strict=True))),
-    _flatten_graph_state,
+    lambda state: state._graphdef,
+    lambda mapping, graphdef: GraphState(graphdef, mapping),
 )
-
-
-def state_groups(name: str, state: Any, filters: tuple[Filter, ...]) -> list[Any]:
-    """The state as one State per filter, all of it; one State without filters."""
-    if not isinstance(state, dict):  # the root itself is a leaf
-        groups, rest = grouped([((), state)], predicates_of(filters or (...,)))
-        refuse_rest(name, rest)
-        return [group[0][1] if group else State() for group in groups]
-    if not filters:
-        return [State(state)]
-    groups, rest = grouped(flat_items(state), predicates_of(filters))
-    refuse_rest(name, rest)
-    return [State(nested(group)) for group in groups]
 
 
 def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -127,7 +110,7 @@ def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
             "Use `split`, or put it in a container."
         )
     states = [GraphState(graphdef, s) for s in state_groups("unpack", state, filters)]
-    return states[0] if len(states) == 1 else tuple(states)
+    return one_or_all(states)
 
 
 def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -144,16 +127,7 @@ def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
         1.0
     """
     _, found = take_apart(node, resolve_graph(graph), "state")
-    if not filters:
-        return State(found) if isinstance(found, dict) else found
-    predicates = predicates_of(filters)
-    if isinstance(found, dict):
-        groups, _ = grouped(flat_items(found), predicates)
-        states: list[Any] = [State(nested(group)) for group in groups]
-    else:
-        groups, _ = grouped([((), found)], predicates)
-        states = [group[0][1] if group else State() for group in groups]
-    return states[0] if len(states) == 1 else tuple(states)
+    return one_or_all(state_groups("state", found, filters, whole=False))
 
 
 variables = state

@@ -148,22 +148,33 @@ def _is_float(value: Any) -> bool:
     return jax.numpy.issubdtype(np.asarray(value).dtype, np.inexact)
 
 
-def _flatten(state: State) -> Any:
-    mapping = state._mapping
-    keys = tuple(sorted_keys(mapping))
-    return tuple(mapping[key] for key in keys), keys
+def register_state(
+    kind: type[State], extra_of: Callable[[Any], Any], make: Callable[..., State]
+) -> None:
+    """Registers a kind of State with JAX: its items are children, by sorted keys.
+
+    Args:
+        kind: The class.
+        extra_of: What is static in one of them, beside its keys.
+        make: Makes one from a dict and what is static.
+    """
+
+    def flatten(state: State) -> Any:
+        mapping = state._mapping
+        keys = tuple(sorted_keys(mapping))
+        return tuple(mapping[key] for key in keys), (keys, extra_of(state))
+
+    def flatten_with_keys(state: State) -> Any:
+        children, aux = flatten(state)
+        return tuple(zip(map(DictKey, aux[0]), children, strict=True)), aux
+
+    def unflatten(aux: Any, children: Iterable[Any]) -> State:
+        return make(dict(zip(aux[0], children, strict=True)), aux[1])
+
+    register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
 
 
-def _flatten_with_keys(state: State) -> Any:
-    children, keys = _flatten(state)
-    return tuple(zip(map(DictKey, keys), children, strict=True)), keys
-
-
-def _unflatten(keys: Sequence[Key], children: Iterable[Any]) -> State:
-    return _view_of(dict(zip(keys, children, strict=True)))
-
-
-register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
+register_state(State, lambda state: None, lambda mapping, _: _view_of(mapping))
 
 
 class FlatState(Sequence[tuple[Path, Any]]):
@@ -215,12 +226,12 @@ class FlatState(Sequence[tuple[Path, Any]]):
         """As `split_state`, giving FlatStates."""
         groups, rest = grouped(self, predicates_of(filters))
         refuse_rest("FlatState.split", rest)
-        return _one_or_all([FlatState(group, sort=False) for group in groups])
+        return one_or_all([FlatState(group, sort=False) for group in groups])
 
     def filter(self, *filters: Filter) -> Any:
         """As `filter_state`, giving FlatStates."""
         groups, _ = grouped(self, predicates_of(filters))
-        return _one_or_all([FlatState(group, sort=False) for group in groups])
+        return one_or_all([FlatState(group, sort=False) for group in groups])
 
     @staticmethod
     def merge(*flats: Iterable[tuple[Path, Any]]) -> "FlatState":
@@ -228,18 +239,20 @@ class FlatState(Sequence[tuple[Path, Any]]):
         return FlatState({path: leaf for flat in flats for path, leaf in flat}.items())
 
 
+def _flatten_with_keys(flat: FlatState) -> Any:
+    return [(SequenceKey(i), x) for i, x in enumerate(flat.leaves)], flat.paths
+
+
 register_pytree_with_keys(
     FlatState,
-    lambda flat: (
-        tuple((SequenceKey(i), x) for i, x in enumerate(flat.leaves)),
-        flat.paths,
-    ),
+    _flatten_with_keys,
     lambda paths, leaves: FlatState(zip(paths, leaves, strict=True), sort=False),
     lambda flat: (flat.leaves, flat.paths),
 )
 
 
-def _one_or_all(items: list[Any]) -> Any:
+def one_or_all(items: list[Any]) -> Any:
+    """The only item, or all as a tuple: what filters give."""
     return items[0] if len(items) == 1 else tuple(items)
 
 
@@ -386,20 +399,41 @@ def restore_int_paths(pure_dict: Nested) -> dict[Key, Any]:
     }
 
 
+def state_groups(
+    name: str, found: Any, filters: Sequence[Filter], *, whole: bool = True
+) -> list[Any]:
+    """One State for each filter; without filters one, of all.
+
+    Args:
+        name: The function at work, for messages.
+        found: A nested mapping, or a value that stands at the root by itself.
+        filters: Each value goes to the first that takes it.
+        whole: Whether every value must be taken.
+    """
+    is_nested = is_branch(found)
+    if not filters:
+        return [State(found) if is_nested else found]
+    items = flat_items(found) if is_nested else [((), found)]
+    groups, rest = grouped(items, predicates_of(filters))
+    if whole:
+        refuse_rest(name, rest)
+    if is_nested:
+        return [State(nested(group)) for group in groups]
+    return [found if group else State() for group in groups]
+
+
 def split_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
     """Groups a State by filters; each value goes to the first that takes it.
 
     Values left over are an error. One filter gives a State, several give a tuple.
     """
-    groups, rest = grouped(flat_items(state), predicates_of([first, *filters]))
-    refuse_rest("split_state", rest)
-    return _one_or_all([State(nested(group)) for group in groups])
+    return one_or_all(state_groups("split_state", state, [first, *filters]))
 
 
 def filter_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
     """As `split_state`, but values left over are dropped."""
-    groups, _ = grouped(flat_items(state), predicates_of([first, *filters]))
-    return _one_or_all([State(nested(group)) for group in groups])
+    filters = (first, *filters)
+    return one_or_all(state_groups("filter_state", state, filters, whole=False))
 
 
 def merge_state(

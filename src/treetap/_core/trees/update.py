@@ -31,7 +31,13 @@ from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import Filter, grouped, predicate_of, predicates_of
 from treetap._core.trees.pytree import attributes_of, flat_of, opened
 from treetap._core.trees.sharing import places
-from treetap._core.trees.state import FlatState, State, is_branch, nested
+from treetap._core.trees.state import (
+    FlatState,
+    State,
+    is_branch,
+    nested,
+    one_or_all,
+)
 from treetap._core.variables.marked import Marked
 from treetap._core.variables.metadata import (
     MISSING,
@@ -298,7 +304,7 @@ def pop(node: Any, *filters: Filter) -> Any:
         taken |= first.keys()
         states.append(State(nested(first.values())))
     _remove([(held[p[:-1]], p) for p, value in owned if _identity(p, value) in taken])
-    return states[0] if len(states) == 1 else tuple(states)
+    return one_or_all(states)
 
 
 def _identity(path: Path, value: Any) -> Any:
