@@ -32,7 +32,7 @@ from treetap._core.trees.state import FlatState, State, is_branch, nested
 from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.placement import has_mesh, kept
+from treetap._core.variables.placement import constrain_to_annotation, has_mesh
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
@@ -188,7 +188,8 @@ def _left_in_place(leaf: Any, value: Any) -> Any:
     """Return a new value that lies as the Variable that it is for."""
     if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
         return value
-    return jax.tree.map(functools.partial(kept, metadata=leaf._metadata), value)
+    constrain = functools.partial(constrain_to_annotation, metadata=leaf._metadata)
+    return jax.tree.map(constrain, value)
 
 
 # The optimizer.

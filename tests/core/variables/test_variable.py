@@ -13,7 +13,6 @@ import pytest
 from jax.tree_util import GetAttrKey
 
 import treetap as tt
-from treetap._core.variables import variable as _variables
 
 PLAIN = {"hijax": False, "ref": False, "eager_sharding": True}
 
@@ -445,7 +444,7 @@ def test_weak_references_work():
 
 def test_twins_have_their_own_box():
     variable = tt.Param(1.0, tag="a")
-    twin = _variables.twin(variable, variable._trace)
+    twin = tt.clone(variable)
     twin[...] = 2.0
     assert (variable[...], twin[...], twin.tag) == (1.0, 2.0, "a")
 

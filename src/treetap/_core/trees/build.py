@@ -40,7 +40,6 @@ from treetap._core.variables.variable import (
     Variable,
     array_types,
     make,
-    twin,
 )
 from treetap._core.wording import first_few
 
@@ -250,14 +249,10 @@ class Merging:
         self, spec: ObjectSpec | ContainerSpec, state: Any, trail: Trail
     ) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
-        kinds = spec.kinds if type(spec) is ObjectSpec else None
-        if kinds and type(state) is dict and len(state) == len(kinds) and not self.copy:
-            try:  # the common case: Variables alone, all there and of the right kinds
-                children = spec.structure[0].children_of(state)
-            except KeyError:
-                children = ()
-            if tuple(map(type, children)) == kinds:
-                self.leaves += children
+        if type(state) is dict and not self.copy and isinstance(spec, ObjectSpec):
+            found = _matching(spec, state)
+            if found:
+                self.leaves += found
                 return
         if state is MISSING:
             state = {}
@@ -269,11 +264,10 @@ class Merging:
         for key, child in zip(keys, spec.children):
             inner = state.get(key, MISSING)
             absent += inner is MISSING
-            if (
-                type(child) is VariableSpec
-                and type(inner) is child[1]
-                and not self.copy
-            ):
+            kind = type(child)
+            if kind is ObjectSpec:
+                self.children(child, inner, (trail, key))
+            elif kind is VariableSpec and type(inner) is child.type and not self.copy:
                 self.leaves.append(inner)
             else:
                 self.any(child, inner, (trail, key))
@@ -284,6 +278,18 @@ class Merging:
     def problem(self, trail: Trail, what: str) -> None:
         """Notes an entry of the wrong kind."""
         self.problems.append(f"{show_trail(trail)} is {what}")
+
+
+def _matching(spec: ObjectSpec, state: dict[Any, Any]) -> tuple[Any, ...]:
+    """The common case, in C: Variables alone, all there and of the right kinds."""
+    kinds = spec.kinds
+    if not kinds or len(state) != len(kinds):
+        return ()
+    try:
+        found = spec.structure[0].children_of(state)
+    except KeyError:
+        return ()
+    return found if tuple(map(type, found)) == kinds else ()
 
 
 def put_together(
@@ -399,7 +405,7 @@ def clone(
         is_array = type(raw) in array_types or isinstance(raw, jax.Array)
         if arrays or not is_array:
             return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
-        return twin(variable, trace)
+        return make(type(variable), raw, variable._metadata, trace)
 
     return rebuilt(
         node,

@@ -1,13 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs: the values of many small Variables in a few flat buffers.
 
-JAX takes some time for each buffer that goes into a program or comes out of one. So the
-small Variables of an object may travel together, one buffer for each dtype and place.
-A Variable that is packed has no box of its own: whoever reads it comes to its pack,
-which cuts the value out and gives the Variable a box. A write gives it a box, too.
+**The idea.** JAX takes some time for each buffer that goes into a program or comes out
+of one, however small. So the small Variables of an object may travel together, in one
+buffer for each dtype and place. A Variable that is packed (a *member*) has no box of
+its own, the slot `_box` is empty. Whoever reads it comes to `Variable.__getattr__`, and
+so to its pack, which cuts the value out and gives the member a box. A write gives it a
+box, too: it knows nothing of packs.
 
-So the buffers hold what the Variables hold as long as none of them has a box, and that
-is looked at before each use, not believed: see `Pack.buffers`.
+**The invariant.** The buffers hold what a member holds, as long as the member has no
+box, or has the box that the pack gave it (`Contents.boxes`). Any other box was written.
+
+**Why it is sound.** It is looked at before each use, not believed. `Pack.buffers`
+counts the references that members hold, in C: one more for each that has a box. If the
+count is as it was without boxes, no member was read or written. Otherwise the members'
+boxes are compared with those that were given; what was written goes into new buffers,
+and the boxes are taken away (`_take_in`). The count is taken again at the end: a box
+that another thread gave in the meantime makes the call go the usual way. A value that
+no longer fits its place (another shape, dtype or device) does that, too.
+
+New buffers come as a new `Contents`, in one write, as a Variable gets a new box: a
+reader sees the old contents or the new, never half of each. A member that was read
+while a program ran has a box with the value from before; `settle` takes that away.
 """
 
 import functools
@@ -116,7 +130,7 @@ def layout_of(
     return tuple(members), tuple(groups)
 
 
-class State:
+class Contents:
     """What a pack holds at one time.
 
     Attributes:
@@ -124,8 +138,6 @@ class State:
         boxes: Those that were given to members which were read, by number.
         values: All values, once they were cut out together.
     """
-
-    __slots__ = ("boxes", "buffers", "values")
 
     def __init__(self, buffers: tuple[Any, ...]):
         self.buffers = buffers
@@ -144,11 +156,6 @@ class Pack:
         limit: What was small, in bytes.
     """
 
-    __slots__ = (
-        *("__weakref__", "_count", "_is_broken", "_places"),
-        *("cell", "layout", "limit", "lock"),
-    )
-
     def __init__(
         self, members: Sequence[Variable[Any]], layout: tuple[Group, ...], limit: int
     ):
@@ -157,13 +164,14 @@ class Pack:
         self._is_broken = True  # until all is in place: an interrupt may come before
         self.lock = threading.RLock()
         self._places = {id(member): place for place, member in enumerate(members)}
-        values = iter([member._box[0] for member in members])
-        buffers = [
-            _joined(group, [next(values) for _ in group.shapes]) for group in layout
-        ]
+        values = [member._box[0] for member in members]
+        buffers = tuple(
+            _joined(group, [values[place] for place in group.members])
+            for group in layout
+        )
         # A cell like a Variable, so that one call writes those and packs alike.
         self.cell = bare_variable()
-        set_box(self.cell, (State(tuple(buffers)),))
+        set_box(self.cell, (Contents(buffers),))
         for member in members:
             before = pack_of(member)
             if before is not None:
@@ -174,7 +182,7 @@ class Pack:
         self._is_broken = False
 
     @property
-    def state(self) -> State:
+    def contents(self) -> Contents:
         """What it holds now."""
         return self.cell._box[0]
 
@@ -195,21 +203,20 @@ class Pack:
             return None
         if _count(members) != self._count and not self._take_in(members):
             return None
-        return self.state.buffers
+        return self.contents.buffers
 
     def _take_in(self, members: Sequence[Variable[Any]]) -> bool:
         """Takes the boxes of members away, and what was written into the buffers."""
         with self.lock:
-            state = self.state
-            changed: dict[int, Any] = {}
-            for place, member in enumerate(members):
-                box = own_box(member)
-                if box is None:
-                    continue
-                if state.boxes.get(place) is not box:
-                    changed[place] = box[0]
+            contents = self.contents
+            boxes = {place: own_box(member) for place, member in enumerate(members)}
+            changed = {
+                place: box[0]
+                for place, box in boxes.items()
+                if box is not None and contents.boxes.get(place) is not box
+            }
             buffers: list[Any] = []
-            for group, buffer in zip(self.layout, state.buffers):
+            for group, buffer in zip(self.layout, contents.buffers):
                 new = {
                     at: changed[place]
                     for at, place in enumerate(group.members)
@@ -219,11 +226,11 @@ class Pack:
                     return False
                 buffers.append(_with(group, buffer, new) if new else buffer)
             if changed:
-                set_box(self.cell, (State(tuple(buffers)),))
+                set_box(self.cell, (Contents(tuple(buffers)),))
             else:
-                state.boxes = {}
-            for member in members:
-                if own_box(member) is not None:
+                contents.boxes = {}
+            for member, box in zip(members, boxes.values()):
+                if box is not None and own_box(member) is box:
                     del_box(member)
             return _count(members) == self._count
 
@@ -232,30 +239,29 @@ class Pack:
         with self.lock:
             box = own_box(member)
             if box is None:
-                state, place = self.state, self._places[id(member)]
-                box = state.boxes[place] = (self._value(state, place),)
+                contents, place = self.contents, self._places[id(member)]
+                box = contents.boxes[place] = (self._value(contents, place),)
                 set_box(member, box)
             return box
 
-    def _value(self, state: State, place: int) -> Any:
-        if state.values is not None:
-            return state.values[place]
+    def _value(self, contents: Contents, place: int) -> Any:
+        if contents.values is not None:
+            return contents.values[place]
+        pairs = list(zip(self.layout, contents.buffers))
         with jax.ensure_compile_time_eval():
-            if len(state.boxes) < FEW:
-                pairs = zip(self.layout, state.buffers)
+            if len(contents.boxes) < FEW:
                 group, buffer = next(x for x in pairs if place in x[0].members)
                 at = group.members.index(place)
                 start, stop = group.offsets[at : at + 2]
-                return _taker(stop - start, group.shapes[at], group.sharding)(
-                    buffer, start
-                )
+                take = _taker(stop - start, group.shapes[at], group.sharding)
+                return take(buffer, start)
             values: dict[int, Any] = {}
-            for group, buffer in zip(self.layout, state.buffers):
+            for group, buffer in pairs:
                 values.update(zip(group.members, _splitter(group)(buffer)))
-        state.values = values
+        contents.values = values
         return values[place]
 
-    def settle(self, members: Sequence[Variable[Any]], before: State) -> None:
+    def settle(self, members: Sequence[Variable[Any]], before: Contents) -> None:
         """Takes away boxes with values from before, given while a program ran."""
         for place, box in before.boxes.items():
             if own_box(members[place]) is box:

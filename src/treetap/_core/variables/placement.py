@@ -3,7 +3,7 @@
 
 An annotation names mesh axes, or logical axes that rules map to mesh axes. Placing
 happens once, when a Variable is made; later writes keep the array's own sharding. Where
-a compiler would choose, `kept` tells it.
+a compiler would choose, `constrain_to_annotation` tells it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +136,7 @@ def place(value: Any, metadata: Mapping[str, Any]) -> Any:
     )
 
 
-def kept(value: Any, metadata: Mapping[str, Any]) -> Any:
+def constrain_to_annotation(value: Any, metadata: Mapping[str, Any]) -> Any:
     """Returns `value`, computed inside a `jit`, to lie as its Variable is annotated.
 
     On Auto axes the compiler chooses where results lie. A parameter that it moves has a

@@ -410,24 +410,21 @@ def write_boxes(variables: Iterable[Any], boxes: Iterable[tuple[Any]]) -> None:
 # Of packed Variables: see `Pack`.
 set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
 del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__
-_slot_of_box = Variable.__dict__["_box"].__get__
-_slot_of_pack = Variable.__dict__["_pack"].__get__
 
 
-def own_box(variable: Variable[Any]) -> tuple[Any] | None:
-    """The box of a Variable; None while it has none of its own."""
-    try:
-        return _slot_of_box(variable)
-    except AttributeError:
-        return None
+def _none_if_empty(read: Callable[[Any], Any]) -> Callable[[Variable[Any]], Any]:
+    def value(variable: Variable[Any]) -> Any:
+        try:
+            return read(variable)
+        except AttributeError:
+            return None
+
+    return value
 
 
-def pack_of(variable: Variable[Any]) -> Any:
-    """The pack a Variable belongs to, or None."""
-    try:
-        return _slot_of_pack(variable)
-    except AttributeError:
-        return None
+# The box of a Variable, None while it has none of its own; the pack it belongs to.
+own_box = _none_if_empty(Variable.__dict__["_box"].__get__)
+pack_of = _none_if_empty(Variable.__dict__["_pack"].__get__)
 
 
 def bare_variable() -> Variable[Any]:
@@ -451,15 +448,6 @@ def make(
     _set_metadata(variable, metadata)
     _set_trace(variable, current_trace() if trace is None else trace)
     return variable
-
-
-def twin(variable: Variable[Any], trace: Any) -> Any:
-    """Another Variable of the same kind with the same value and metadata."""
-    same = object.__new__(type(variable))
-    set_box(same, variable._box)
-    _set_metadata(same, variable._metadata)
-    _set_trace(same, trace)
-    return same
 
 
 def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from treetap._core.trace_level import EAGER, current_trace
 from treetap._core.trees.layout import getter
 from treetap._core.trees.pytree import variables_below
-from treetap._core.variables.packed_values import Group, Pack, State, layout_of
+from treetap._core.variables.packed_values import Contents, Group, Pack, layout_of
 from treetap._core.variables.variable import Variable, pack_of, write_boxes
 from treetap._transforms.lift.call_cache import MISFIT, Known, Recipe
 from treetap._transforms.lift.lift import Updates
@@ -196,7 +196,7 @@ class PackedCall:
             buffers.append(held)
         values = [variable._box[0] for variable in self._rest]
         values += plain
-        before = [pack.state for pack, _ in self._packs]
+        before = [pack.contents for pack, _ in self._packs]
         try:
             made, alone, out, note = program.run(*program.parted(buffers, values))
         except Unpackable:
@@ -207,13 +207,13 @@ class PackedCall:
             changed.setdefault(number, list(buffers[number]))[place] = buffer
         targets = [self._owners[n] for n in numbers]
         targets += [self._packs[number][0].cell for number in changed]
-        news = [*alone, *[State(tuple(each)) for each in changed.values()]]
+        news = [*alone, *[Contents(tuple(each)) for each in changed.values()]]
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
             write_boxes(targets, zip(news))
-            for (pack, members), state in zip(self._packs, before):
-                pack.settle(members, state)
+            for (pack, members), contents in zip(self._packs, before):
+                pack.settle(members, contents)
         return out
 
 
