@@ -381,7 +381,9 @@ def add(value: Any) -> Edit:
     """Something added to it: a steering vector.
 
     Args:
-        value: As for `replace`.
+        value: A tree like the value, or one array for all its leaves; each broadcasts
+            to its leaf. With the axes of loops in front there is one for each
+            iteration.
 
     Examples:
         >>> import treetap as tt
@@ -396,7 +398,9 @@ def scale(factor: Any) -> Edit:
     """A multiple of it.
 
     Args:
-        factor: As for `replace`.
+        factor: A tree like the value, or one array for all its leaves; each broadcasts
+            to its leaf. With the axes of loops in front there is one for each
+            iteration.
 
     Examples:
         >>> import treetap as tt

@@ -158,7 +158,8 @@ def edit(
     Args:
         fn: A Module, a function of Modules or of arrays, or a gradient function such as
             `jax.grad(loss)`; or what `observe` gives, to see the edited values.
-        edits: From selectors (as for `observe`) to edits: see `treetap.edits`; a site
+        edits: From selectors (a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function of a site) to edits: see `treetap.edits`; a site
             of a Record, a function, or a list of these, one after the other.
         stop_at: A selector of a site: the run ends there, with its value.
 

@@ -67,7 +67,7 @@ class Handler:
             fn: The function.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            **options: As for `Session`.
+            **options: Those of `Session`: gradients, values, a reduction, and so on.
         """
         self.session = Session(
             self.asked,

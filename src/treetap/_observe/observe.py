@@ -316,9 +316,10 @@ def sites(
     """All sites of a call with their shapes and sizes; nothing is computed or changed.
 
     Args:
-        fn: As for `observe`.
+        fn: A Module, a function of Modules or of arrays, or a gradient function.
         *args: Its arguments, concrete or abstract.
-        select: As for `observe`.
+        select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function, or a list of them; all by default.
         **kwargs: Its keyword arguments.
 
     Returns:

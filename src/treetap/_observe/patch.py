@@ -225,11 +225,13 @@ def patch_grid(
     All patches are one compiled program.
 
     Args:
-        fn: As for `edit`; one that leaves its Modules as they are.
+        fn: A Module, or a function of Modules or of arrays, that leaves its Modules as
+            they are.
         clean: A Record of the clean run, with the sites.
         args: The arguments of the corrupted run.
-        sites: A selector of sites, as for `observe`; under a scan each iteration is
-            patched by itself.
+        sites: Which sites are patched: a glob such as `"blocks/*/attn"`, a `Select`, a
+            class, a function of a site, or a list of them. Under a scan each iteration
+            is patched by itself.
         metric: From the result of `fn` to a number, or an array.
         axis: Patch each index along this axis of the value by itself: a position, or a
             head. Axes of loops and mappings do not count: it is the value as the
@@ -284,12 +286,17 @@ def attribution(
     The difference of the values, times the gradient of the metric in the corrupted run.
 
     Args:
-        fn: As for `patch_grid`.
-        clean: As for `patch_grid`.
-        args: As for `patch_grid`.
-        sites: As for `patch_grid`.
+        fn: A Module, or a function of Modules or of arrays, that leaves its Modules as
+            they are. It is differentiated.
+        clean: A Record of the clean run, with the sites.
+        args: The arguments of the corrupted run.
+        sites: Which sites are estimated: a glob such as `"blocks/*/attn"`, a `Select`,
+            a class, a function of a site, or a list of them. Under a scan each
+            iteration is one by itself.
         metric: From the result of `fn` to a number.
-        axis: As for `patch_grid`.
+        axis: Estimate each index along this axis of the value by itself: a position,
+            or a head. Axes of loops and mappings do not count: it is the value as the
+            function sees it.
 
     Returns:
         The estimated effects of all patches.

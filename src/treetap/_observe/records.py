@@ -364,8 +364,9 @@ class Record:
                 `EventWriter`; a SummaryWriter of PyTorch, tensorboardX, TensorBoard,
                 Flax or CLU; or a function of a dict and a step, such as `wandb.log`.
             step: Of the training.
-            prefix: As for `to_scalars`.
-            parts: As for `to_scalars`.
+            prefix: What all tags begin with, before a `/`.
+            parts: Whether iterations of a scan, and shards, are there one by one, too:
+                as `Block:__call__[3]/norm`.
         """
         held = opened(writer, "Record.log")
         pairs = named(self.figures(), prefix, parts)

@@ -109,13 +109,15 @@ def watch(
         fn: A training step or another function that can be compiled, or already is;
             also a Module, or a method of one.
         every: How many calls there are from one look to the next.
-        select: Which sites, as for `observe`; all by default.
+        select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function of a site, or a list of them; all by default.
         to: Where it goes: a folder for TensorBoard's event files, a writer as for
             `Record.log`, or a function of a Record and a step.
         grads: Whether to look at gradients, too; `fn` must differentiate.
-        reduce: The statistics, as for `observe`; those that are logged by default.
-        **options: As for `jit`, for the program that takes statistics. Static and
-            donated arguments of a `treetap.jit` are known; those of a `jax.jit` are
+        reduce: The statistics: reducers such as `Moments()`, a list of them, or a
+            mapping from names to them; those that are logged by default.
+        **options: Those of `treetap.jit`, for the program that takes statistics. Static
+            and donated arguments of a `treetap.jit` are known; those of a `jax.jit` are
             not: name them here again.
 
     Examples:

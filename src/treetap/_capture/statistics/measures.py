@@ -4,8 +4,8 @@
 Arrays are measured where they are, sharded or not, in one pass that leaves the states
 that reducers have, too: a few small arrays (`Measured`). Large arrays go through a
 compiled function, one for each shape and type; small ones on the host go through the
-same code with NumPy, since compiling would take longer. States are fetched, those of
-a whole record at once (`figures_of_all`), read as columns (what is known of each part of
+same code with NumPy, since compiling would take longer. States are fetched, those of a
+whole record at once (`figures_of_all`), read as columns (what is known of each part of
 an array), and put together by part (see `figures`).
 """
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from treetap._capture.statistics.arithmetic import has_spread_axes
 from treetap._capture.statistics.reducers import Reducers
 from treetap._core.errors import CaptureError
 
@@ -35,7 +36,7 @@ class Reduced:
         reducers: The reducers by name.
     """
 
-    seen: Any
+    seen: jax.Array
     states: tuple[Any, ...]
     reducers: Reducers = field(default=(), metadata={"static": True})
 
@@ -90,7 +91,7 @@ def _merge(first: Reduced, second: Reduced) -> Reduced:
 def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
     """Pairs of neighbours, then pairs of pairs: the order stays."""
 
-    def flat(leaf: Any) -> Any:
+    def flat(leaf: jax.Array) -> jax.Array:
         shape = leaf.shape
         count = math.prod(shape[start:stop])
         return leaf.reshape(*shape[:start], count, *shape[stop:])
@@ -99,7 +100,7 @@ def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
     merge = _mapped(merged, held.seen.ndim)
     count = held.seen.shape[start]
 
-    def part(first: int, last: int, step: int) -> Any:
+    def part(first: int, last: int, step: int) -> Reduced:
         place = (*[slice(None)] * start, slice(first, last, step))
         return jax.tree.map(lambda leaf: leaf[place], held)
 
@@ -109,15 +110,9 @@ def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
         rest = part(even, count, 1)
         held = jax.tree.map(lambda *x: jnp.concatenate(x, start), pairs, rest)
         count = held.seen.shape[start]
-    if count == 0:
-        return jax.tree.map(
-            lambda x: jnp.zeros(_without(x.shape, start), x.dtype), held
-        )
+    if count == 0:  # a sum of nothing is 0, or False
+        return jax.tree.map(lambda x: jnp.sum(x, start, dtype=x.dtype), held)
     return jax.tree.map(lambda x: jnp.squeeze(x, start), held)
-
-
-def _without(shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return (*shape[:place], *shape[place + 1 :])
 
 
 def merged(first: Reduced, second: Reduced) -> Reduced:
@@ -144,7 +139,7 @@ def merged(first: Reduced, second: Reduced) -> Reduced:
 def _check_state(name: str, state: Any, both: Any) -> None:
     """Refuses a merge that gives something else than a state."""
 
-    def types(tree: Any) -> Any:
+    def types(tree: Any) -> tuple[Any, list[Any]]:
         kinds = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
         return jax.tree.structure(tree), kinds
 
@@ -155,7 +150,7 @@ def _check_state(name: str, state: Any, both: Any) -> None:
         )
 
 
-def is_measurable(aval: Any) -> bool:
+def is_measurable(aval: object) -> bool:
     """Whether a value is an array of numbers."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not hasattr(aval, "shape"):
@@ -163,23 +158,22 @@ def is_measurable(aval: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
-def is_measured(leaf: Any) -> bool:
+def is_measured(leaf: object) -> bool:
     """The same of a value itself; Python's numbers are arrays to JAX."""
     return isinstance(leaf, bool | int | float | complex) or is_measurable(leaf)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
-def _measured(reducers: Reducers, value: Any, seen: Any) -> Reduced:
+def _measured(reducers: Reducers, value: jax.Array, seen: jax.Array) -> Reduced:
     """What is known of one array, with no axes kept apart."""
     value = jax.lax.stop_gradient(value)
     states = [jax.tree.map(jnp.asarray, one.measure(value)) for _, one in reducers]
     return jax.tree.map(_whole, Reduced(seen, tuple(states), reducers))
 
 
-def _whole(leaf: Any) -> Any:
+def _whole(leaf: jax.Array) -> jax.Array:
     """A part of a state on every device of an explicit mesh."""
-    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", ())
-    if all(axis is None for axis in spec):
+    if not has_spread_axes(leaf):
         return leaf
     return jax.sharding.reshard(leaf, jax.P(*[None] * leaf.ndim))
 
@@ -192,7 +186,9 @@ def _nothing(reducers: Reducers, aval: Any) -> Reduced:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 
-def measured(reducers: Reducers, value: Any, guards: Any, rows: int) -> Reduced:
+def measured(
+    reducers: Reducers, value: jax.Array, guards: Sequence[jax.Array], rows: int
+) -> Reduced:
     """What is known of an array.
 
     Args:
@@ -218,7 +214,7 @@ def measured(reducers: Reducers, value: Any, guards: Any, rows: int) -> Reduced:
     return _mapped(measure, lead)(value, seen).total(rows, lead)
 
 
-def _padded(mask: Any, place: int, ndim: int) -> Any:
+def _padded(mask: jax.Array, place: int, ndim: int) -> jax.Array:
     """A mask whose axes begin at a place, among so many axes."""
     after = ndim - place - mask.ndim
     return mask.reshape((1,) * place + mask.shape + (1,) * after)
@@ -243,7 +239,9 @@ class Reduction:
         """The same with that many rows apart."""
         return Reduction(self.reducers, rows)
 
-    def measure(self, leaves: Sequence[Any], guards: Sequence[Any]) -> list[Any]:
+    def measure(
+        self, leaves: Sequence[Any], guards: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """The flat states of all leaves that are arrays of numbers."""
         found = [
             measured(self.reducers, jnp.asarray(leaf), guards, self.rows)
@@ -257,7 +255,7 @@ class Reduction:
         structures = [self._structure(aval) for aval in avals if is_measurable(aval)]
         return sum(structure.num_leaves for structure in structures)
 
-    def shaped(self, avals: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+    def shaped(self, avals: Sequence[Any], flat: Sequence[jax.Array]) -> list[Any]:
         """A `Reduced` for each leaf, or None."""
         supply = iter(flat)
         found: list[Any] = []
@@ -270,12 +268,19 @@ class Reduction:
             found.append(jax.tree.unflatten(structure, leaves))
         return found
 
-    def merge(self, avals: Any, first: Sequence[Any], second: Sequence[Any]) -> Any:
+    def merge(
+        self,
+        avals: Sequence[Any],
+        first: Sequence[jax.Array],
+        second: Sequence[jax.Array],
+    ) -> list[jax.Array]:
         """Flat states of both."""
         pairs = zip(self.shaped(avals, first), self.shaped(avals, second))
         return jax.tree.leaves([_merge(a, b) for a, b in pairs if a is not None])
 
-    def joined(self, avals: Any, flat: Sequence[Any], stop: int) -> list[Any]:
+    def joined(
+        self, avals: Sequence[Any], flat: Sequence[jax.Array], stop: int
+    ) -> list[jax.Array]:
         """Flat states that keep this one's rows apart, from some with more rows."""
         found = [one for one in self.shaped(avals, flat) if one is not None]
         return jax.tree.leaves([one.total(self.rows, stop) for one in found])

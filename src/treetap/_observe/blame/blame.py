@@ -390,8 +390,10 @@ def guard(
     shard, cheap enough to be always on. `Record.first_nonfinite` names the first.
 
     Args:
-        fn: As for `observe`.
-        select: As for `observe`.
+        fn: A Module, a function of Modules or of arrays, or a gradient function such as
+            `jax.value_and_grad(loss)`.
+        select: Which sites: a glob such as `"blocks/*/attn"`, a `Select`, a class, a
+            function, or a list of them; all by default.
         grads: Whether to look at gradients, too.
 
     Examples:
