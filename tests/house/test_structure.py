@@ -49,7 +49,7 @@ ORDER = {
         handlers capture loggers records /edits observe blame edit patch scope_exits
         tap_scopes watch
     """,
-    "_observe.blame": "search blame",
+    "_observe.blame": "search origins blame",
     "_nn": """
         /initializers dtypes parameters activations attention decoding dropout embedding
         linear adapters cells convolution normalization

@@ -3,8 +3,8 @@
 
 The function is run once, compiled, and only its results are looked at. If they are
 finite there is nothing to say; if not, it runs again with a code for every value on the
-way, the origin is found from these codes (see `search`), and a third run brings what
-else is to be known of it. `guard` is the small sister that is always on.
+way (see `search`), the origin is found from these codes (see `origins`), and a third
+run brings what else is to be known of it. `guard` is its small sister, always on.
 """
 
 import functools
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from treetap._capture.callee import (
     callee_of,
@@ -32,24 +33,14 @@ from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import while_rows
-from treetap._capture.walk.plans import Choice, is_inexact
-from treetap._capture.walk.survey import survey
+from treetap._capture.walk.plans import is_inexact
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path
 from treetap._core.trees.graphdef import has_hashable_statics
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
-from treetap._observe.blame.search import (
-    DETAILING,
-    NAN,
-    NOT,
-    SORTING,
-    EveryValue,
-    Findings,
-    Frame,
-    Node,
-    program,
-)
+from treetap._observe.blame.origins import Findings, ValueAt
+from treetap._observe.blame.search import DETAIL, FINITENESS, NAN, Detail, search
 from treetap._observe.handlers import Handler, PureCall
 from treetap._observe.observe import observe
 from treetap._transforms.lift.program import MAX_PROGRAMS
@@ -227,7 +218,11 @@ class _Suspect:
         self.body = jax_compat.body_of(jax.make_jaxpr(pure)(*values))
         self.known = known[0]
         self.check = jax.jit(self._all_finite)
-        self.sorts: Any = None
+
+    @functools.cached_property
+    def finiteness(self) -> Any:
+        """The program that says of every value whether it is finite."""
+        return search(self.body, FINITENESS)
 
     def _all_finite(self, *values: Any) -> Any:
         outs = jax_compat.evaluate(*self.body[:2], values)
@@ -238,14 +233,9 @@ class _Suspect:
         """The verdict for some values; `name_of` gives the path of an argument."""
         if not everywhere and self.check(*values):
             return Blame()
-        if self.sorts is None:
-            spots = survey(self.body.jaxpr, EveryValue).spots
-            plan = (Choice(False, None, 0, SORTING),) * len(spots)
-            self.sorts = program(self.body, plan)
-        findings = Findings(self.body, jax.device_get(self.sorts(*values)))
-        atoms = self.body.jaxpr.outvars
-        ends = [Node(findings.top, (), atom) for atom in atoms]
-        ends = [node for node in ends if findings.code(node)]
+        findings = Findings(self.body, jax.device_get(self.finiteness(*values)))
+        results = [ValueAt(findings.top, (), x) for x in self.body.jaxpr.outvars]
+        ends = [value for value in results if findings.code(value)]
         origins = findings.origins(ends)
         reaches = bool(origins)
         if not origins and everywhere:
@@ -256,72 +246,66 @@ class _Suspect:
         return Blame(**found, reaches_result=reaches)
 
     def _described(
-        self, findings: Findings, node: Node, values: list[Any], name_of: Any
+        self, findings: Findings, origin: ValueAt, values: list[Any], name_of: Any
     ) -> dict[str, Any]:
         """All there is to say of the value where it began."""
-        kind = "nan" if findings.code(node) == NAN else "inf"
-        details = self._details(node, values)
-        number = node.number
+        kind = "nan" if findings.code(origin) == NAN else "inf"
+        details = self._details(origin, values)
+        frame, number = origin.frame, origin.number
         if number is None:
-            inputs = node.frame.body.jaxpr.invars
-            which = [n for n, var in enumerate(inputs) if var is node.atom]
-            if not which or node.frame.above is not None:
+            inputs = frame.body.jaxpr.invars
+            which = [n for n, var in enumerate(inputs) if var is origin.atom]
+            if not which or frame.above is not None:
                 return {"kind": kind}
             return {"kind": kind, "argument": name_of(which[0]), **details}
-        eqn = node.frame.body.jaxpr.eqns[number]
-        around = [frame.equation for frame in node.frame.chain[1:]]
-        stacks = [one.source_info.name_stack for one in (*around, eqn)]
+        eqn = frame.body.jaxpr.eqns[number]
+        stacks = [one.source_info.name_stack for one in (*frame.around, eqn)]
         scopes = [scope for stack in stacks for scope in scopes_in(stack)]
         return {
             "kind": kind,
             "operation": eqn.primitive.name,
             "path": resolve(scopes, self.known).path,
-            "backward": is_transposed(eqn) or findings.is_derivative(node),
-            "inputs_finite": not findings.before(node),
-            **_turns(findings, node),
-            **_written(eqn, node.frame),
+            "backward": is_transposed(eqn) or findings.is_derivative(origin),
+            "inputs_finite": not findings.before(origin),
+            **_turns(findings, origin),
+            **_written([eqn, *reversed(frame.around)]),
             **details,
         }
 
-    def _details(self, node: Node, values: list[Any]) -> dict[str, Any]:
+    def _details(self, origin: ValueAt, values: list[Any]) -> dict[str, Any]:
         """What one more run says of a value, and of what it was made from."""
-        frame, turn, atom = node
-        number = node.number
-        sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
-        places = frame.work.places
-        wanted = {one: places[one] for one in (*sources, atom) if _is_in(one, places)}
-        if not _is_in(atom, wanted):
+        frame, turns, atom = origin
+        own = frame.values.place_of(atom)
+        if own is None:
             return {}
-        asked = {frame.base + spot for spot, _ in wanted.values()}
-        spots = survey(self.body.jaxpr, EveryValue).spots
-        detailing = Choice(False, None, 0, DETAILING)
-        plan = tuple(detailing if n in asked else NOT for n in range(len(spots)))
-        found = jax.device_get(program(self.body, plan)(*values))
+        number = origin.number
+        sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
+        others = [frame.values.place_of(one) for one in sources if one is not atom]
+        known = [place for place in others if place is not None]
+        asked = {frame.base + spot for spot, _ in (own, *known)}
+        found = jax.device_get(search(self.body, DETAIL, asked)(*values))
 
-        def detail(one: Any) -> Any:
-            spot, which = wanted[one]
-            state = found[frame.base + spot][which].states[0]
-            return jax.tree.map(lambda part: part[turn], state)
+        def detail(place: tuple[int, int]) -> Detail:
+            spot, which = place
+            state = found[frame.base + spot][which]
+            return jax.tree.map(lambda part: part[turns], state)
 
-        own, shape = detail(atom), tuple(atom.aval.shape)
-        largest = [float(detail(one).largest) for one in wanted if one is not atom]
-        place = np.unravel_index(int(own.index), shape) if own.bad else ()
+        bad, index, _ = detail(own)
+        shape = tuple(atom.aval.shape)
+        largest = [float(detail(place).largest) for place in known]
+        place = np.unravel_index(int(index), shape) if bad else ()
         return {
             "shape": shape,
-            "count": int(own.bad),
+            "count": int(bad),
             "index": tuple(map(int, place)),
             "largest_input": max(largest, default=0.0),
         }
 
 
-def _is_in(atom: Any, places: dict[Any, Any]) -> bool:
-    return type(atom).__hash__ is not None and atom in places
-
-
-def _turns(findings: Findings, node: Node) -> dict[str, Any]:
+def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     """The iterations and the shard of a value."""
-    turns, loops, shard = list(node.turn), [], None
-    for frame in node.frame.chain[1:]:
+    turns, loops, shard = list(value.turns), [], None
+    for frame in value.frame.chain[1:]:
         name = frame.operation.name
         if frame.operation.is_at_once:
             shard = turns.pop(0)
@@ -329,7 +313,7 @@ def _turns(findings: Findings, node: Node) -> dict[str, Any]:
             loops.append((name, turns.pop(0)))
         elif frame.is_merged and not while_rows(frame.equation.params):
             # Of a mapped loop the rows would end one by one.
-            loops.append((name, int(findings.sort(node).since)))
+            loops.append((name, int(findings.finiteness(value).since)))
     return {"iterations": tuple(loops), "shard": shard}
 
 
@@ -344,10 +328,9 @@ _NOT_USERS = tuple(
 _PACKAGES = sysconfig.get_paths()["purelib"]
 
 
-def _written(eqn: Any, frame: Frame) -> dict[str, Any]:
-    """The line of the user's code that an operation comes from."""
-    around = [one.equation for one in reversed(frame.chain[1:])]
-    for one in (eqn, *around):
+def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
+    """The line of the user's code that the first of some equations comes from."""
+    for one in equations:
         traceback = one.source_info.traceback
         for found in traceback.frames if traceback is not None else ():
             if not _is_users(found.file_name):

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Origins: which of the values that are not finite come from no other.
+
+From the bad values among a program's results the way goes back: to the bad operands of
+the equation that made each, into the jaxprs of operations and out of them, through the
+turns of loops and to other shards. What is met so has an order, that of execution. An
+*origin* is a bad value with nothing bad behind it.
+
+An infinity that the program itself wrote down is on purpose, and so is what is only
+made from such: a mask of -inf is no fault, a NaN made from it is one. Of a NaN that it
+wrote down, the operation that takes it is the origin.
+
+A value is told apart by the iterations of scans and by shards. The iterations of a
+`while` are not, for nobody knows how many there are: there a value has the number of
+the first iteration in which it was bad, and can only come from what was bad by then.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from treetap._capture.name_stacks import is_transposed
+from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.operations import OPERATIONS, Operation
+from treetap._capture.walk.plans import is_inexact
+from treetap._capture.walk.survey import survey
+from treetap._observe.blame.search import (
+    FINITE,
+    INFINITE,
+    NAN,
+    EveryValue,
+    Finiteness,
+    Found,
+)
+
+Turns = tuple[int, ...]
+
+
+class Frame(NamedTuple):
+    """A jaxpr where it stands: in an equation of another, or as the whole program.
+
+    Attributes:
+        body: The jaxpr.
+        base: Its first spot among all of the program.
+        above: The frame around, or None.
+        number: The equation there that it belongs to.
+        branch: Which of the equation's bodies it is.
+    """
+
+    body: Body
+    base: int
+    above: "Frame | None" = None
+    number: int = 0
+    branch: int = 0
+
+    @property
+    def values(self) -> EveryValue:
+        """Its values as spots."""
+        return survey(self.body.jaxpr, EveryValue)
+
+    @property
+    def equation(self) -> JaxprEqn:
+        """The equation around."""
+        assert self.above is not None
+        return self.above.body.jaxpr.eqns[self.number]
+
+    @property
+    def operation(self) -> Operation:
+        """What the operation around is."""
+        return OPERATIONS[self.equation.primitive.name]
+
+    @property
+    def turns(self) -> range | None:
+        """The turns of the operation around that are told apart, as they run."""
+        find = self.operation.turns
+        return None if find is None else find(self.equation.params)
+
+    @property
+    def carried(self) -> range:
+        """The inputs that are results of the turn before."""
+        return self.operation.carried(self.equation.params)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the turns of a loop around are not told apart."""
+        return self.turns is None and bool(self.carried)
+
+    @property
+    def mesh(self) -> dict[Any, int]:
+        """The mesh axes that shards are along, with sizes."""
+        return self.operation.mesh(self.equation.params)
+
+    def outside(self, turns: Turns, which: int) -> "ValueAt":
+        """What an input is outside the operation around."""
+        assert self.above is not None
+        outer = turns if self.turns is None else turns[:-1]
+        return ValueAt(self.above, outer, self.equation.invars[self.body.first + which])
+
+    @property
+    def chain(self) -> list["Frame"]:
+        """The frames around and this one, outermost first."""
+        return [*(self.above.chain if self.above else ()), self]
+
+    @property
+    def around(self) -> list[JaxprEqn]:
+        """The equations around, outermost first."""
+        return [frame.equation for frame in self.chain[1:]]
+
+    def below(self, number: int) -> list["Frame"]:
+        """The bodies of an equation."""
+        inner = self.values.inner.get(number, ())
+        return [
+            Frame(one.body, self.base + one.place.start, self, number, branch)
+            for branch, one in enumerate(inner)
+        ]
+
+
+class ValueAt(NamedTuple):
+    """A value at one moment.
+
+    Attributes:
+        frame: The jaxpr it is in.
+        turns: In which iteration of each scan around, and on which shard, outermost
+            first.
+        atom: The variable, or a literal.
+    """
+
+    frame: Frame
+    turns: Turns
+    atom: Any
+
+    @property
+    def key(self) -> Any:
+        """What tells values apart."""
+        return self.frame.base, id(self.frame.body.jaxpr), self.turns, id(self.atom)
+
+    @property
+    def number(self) -> int | None:
+        """The equation it comes from, if it does from one."""
+        is_literal = isinstance(self.atom, Literal)
+        return None if is_literal else self.frame.values.makers.get(self.atom)
+
+    @property
+    def loop(self) -> int | None:
+        """The outermost while loop it is in, whose iterations are not apart."""
+        inner = self.frame.chain[1:]
+        return next((frame.base for frame in inner if frame.is_merged), None)
+
+
+class Findings:
+    """What a run said of all values, and what follows from it.
+
+    Args:
+        body: The program.
+        found: For each of its spots the `Finiteness` of each value.
+    """
+
+    def __init__(self, body: Body, found: Found):
+        self.top = Frame(body, 0)
+        self.found: list[Any] = list(found)
+
+    def finiteness(self, value: ValueAt) -> Finiteness:
+        """Whether a value is finite."""
+        frame, turns, atom = value
+        if isinstance(atom, Literal):
+            return _finiteness_of(atom.val)
+        place = frame.values.place_of(atom)
+        if place is None:
+            variables = frame.body.jaxpr.constvars
+            known = [n for n, var in enumerate(variables) if var is atom]
+            return _finiteness_of(frame.body.consts[known[0]] if known else 0)
+        spot, which = place
+        held = self.found[frame.base + spot][which]
+        return Finiteness(*(np.asarray(part)[turns] for part in held))
+
+    def code(self, value: ValueAt) -> int:
+        """Whether a value has infinities or NaNs, at this moment."""
+        return int(self.finiteness(value).code)
+
+    def before(self, value: ValueAt) -> list[ValueAt]:
+        """The bad values that a bad value was made from."""
+        since = self.finiteness(value).since
+
+        def was_bad(one: ValueAt) -> bool:
+            own = self.finiteness(one)
+            is_later = one.loop == value.loop is not None and own.since > since
+            return bool(own.code) and not is_later
+
+        return [one for one in self._sources(value) if was_bad(one)]
+
+    def _sources(self, value: ValueAt) -> Iterator[ValueAt]:
+        """What a value was made from, bad or not."""
+        frame, turns, atom = value
+        if isinstance(atom, Literal) or atom in frame.body.jaxpr.constvars:
+            return
+        number = value.number
+        if number is None:
+            yield from self._sources_of_input(value)
+            return
+        eqn = frame.body.jaxpr.eqns[number]
+        inside = frame.below(number)
+        if not inside:
+            for when in self._moments(value, eqn):
+                yield from (ValueAt(frame, when, one) for one in eqn.invars)
+            return
+        which = _place_of(atom, eqn.outvars)
+        for body in inside:
+            yield from self._results_of(body, turns, which)
+
+    def _results_of(self, frame: Frame, turns: Turns, which: int) -> Iterator[ValueAt]:
+        """What gave a result of an operation, inside it; or before it began."""
+        atom, carried = frame.body.jaxpr.outvars[which], frame.carried
+        if frame.turns is None:
+            yield ValueAt(frame, turns, atom)
+            if carried:
+                yield frame.outside(turns, carried[which])
+            return
+        last = frame.turns[-1:] if which < len(carried) else frame.turns
+        values = [ValueAt(frame, (*turns, n), atom) for n in last]
+        yield from [value for value in values if self.code(value)][:1]
+
+    def _moments(self, value: ValueAt, eqn: Any) -> Iterator[Turns]:
+        """When and where what an equation reads was: on its own shard, or on several.
+
+        A sum over shards, and all that brings shards together, names their axes.
+        """
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = set(named if isinstance(named, tuple | list) else (named,))
+        looped = [one for one in value.frame.chain[1:] if one.turns is not None]
+        around = [(n, one) for n, one in enumerate(looped) if names & {*one.mesh}]
+        if not around:
+            yield value.turns
+            return
+        place, frame = around[-1]
+        axes, sizes = list(frame.mesh), list(frame.mesh.values())
+        shards = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+        own = np.unravel_index(value.turns[place], sizes)
+        group = tuple(slice(None) if a in names else n for a, n in zip(axes, own))
+        for shard in np.ravel(shards[group]):
+            yield (*value.turns[:place], int(shard), *value.turns[place + 1 :])
+
+    def _sources_of_input(self, value: ValueAt) -> Iterator[ValueAt]:
+        """Where an input of a jaxpr comes from."""
+        frame, turns, atom = value
+        if frame.above is None:
+            return
+        which = _place_of(atom, frame.body.jaxpr.invars)
+        before = self._turns_before(value) if which in frame.carried else None
+        if before is None:
+            yield frame.outside(turns, which)
+        else:
+            result = frame.body.jaxpr.outvars[frame.carried.index(which)]
+            yield ValueAt(frame, before, result)
+
+    def _turns_before(self, value: ValueAt) -> Turns | None:
+        """The turns with the last one before its own; None where there was none."""
+        frame, turns, _ = value
+        if frame.turns is None:
+            return turns if self.finiteness(value).since > 0 else None
+        number = frame.turns.index(turns[-1])
+        return (*turns[:-1], frame.turns[number - 1]) if number else None
+
+    def order(self, value: ValueAt) -> tuple[float, ...]:
+        """When a value is made, relative to others; shards work at the same time."""
+        since = float(self.finiteness(value).since)
+        turns, when, shards = list(value.turns), [], []
+        for frame in value.frame.chain[1:]:
+            turn = since if frame.is_merged else 0.0
+            if frame.operation.is_at_once:
+                shards.append(float(turns.pop(0)))
+            elif frame.turns is not None:
+                turn = float(frame.turns.index(turns.pop(0)))
+            when += [float(frame.number), float(frame.branch), turn]
+        number = value.number
+        last = (-1.0,) if number is None else (float(number), np.inf)
+        return (*when, *last, *shards)
+
+    def is_derivative(self, value: ValueAt) -> bool:
+        """Whether a value is of use only to a backward pass."""
+        waiting, seen = [value], set[Any]()
+        while waiting:
+            frame, _, atom = waiting.pop()
+            if any(map(is_transposed, frame.around)):
+                continue
+            jaxpr = frame.body.jaxpr
+            if any(var is atom for var in jaxpr.outvars):
+                which = _place_of(atom, jaxpr.outvars)
+                if frame.above is None or which < len(frame.carried):
+                    return False
+                waiting.append(ValueAt(frame.above, (), frame.equation.outvars[which]))
+            for eqn in jaxpr.eqns:
+                if id(eqn) in seen or not any(var is atom for var in eqn.invars):
+                    continue
+                seen.add(id(eqn))
+                if not is_transposed(eqn):
+                    waiting += [ValueAt(frame, (), var) for var in eqn.outvars]
+        return True
+
+    def all_bad(self) -> Iterator[ValueAt]:
+        """Every bad value there is."""
+        waiting = [self.top]
+        while waiting:
+            frame = waiting.pop()
+            for var, (spot, which) in frame.values.places.items():
+                code = np.asarray(self.found[frame.base + spot][which].code)
+                for turns in np.argwhere(code > 0):
+                    yield ValueAt(frame, tuple(map(int, turns)), var)
+            for number in frame.values.inner:
+                waiting += frame.below(number)
+
+    def origins(self, ends: list[ValueAt]) -> list[ValueAt]:
+        """The bad values that come from no other, the first one first.
+
+        All that is behind the ends is sorted by when it was made, so that when a value
+        has its turn, it is known which of its sources are there on purpose. On purpose
+        are constants, unless they are results themselves, and infinities that were
+        only made from what is on purpose.
+        """
+        found: dict[Any, tuple[ValueAt, list[ValueAt]]] = {}
+        waiting = list(ends)
+        while waiting:
+            value = waiting.pop()
+            if value.key not in found:
+                sources = self.before(value)
+                found[value.key] = value, sources
+                waiting += sources
+        on_purpose: set[Any] = set()
+        origins: list[ValueAt] = []
+        is_end = {value.key for value in ends}
+        in_order = sorted(found.values(), key=lambda pair: self.order(pair[0]))
+        for value, sources in in_order:
+            meant = all(one.key in on_purpose for one in sources)
+            is_given = self._is_input(value) and not (sources and meant)
+            is_written = value.number is None and not is_given
+            passes = self.code(value) == INFINITE and (sources or is_written)
+            if (passes and meant) or (is_written and value.key not in is_end):
+                on_purpose.add(value.key)
+            elif meant:
+                origins.append(value)
+        return origins
+
+    def _is_input(self, value: ValueAt) -> bool:
+        is_written = isinstance(value.atom, Literal)
+        return not is_written and value.atom in value.frame.body.jaxpr.invars
+
+
+def _place_of(atom: Any, atoms: Any) -> int:
+    return next(n for n, one in enumerate(atoms) if one is atom)
+
+
+def _finiteness_of(value: Any) -> Finiteness:
+    """The same of a constant."""
+    if not is_inexact(np.asarray(value)) and not is_inexact(value):
+        return Finiteness(FINITE, 0, 1)
+    numbers = np.asarray(value).astype(np.complex128)
+    worst = NAN if np.isnan(numbers).any() else int(np.isinf(numbers).any())
+    return Finiteness(worst, 0, 1)
