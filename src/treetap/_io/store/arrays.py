@@ -5,15 +5,15 @@ The rows of all batches lie one after the other. A chunk is what one shard of th
 batch held, so processes write their own and nothing is gathered; each chunk carries a
 checksum, and one that is missing is an error, never zeros. Needs tensorstore.
 
-A batch is written and read through a view of its rows (`view_of`): the axes of the view
-are those of the value in the Record, so a shard's own index says where it belongs.
+A batch is written and read through a view of its rows (`LeafArray.view`) that has the
+axes of the value in the Record, so a shard's own index says where it belongs.
 """
 
 import math
 import pathlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -78,7 +78,9 @@ def created(
     return ts.open(spec, create=True, delete_existing=True)
 
 
-def opened(ts: ModuleType, column: Column, folder: pathlib.Path, name: str) -> Any:
+def opened(
+    ts: ModuleType, column: Column, folder: pathlib.Path, name: str
+) -> "LeafArray":
     """An array that is there, and is what the column says."""
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
         raise WeightsError(f"{name}: {folder} is a link that leads elsewhere.")
@@ -97,7 +99,7 @@ def opened(ts: ModuleType, column: Column, folder: pathlib.Path, name: str) -> A
             f"packed by {sorted(codecs)!r:.200}, and the journal says rows of "
             f"{column.shape!r:.200}. It is of another store."
         )
-    return array
+    return LeafArray(ts, column, array)
 
 
 def _refuse_size(
@@ -114,21 +116,40 @@ def _refuse_size(
         ) from error
 
 
-def view_of(ts: ModuleType, array: Any, column: Column, start: int, stop: int) -> Any:
-    """Some rows of an array, with the axes of a value in a Record."""
-    if column.axis is None:
-        return array[start]
-    return array[start:stop][ts.d[0].translate_to[0].transpose[column.axis]]
+class LeafArray(NamedTuple):
+    """An open array, and the column that it holds.
 
+    Attributes:
+        ts: The package.
+        column: What a row is.
+        held: The array as tensorstore has it.
+    """
 
-def written(view: Any, column: Column, value: Any) -> Iterator[Any]:
-    """Writes a value, each shard by itself; gives futures."""
-    if isinstance(value, jax.Array):
-        for shard in value.addressable_shards:
-            if shard.replica_id == 0:
-                yield _write(view[shard.index], column, shard.data)
-    elif jax.process_index() == 0:
-        yield _write(view, column, value)
+    ts: ModuleType
+    column: Column
+    held: Any
+
+    def resized(self, rows: int) -> Any:
+        """Makes room for rows, or takes it back; a future of what is then held."""
+        end = [rows, *self.column.shape]
+        return self.held.resize(exclusive_max=end, resize_metadata_only=True)
+
+    def view(self, start: int, stop: int) -> Any:
+        """Some rows, with the axes of a value in a Record."""
+        if self.column.axis is None:
+            return self.held[start]
+        move = self.ts.d[0].translate_to[0].transpose[self.column.axis]
+        return self.held[start:stop][move]
+
+    def written(self, value: Any, start: int) -> Iterator[Any]:
+        """Writes a value, each shard by itself; gives futures."""
+        view = self.view(start, start + self.column.rows_of(value))
+        if isinstance(value, jax.Array):
+            for shard in value.addressable_shards:
+                if shard.replica_id == 0:
+                    yield _write(view[shard.index], self.column, shard.data)
+        elif jax.process_index() == 0:
+            yield _write(view, self.column, value)
 
 
 def _write(view: Any, column: Column, data: Any) -> Any:
@@ -148,14 +169,14 @@ class StoredArray:
         dtype: The type of numbers.
     """
 
-    __slots__ = ("_array", "_ts", "column", "dtype", "shape", "text")
+    __slots__ = ("_array", "column", "dtype", "shape", "text")
 
-    def __init__(self, ts: ModuleType, array: Any, column: Column, rows: int):
-        self._ts, self._array = ts, array
-        self.column = column
-        self.text = column.text
-        self.shape = (rows, *column.shape)
-        self.dtype = DTYPES[column.dtype]
+    def __init__(self, array: LeafArray, rows: int):
+        self._array = array
+        self.column = array.column
+        self.text = array.column.text
+        self.shape = (rows, *array.column.shape)
+        self.dtype = DTYPES[array.column.dtype]
 
     @property
     def ndim(self) -> int:
@@ -192,12 +213,11 @@ class StoredArray:
             rest = [slice(None)] * (self.ndim - len(items) + 1)
             items[place : place + 1] = rest
         places = [self._place(axis, item) for axis, item in enumerate(items)]
-        return self._reading(self._array[tuple(places)], f"[{index!r:.60}]")
+        return self._reading(self._array.held[tuple(places)], f"[{index!r:.60}]")
 
     def begun_value(self, start: int, stop: int) -> Any:
         """Begins to read the value of a batch, with the axes that it had."""
-        view = view_of(self._ts, self._array, self.column, start, stop)
-        return self._reading(view, f"[{start}:{stop}]")
+        return self._reading(self._array.view(start, stop), f"[{start}:{stop}]")
 
     def _reading(self, view: Any, index: str) -> Any:
         _refuse_size(self.column, view.shape, lambda: f"StoredArray: {index}")

@@ -5,6 +5,7 @@ By site, for the rows of all batches; by batch, for Records as they were; or shu
 for training. A store has what was appended when it was opened.
 """
 
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError, WeightsError
-from treetap._core.wording import near_to, quoted, shown
+from treetap._core.wording import near_to, quoted, shown, typed
 from treetap._io.files import refuse_no_path
 from treetap._io.record_descriptions import Strange, rebuilt
 from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
@@ -59,13 +60,13 @@ class Store:
         self._arrays: list[StoredArray] = []
         for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
             array = opened(ts, column, column.folder(self._folder, number), name)
-            if array.shape[0] < rows:
+            if (found := array.held.shape[0]) < rows:
                 raise WeightsError(
-                    f"{name}: {shown(column.text)} has {array.shape[0]} rows, and "
+                    f"{name}: {shown(column.text)} has {found} rows, and "
                     f"{rows} were appended: {self._folder} was changed by something "
                     "else."
                 )
-            self._arrays.append(StoredArray(ts, array, column, rows))
+            self._arrays.append(StoredArray(array, rows))
         self._by_text = {array.text: array for array in self._arrays}
 
     @property
@@ -157,10 +158,7 @@ class Store:
 
     def __repr__(self) -> str:
         total = display.readable_bytes(sum(array.nbytes for array in self._arrays))
-        lines = [
-            f"  {array.text}  {array.dtype}[{','.join(map(str, array.shape))}]"
-            for array in self._arrays
-        ]
+        lines = [f"  {array.text}  {typed(array)}" for array in self._arrays]
         return "\n".join([f"Store: {len(self)} batches, {total}", *lines])
 
 
@@ -175,17 +173,14 @@ def _mixed(
     def begun(group: Any) -> list[list[Any]]:
         return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
 
+    # `pairwise` asks for the next group before it gives one: it is read meanwhile.
+    reads = itertools.pairwise(itertools.chain(map(begun, groups), [None]))
     held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
-    coming = begun(groups[0]) if groups else []
-    for number in range(len(groups)):
-        reading, coming = coming, []
-        if number + 1 < len(groups):
-            coming = begun(groups[number + 1])
-        for n, (array, futures) in enumerate(zip(arrays, reading)):
+    for reading, following in reads:
+        for n, (array, futures) in enumerate(zip(arrays, reading or [])):
             held[n] = np.concatenate([held[n], *map(array.finished, futures)])
         order = random.permutation(len(held[0]))
-        held = [rows_[order] for rows_ in held]
-        is_last = number + 1 == len(groups)
-        while len(held[0]) >= rows or (is_last and len(held[0])):
-            yield tuple(rows_[:rows] for rows_ in held)
-            held = [rows_[rows:] for rows_ in held]
+        held = [values[order] for values in held]
+        while len(held[0]) >= rows or (following is None and len(held[0])):
+            yield tuple(values[:rows] for values in held)
+            held = [values[rows:] for values in held]

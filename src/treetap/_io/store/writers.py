@@ -30,8 +30,6 @@ from treetap._io.store.arrays import (
     created,
     opened,
     tensorstore_for,
-    view_of,
-    written,
 )
 from treetap._io.store.axes import EXAMPLES, Axes, Axis
 from treetap._io.store.contents import (
@@ -195,13 +193,11 @@ class StoreWriter:
             _refuse_other_rows(column, leaf, name)
             if isinstance(leaf.value, jax.Array):
                 leaf.value.copy_to_host_async()
+        starts = contents.ends
         counts = [c.rows_of(leaf.value) for c, leaf in zip(contents.columns, leaves)]
-        ends = [end + count for end, count in zip(contents.ends, counts)]
-        self._resize(ends)
-        rows = zip(self._arrays, contents.columns, contents.ends, ends)
-        views = [view_of(self._ts, *each) for each in rows]
-        parts = zip(views, contents.columns, leaves)
-        futures = (written(view, column, leaf.value) for view, column, leaf in parts)
+        self._resize([start + count for start, count in zip(starts, counts)])
+        parts = zip(self._arrays, leaves, starts)
+        futures = (array.written(leaf.value, start) for array, leaf, start in parts)
         self._finish(itertools.chain.from_iterable(futures))
         self._journal.write({"rows": counts, "metadata": told})
         self._meet("told")
@@ -225,19 +221,13 @@ class StoreWriter:
         data = self._folder / "data"
         if data.is_symlink():
             raise WeightsError(f"{name}: {data} is a link that leads elsewhere.")
-        futures: Iterable[Any] = ()
-        if self._is_first:
-            if data.exists():  # of a program that was killed here
-                shutil.rmtree(data)
-            futures = (
-                created(
-                    self._ts,
-                    column,
-                    column.folder(self._folder, number),
-                    self._compression,
-                )
-                for number, column in enumerate(columns)
-            )
+        if self._is_first and data.exists():  # of a program that was killed here
+            shutil.rmtree(data)
+        made = enumerate(columns if self._is_first else ())
+        futures = (
+            created(self._ts, each, each.folder(self._folder, n), self._compression)
+            for n, each in made
+        )
         self._finish(futures)
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
@@ -246,16 +236,11 @@ class StoreWriter:
 
     def _resize(self, ends: Sequence[int]) -> None:
         """Makes room for rows, or takes back what a batch that failed had made."""
-        pairs = zip(self._arrays, ends)
-        futures = (
-            array.resize(
-                exclusive_max=[end, *array.shape[1:]], resize_metadata_only=True
-            )
-            for array, end in pairs
-        )
-        found = self._finish(futures if self._is_first else ())
+        pairs = zip(self._arrays, ends) if self._is_first else ()
+        found = self._finish(array.resized(end) for array, end in pairs)
         if self._is_first:
-            self._arrays = found
+            pairs = zip(self._arrays, found)
+            self._arrays = [array._replace(held=held) for array, held in pairs]
         else:
             self._open_arrays("StoreWriter.append")
 
