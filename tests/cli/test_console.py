@@ -3,7 +3,8 @@
 
 import pytest
 
-from treetap._cli.console import BLOCKS, many, number_text, share_text, spark
+from treetap._cli.console import BLOCKS, number_text, share_text, spark
+from treetap._core.wording import many
 
 
 @pytest.mark.parametrize(

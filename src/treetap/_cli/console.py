@@ -61,11 +61,6 @@ def waiting(text: str, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def many(count: int, name: str) -> str:
-    """`1 site`, `2 sites`."""
-    return f"{count:,} {name}" + ("" if count == 1 else "s")
-
-
 def number_text(value: float | None) -> str:
     """A number in at most eight letters; `-` if it is not known."""
     if value is None:

@@ -25,14 +25,13 @@ from treetap._cli.console import (
     BLOCKS,
     LETTERS,
     console_of,
-    many,
     number_text,
     share_text,
     spark,
 )
 from treetap._cli.programs import Program
 from treetap._core import display
-from treetap._core.wording import json_number, typed
+from treetap._core.wording import json_number, many, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
 from treetap._report.page import NUMBERS, first_troubles, troubles_text

@@ -25,7 +25,7 @@ from treetap._cli.command import (
     refuse_output,
     several,
 )
-from treetap._cli.console import many, number_text, progress_of, spark
+from treetap._cli.console import number_text, progress_of, spark
 from treetap._cli.demo import trained, written
 from treetap._cli.failures import FOUND, Failure
 from treetap._cli.figures import (
@@ -42,7 +42,7 @@ from treetap._compare.comparison import compare as compare_sides
 from treetap._compare.tolerances import FACTOR
 from treetap._core.display import readable_bytes
 from treetap._core.trees.attributes import Node
-from treetap._core.wording import json_number
+from treetap._core.wording import json_number, many
 from treetap._io.record_file import save_record
 from treetap._observe.blame.blame import blame as blame_fn
 from treetap._observe.observe import observe

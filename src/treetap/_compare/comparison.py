@@ -29,6 +29,7 @@ from treetap._core.errors import CaptureError
 from treetap._core.wording import (
     first_few,
     json_number,
+    many,
     near_to,
     quoted,
     shown,
@@ -39,6 +40,7 @@ from treetap._observe.records import Record
 from treetap._report.table import Column, Listing, printed_plainly, short_types
 
 NAN = float("nan")
+UNKNOWN = Measures(NAN, NAN, NAN, NAN, None, 0, 0)
 Comparable = Record | Mapping[str, Any] | str | os.PathLike[str]
 Layout = Sequence[int] | str | Callable[[np.ndarray], Any]
 
@@ -151,9 +153,9 @@ class Comparison:
         }
 
     def _title(self) -> str:
-        count, far = len(self.differences), len(self.diverging)
+        far = len(self.diverging)
         differ = "1 differs" if far == 1 else f"{far or 'none'} differ"
-        return f"{count} {'site' if count == 1 else 'sites'} compared, {differ}"
+        return f"{many(len(self.differences), 'site')} compared, {differ}"
 
     def _caption(self) -> str:
         texts = [_alone_text(self.only_a, "a"), _alone_text(self.only_b, "b")]
@@ -367,32 +369,25 @@ def _with_floor(
 
 
 def _difference(pair: Pair, limits: Limits) -> Difference:
-    """Measures a pair."""
+    """Measures a pair, unless there is a reason that it cannot be."""
     a, b = pair.a, pair.b
-    told: dict[str, Any] = {
-        "site": a.label,
-        "other": b.label,
-        "shapes": (a.shape, b.own_shape or b.shape),
-        "dtypes": (a.dtype.name, b.dtype.name),
-    }
-    if pair.reason:
-        unknown = Measures(NAN, NAN, NAN, NAN, None, 0, 0)
-        return Difference(
-            **told, **unknown._asdict(), limit=NAN, floor=None, reason=pair.reason
-        )
-    arrays = a.read(), b.read()
-    floor = None
-    if pair.floor is not None:
-        quiet = pair.floor.read()
-        # it is of the same computation as the one that is nearer
-        both = [measure(array, quiet) for array in arrays]
-        floor = min(both, key=lambda each: each.relative)
-    found = measure(*arrays)
-    limit = limits.of(a, b, floor)
+    found, limit, floor, reason = UNKNOWN, NAN, None, pair.reason
+    if not reason:
+        arrays = a.read(), b.read()
+        if pair.floor is not None:
+            quiet = pair.floor.read()
+            # it is of the same computation as the one that is nearer
+            both = [measure(array, quiet) for array in arrays]
+            floor = min(both, key=lambda each: each.relative)
+        found, limits_here = measure(*arrays), limits.of(a, b, floor)
+        limit, reason = limits_here.relative, limits.why(found, limits_here)
     return Difference(
-        **told,
+        site=a.label,
+        other=b.label,
+        shapes=(a.shape, b.own_shape or b.shape),
+        dtypes=(a.dtype.name, b.dtype.name),
         **found._asdict(),
-        limit=limit.relative,
+        limit=limit,
         floor=None if floor is None else floor.relative,
-        reason=limits.why(found, limit),
+        reason=reason,
     )

@@ -49,6 +49,11 @@ def near_to(
     return difflib.get_close_matches(name[:LONG], short, n=count, cutoff=cutoff)
 
 
+def many(count: int, name: str) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{count:,} {name}" + ("" if count == 1 else "s")
+
+
 def first_few(
     items: Sequence[Any], count: int = 8, before: str = "", end: str = ", "
 ) -> str:

@@ -32,7 +32,7 @@ from treetap._capture.module_paths import class_named
 from treetap._capture.statistics.figures import Bars, Figures
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
-from treetap._core.wording import typed
+from treetap._core.wording import many, typed
 from treetap._io.files import written_whole
 from treetap._observe.records import Record, Site
 from treetap._report.pictures import pictures_of
@@ -128,10 +128,8 @@ class Report:
         )
 
     def __repr__(self) -> str:
-        count, steps = len(self.payload["sites"]), len(self.payload["steps"])
-        parts = [f"{count} sites" if count != 1 else "1 site"]
-        if steps > 1:
-            parts.append(f"{steps} steps")
+        sites, steps = len(self.payload["sites"]), len(self.payload["steps"])
+        parts = [many(sites, "site"), *([many(steps, "step")] if steps > 1 else [])]
         return f"Report({self.title!r}, {', '.join(parts)}: {self.verdict})"
 
 
@@ -331,9 +329,8 @@ def _about(
     sites: Sequence[Site], records: Sequence[Record], steps: Sequence[Any], model: Any
 ) -> list[str]:
     """The line under the title."""
-    count = len(sites)
-    found = [f"{count:,} site" + ("" if count == 1 else "s")]
-    found.append(readable_bytes(max(record.nbytes for record in records)))
+    nbytes = max(record.nbytes for record in records)
+    found = [many(len(sites), "site"), readable_bytes(nbytes)]
     if model is not None:
         found.append(f"{parameters_of(leaves_below(model)).elements:,} parameters")
     if len(steps) > 1:

@@ -195,19 +195,15 @@ def _tiles(
     picked = _items(value, places) if places else value[None]
     if jnp.issubdtype(picked.dtype, jnp.complexfloating):
         picked = jnp.abs(picked)
-    is_finite = jnp.isfinite(picked)
     most = float(jnp.finfo(jnp.float32).max)
-    numbers = jnp.where(is_finite, jnp.clip(picked, -most, most), picked)
-    numbers = numbers.astype(jnp.float32)
+    numbers = jnp.clip(picked, -most, most).astype(jnp.float32)
+    numbers = jnp.where(jnp.isfinite(picked), numbers, jnp.nan)
     if block == (1, 1):
         return numbers
     size = math.prod(block)
     counts = _block_sums(jnp.ones_like(numbers), block)
-    finite = _block_sums(is_finite.astype(jnp.float32), block)
     # Divided first, so that the sum of large numbers is not infinite.
-    shares = jnp.where(is_finite, numbers / size, jnp.zeros_like(numbers))
-    means = _block_sums(shares, block) * (size / counts)
-    return jnp.where(finite < counts, jnp.nan, means)
+    return _block_sums(numbers / size, block) * (size / counts)
 
 
 def _items(value: Any, places: Any) -> Any:

@@ -7,6 +7,7 @@ of Variable, each Variable once, the states of random streams together, arrays t
 Variable holds as kind `Array`.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,20 +85,10 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Names, numbers and texts only."""
-        return {
-            "path": "/".join(map(str, self.path)),
-            "type": self.type.__name__,
-            "method": self.method,
-            "inputs": self.inputs,
-            "outputs": self.outputs,
-            "calls": self.calls,
-            "parameters": self.parameters,
-            "own_parameters": self.own_parameters,
-            "bytes": self.nbytes,
-            "sizes": sizes_dict(self.sizes),
-            "flops": self.flops,
-            "vjp_flops": self.vjp_flops,
-        }
+        found = {**vars(self), "path": "/".join(map(str, self.path))}
+        found["type"] = self.type.__name__
+        found["bytes"] = found.pop("nbytes")
+        return {**found, "sizes": sizes_dict(self.sizes)}
 
 
 def sizes_dict(sizes: Iterable[tuple[str, Size]]) -> dict[str, dict[str, int]]:
@@ -148,11 +139,8 @@ def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
 
 def parameters_of(leaves: Iterable[Any]) -> Size:
     """The size of the Params among Variables and arrays."""
-    total = Size()
-    for value in leaves:
-        if isinstance(value, Param):
-            total = total.plus(size_of(value))
-    return total
+    sizes = (size_of(value) for value in leaves if isinstance(value, Param))
+    return functools.reduce(Size.plus, sizes, Size())
 
 
 def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
@@ -226,12 +214,11 @@ def _distinct(calls: Iterable[Call]) -> list[Call]:
     found: dict[Any, Call] = {}
     for call in calls:
         key = call.path, call.note.given.method, call.note.inputs
-        if key in found:
-            counts = found[key].times, call.times
-            times = None if None in counts else sum(n for n in counts if n is not None)
-            found[key] = found[key]._replace(times=times)
-        else:
+        if (known := found.get(key)) is None:
             found[key] = call
+        elif known.times is not None:
+            times = None if call.times is None else known.times + call.times
+            found[key] = known._replace(times=times)
     return list(found.values())
 
 

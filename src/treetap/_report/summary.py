@@ -7,7 +7,6 @@ each method of each Module that is called, in the order in which the calls start
 Parameters" counts Params; other kinds of Variable are shown apart.
 """
 
-import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from treetap._report.table import (
     Column,
     Fitting,
     compact_frame,
+    html_of,
     printed,
     printed_plainly,
     short_types,
@@ -100,20 +100,15 @@ class Summary:
 
     def _columns(self, compact: bool) -> list[Column]:
         rows = self.rows
-
-        def types(texts: Iterable[str]) -> list[str]:
-            return [short_types(text) if compact else text for text in texts]
-
         counted = [row.parameters for row in rows]
         params = [count_text(n) if compact else f"{n:,}" for n in counted]
         sizes = [readable_bytes(row.nbytes) for row in rows]
         flops = [count_text(row.flops) for row in rows]
         nbytes, total = readable_bytes(self.nbytes), count_text(self.flops)
+        path, *rest = call_columns(rows, compact, "(root)")
         return [
-            Column("path", labels(rows, compact, "(root)"), total="Total"),
-            Column("type", [class_text(row, compact) for row in rows]),
-            Column("inputs", types(row.inputs for row in rows)),
-            Column("outputs", types(row.outputs for row in rows)),
+            path._replace(total="Total"),
+            *rest,
             Column("params", params, is_number=True, total=f"{self.parameters:,}"),
             Column("size", sizes, is_number=True, total=nbytes),
             Column("FLOPs", flops, is_number=True, total=total),
@@ -141,22 +136,9 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        columns = self._columns(False)
-
-        def line(cells: Sequence[str], tag: str = "td") -> str:
-            found = []
-            for column, cell in zip(columns, cells):
-                side = "right" if column.is_number else "left"
-                text = html.escape(cell).replace("\n", "<br>")
-                found.append(f'<{tag} style="text-align:{side}">{text}</{tag}>')
-            return f"<tr>{''.join(found)}</tr>"
-
-        body = "".join(map(line, zip(*(column.cells for column in columns))))
         others = others_text(self.sizes, ", ")
-        caption = html.escape(". ".join(filter(None, [f"{self.name} summary", others])))
-        heads = line([column.head for column in columns], "th")
-        totals = line([str(column.total) for column in columns], "th")
-        return f"<table><caption>{caption}</caption>{heads}{body}{totals}</table>"
+        caption = ". ".join(filter(None, [f"{self.name} summary", others]))
+        return html_of(self._columns(False), caption)
 
 
 # Texts of cells. A compact table writes types of numbers as jaxprs do (`f32[4,8]`),
@@ -215,6 +197,20 @@ def class_text(row: Row, compact: bool) -> str:
     ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
     middle = min(ends, key=lambda end: max(end, len(name) - end))
     return f"{name[:middle]}\n{name[middle:]}"
+
+
+def call_columns(rows: Sequence[Row], compact: bool, root: str = "") -> list[Column]:
+    """What is called, and with what."""
+
+    def types(texts: Iterable[str]) -> list[str]:
+        return [short_types(text) if compact else text for text in texts]
+
+    return [
+        Column("path", labels(rows, compact, root)),
+        Column("type", [class_text(row, compact) for row in rows]),
+        Column("inputs", types(row.inputs for row in rows)),
+        Column("outputs", types(row.outputs for row in rows)),
+    ]
 
 
 def others_text(sizes: Sequence[tuple[str, Size]], separator: str) -> str:
@@ -392,12 +388,7 @@ def _columns_of(
         return re.sub(r"(?m)^([\d,]+) \(", r"\1\n(", short_types(text))
 
     rows = [entry.row for entry in entries]
-    columns = [
-        Column("path", labels(rows, compact)),
-        Column("type", [class_text(row, compact) for row in rows]),
-        Column("inputs", [short(row.inputs) for row in rows]),
-        Column("outputs", [short(row.outputs) for row in rows]),
-    ]
+    columns = call_columns(rows, compact)
     for head in figures:
         counts = (getattr(row, head) for row in rows)
         texts = ["-" if count is None else f"{count:,}" for count in counts]

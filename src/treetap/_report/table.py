@@ -6,6 +6,7 @@ A table is a list of `Column`s. Two things may happen where it would be too wide
 out the columns that matter least, and says which; it is never garbled.
 """
 
+import html
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,6 +175,24 @@ class Listing:
 
 def _width(columns: Sequence[Column]) -> int:
     return sum(column.needed + GAP for column in columns) - GAP
+
+
+def html_of(columns: Sequence[Column], caption: str) -> str:
+    """The same columns as a table of HTML, for notebooks."""
+
+    def line(cells: Sequence[Any], tag: str = "td") -> str:
+        found = []
+        for column, cell in zip(columns, cells):
+            side = "right" if column.is_number else "left"
+            text = html.escape(str(cell)).replace("\n", "<br>")
+            found.append(f'<{tag} style="text-align:{side}">{text}</{tag}>')
+        return f"<tr>{''.join(found)}</tr>"
+
+    heads = line([column.head for column in columns], "th")
+    body = "".join(map(line, zip(*(column.cells for column in columns))))
+    totals = line([column.total for column in columns], "th")
+    title = f"<caption>{html.escape(caption)}</caption>"
+    return f"<table>{title}{heads}{body}{totals}</table>"
 
 
 def printed(table: Any, options: Options) -> str:
