@@ -154,7 +154,8 @@ def no_ours(outer, inner):
     return PAIRED[outer].no_ours or PAIRED[inner].no_ours
 
 
-def pairs(places):
+def pairs(places, *, refused=False):
+    """Cases of what JAX runs, or of what it refuses."""
     return [
         pytest.param(
             PAIRED[outer],
@@ -167,6 +168,7 @@ def pairs(places):
         for outer, inner, ns in nestings()
         for place in places
         if not (ns is OURS and no_ours(outer, inner))
+        and bool(refusal(PAIRED[outer], PAIRED[inner])) is refused
     ]
 
 
@@ -181,20 +183,21 @@ def name_of(case):
     return next(name for name, one in PAIRED.items() if one is case)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "ns", "place"), pairs(["outside"], refused=True)
+)
+def test_what_jax_refuses_fails_without_a_capture(outer, inner, ns, place):
+    check_refused(outer, inner, ns)
+
+
 @pytest.mark.parametrize(("outer", "inner", "ns", "place"), pairs(PLACES))
 def test_a_capture_of_two_transforms_gives_their_values(outer, inner, ns, place):
-    if refusal(outer, inner):
-        check_refused(outer, inner, ns)
-        return
     check_values(outer, inner, ns, place)
     check_moved(outer, inner, ns, place)
 
 
 @pytest.mark.parametrize(("outer", "inner", "ns", "place"), pairs(["outside"]))
 def test_a_capture_around_two_transforms_gives_gradients(outer, inner, ns, place):
-    if refusal(outer, inner):
-        check_refused(outer, inner, ns)
-        return
     check_site(outer, inner, ns)
     if is_reversible(outer, inner):
         check_gradients(outer, inner, ns)
@@ -211,9 +214,6 @@ def test_a_capture_around_two_transforms_gives_gradients(outer, inner, ns, place
 def test_a_capture_inside_has_the_gradients_that_are_taken_inside(
     outer, inner, ns, place
 ):
-    if refusal(outer, inner):
-        check_refused(outer, inner, ns)
-        return
     model, x = outer.inputs(inner)
     step = place_capture(outer, inner, ns, place, lambda step, _: with_gradient(step))
     if place == "between" and inner.differentiates and not inner.no_grads:

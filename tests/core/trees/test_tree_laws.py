@@ -6,7 +6,7 @@ import pickle
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 
 import treetap as tt
 from strategies import all_variables, describe, filters, graphs, modules
@@ -185,11 +185,12 @@ def test_flatten_and_unflatten_are_inverse(model):
 
 @given(modules, filters)
 def test_pop_and_the_rest_make_the_whole(model, chosen):
-    if any(isinstance(part, list | tuple) for _, part in tt.iter_graph(model)):
-        return  # plain sequences keep their length; refused by pop
+    # plain sequences keep their length; refused by pop
+    parts = [part for _, part in tt.iter_graph(model)]
+    assume(not any(isinstance(part, list | tuple) for part in parts))
     whole = dict(tt.to_flat_state(tt.state(model)))
-    if any(isinstance(key, int) for path in whole for key in path):
-        return  # positions move when an item of a List goes
+    # positions move when an item of a List goes
+    assume(not any(isinstance(key, int) for path in whole for key in path))
     popped = dict(tt.to_flat_state(tt.pop(model, chosen[0])))
     rest = dict(tt.to_flat_state(tt.state(model)))
     assert popped.keys().isdisjoint(rest)
@@ -219,8 +220,7 @@ def test_a_failing_merge_names_what_is_wrong(model):
     graphdef, state = tt.split(model, graph=True)
     before = edges(model)
     flat = list(tt.to_flat_state(state))
-    if not flat:
-        return
+    assume(flat)
     (path, _), *kept = flat
     with pytest.raises(tt.StructureError, match="missing " + "/".join(map(str, path))):
         tt.merge(graphdef, tt.from_flat_state(kept))
