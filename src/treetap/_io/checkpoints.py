@@ -33,7 +33,7 @@ from treetap._core.trees.state import nested
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import words_of
-from treetap._io.files import refuse_no_path
+from treetap._io.files import require_path
 from treetap._io.record_descriptions import is_key
 from treetap._io.targets import (
     NUMBERS,
@@ -142,7 +142,7 @@ def save_checkpoint(
         (3, (2,))
     """
     name = "save_checkpoint"
-    refuse_no_path(path, name)
+    require_path(path, name)
     ocp = _orbax(name)
     values: dict[Names, Any] = {}
     problems: list[str] = []
@@ -261,7 +261,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
             changed.
     """
     name = "restore_checkpoint"
-    refuse_no_path(path, name)
+    require_path(path, name)
     ocp = _orbax(name)
     tree = _Tree(target, name)
     leaves = tree.leaves

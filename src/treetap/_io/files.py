@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def refuse_no_path(path: Any, name: str) -> None:
-    """Refuses what is no path, such as the model where the path belongs.
+def require_path(path: Any, name: str) -> None:
+    """Refuses anything but a path, such as the model where the path belongs.
 
     Args:
         path: What was given for a path.

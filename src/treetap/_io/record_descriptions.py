@@ -3,7 +3,7 @@
 
 `described` takes a Record apart into a description and a list of leaves; `rebuilt` puts
 one together from what a file says. A file may come from anybody: nothing is imported or
-called by a name that it holds, and what is not as it should be raises `Strange`.
+called by a name that it holds, and what is not as it should be raises `Malformed`.
 """
 
 import collections
@@ -26,8 +26,14 @@ from treetap._observe.records import Record, Site
 
 PARTS = ("value", "grad", "taken", "count")
 DEEPEST = 64  # levels of a value, or of a key
-_TEXTS: dict[str, type] = {"name": str, "how": str, "module": str}
-_FIELDS = {**_TEXTS, "index": int, "path": list, "wraps": list}  # of a site, as JSON
+_FIELDS: dict[str, type] = {  # of a site, and what they are in JSON
+    "path": list,
+    "name": str,
+    "index": int,
+    "how": str,
+    "wraps": list,
+    "module": str,
+}
 _SCALARS = {kind.__name__: kind for kind in (bool, int, float, complex)}
 _NAMES = (
     "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 "
@@ -42,8 +48,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class Strange(Exception):
-    """A description that none of ours can be; says how."""
+class Malformed(ValueError):
+    """What a file describes cannot be; says how."""
 
 
 class Leaf(NamedTuple):
@@ -227,7 +233,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
-    """A Record from what a file says and its leaves; `Strange` if it says too little.
+    """A Record from what a file says and its leaves; `Malformed` if it says too little.
 
     The kind of Variable is one that this program knows: the nearest base, if it does
     not have the very class. A named tuple is one of the same name and fields.
@@ -241,14 +247,16 @@ def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
     try:
         sites = wanted(description, list, "the list of sites")
         return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
+    except Malformed:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Strange(f"{error!r:.200}") from error
+        raise Malformed(f"{error!r:.200}") from error
 
 
 def wanted(value: Any, kind: type, what: str) -> Any:
     """A value, which must be of that very type."""
     if type(value) is not kind:
-        raise Strange(f"{what} is {value!r:.60}, not a {kind.__name__}")
+        raise Malformed(f"{what} is {value!r:.60}, not a {kind.__name__}")
     return value
 
 
@@ -276,7 +284,7 @@ def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:
     if node is None:
         return None
     if depth > DEEPEST + 1:
-        raise Strange(f"a value is nested more than {DEEPEST} levels deep")
+        raise Malformed(f"a value is nested more than {DEEPEST} levels deep")
     if "leaf" in wanted(node, dict, "a value"):
         return _rebuilt_leaf(node, leaves)
     for kind in (tuple, list):
@@ -287,36 +295,36 @@ def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:
     items = [(_rebuilt_key(k), _rebuilt_node(v, leaves, depth + 1)) for k, v in pairs]
     found = dict(items)
     if len(found) < len(items):  # 1 and True are one key, too
-        raise Strange("two items have the same key")
+        raise Malformed("two items have the same key")
     if "dict" in node:
         return found
     names = [node["named"], *found]
     # Python reads a name in this form, in which two may be the same, or a keyword;
     # `namedtuple` itself refuses all else that is no name.
     if any(unicodedata.normalize("NFKC", name) != name for name in names):
-        raise Strange(f"no named tuple is {names!r:.80}")
+        raise Malformed(f"no named tuple is {names!r:.80}")
     return collections.namedtuple(names[0], names[1:])(**found)
 
 
 def _rebuilt_leaf(node: dict[str, Any], leaves: Sequence[Any]) -> Any:
     index = wanted(node["leaf"], int, "the number of a leaf")
     if not 0 <= index < len(leaves):
-        raise Strange(f"there is no leaf {index}")
+        raise Malformed(f"there is no leaf {index}")
     value = leaves[index]
     if "python" in node:
         kind = _SCALARS.get(str(node["python"]))
         if kind is None or value.shape != () or value.dtype.kind != np.dtype(kind).kind:
-            raise Strange(f"leaf {index} is no Python number")
+            raise Malformed(f"leaf {index} is no Python number")
         return kind(value)
     if "key" not in node:
         return value
     if value.dtype != np.uint32:
-        raise Strange(f"leaf {index} is {value.dtype}, which is no random key")
+        raise Malformed(f"leaf {index} is {value.dtype}, which is no random key")
     try:
         return jax.random.wrap_key_data(jnp.asarray(value), impl=str(node["key"]))
     except (TypeError, ValueError) as error:
         told = str(error)
-        raise Strange(f"leaf {index} is no random key: {told!a:.200}") from error
+        raise Malformed(f"leaf {index} is no random key: {told!a:.200}") from error
 
 
 def _rebuilt_key(key: Any, depth: int = 0) -> Any:
@@ -327,5 +335,5 @@ def _rebuilt_key(key: Any, depth: int = 0) -> Any:
         return tuple(_rebuilt_key(part, depth + 1) for part in key["tuple"])
     plain = key.get("plain", key)
     if plain is not None and type(plain) not in (bool, float):
-        raise Strange(f"a key is {key!r:.60}")
+        raise Malformed(f"a key is {key!r:.60}")
     return plain

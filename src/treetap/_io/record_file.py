@@ -18,11 +18,11 @@ import numpy as np
 
 from treetap._core.errors import CaptureError, WeightsError
 from treetap._core.wording import shown
-from treetap._io.files import refuse_no_path
+from treetap._io.files import require_path
 from treetap._io.record_descriptions import (
     DTYPES,
     Leaf,
-    Strange,
+    Malformed,
     described,
     rebuilt,
     wanted,
@@ -121,7 +121,7 @@ def load_record(path: str | os.PathLike[str]) -> Record:
         a     tap  int32[3], bool[3]  15 B
     """
     name = "load_record"
-    refuse_no_path(path, name)
+    require_path(path, name)
     stored = stored_tensors(path, name)
     about = texts_of(path, stored).get(ABOUT)
     if about is None:
@@ -165,15 +165,15 @@ def record_in(
     about = json_object(text, path, name)
     try:
         if about.get("version") != VERSION:
-            raise Strange("it was written by another version of this library")
+            raise Malformed("it was written by another version of this library")
         entries = wanted(about.get("leaves"), list, "the list of leaves")
         keys = [wanted(entry, dict, "a leaf").get("tensor") for entry in entries]
         keys = [wanted(key, str, "the name of a tensor") for key in keys]
         if len(set(keys)) < len(keys):  # many of one would not fit in the memory
-            raise Strange("two of its leaves are the same tensor")
+            raise Malformed("two of its leaves are the same tensor")
         leaves = [_leaf(entry, stored, made, name) for entry in entries]
         return rebuilt(about.get("sites"), leaves)
-    except (Strange, RecursionError) as error:
+    except (Malformed, RecursionError) as error:
         raise WeightsError(
             f"{name}: {path} is broken, or not a Record: {error}."
         ) from error
@@ -187,16 +187,16 @@ def _leaf(
 ) -> Any:
     key = entry["tensor"]
     if key not in stored:
-        raise Strange(f"it has no tensor {entry!r:.80}")
+        raise Malformed(f"it has no tensor {entry!r:.80}")
     found = stored[key]
     if found.dtype is None:
-        raise Strange(f"tensor {key!r:.80} is {found.code}, which JAX does not have")
+        raise Malformed(f"tensor {key!r:.80} is {found.code}, which JAX does not have")
     array = found.view(name)
     if "dtype" in entry:
         dtype = DTYPES.get(str(entry["dtype"]))
         is_fit = dtype is not None and array.dtype == np.uint8 and array.ndim > 0
         if dtype is None or not is_fit or array.shape[-1] != dtype.itemsize:
-            raise Strange(f"tensor {key!r:.80} holds no {entry['dtype']!r:.60}")
+            raise Malformed(f"tensor {key!r:.80} holds no {entry['dtype']!r:.60}")
         array = np.require(array, requirements="C").view(dtype)[..., 0]
     return made(array, bool(entry.get("host")))
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.wording import first_few, quoted, words_of
-from treetap._io.files import refuse_no_path, written_whole
+from treetap._io.files import require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -362,7 +362,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
 
 def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathlib.Path:
     """The file that is to be written; refused if it, or its metadata, cannot be."""
-    refuse_no_path(path, name)
+    require_path(path, name)
     file = pathlib.Path(path)
     refuse_other_formats(file, name)
     items = (metadata or {}).items()

@@ -30,7 +30,7 @@ from treetap._core.trees.update import update
 from treetap._core.variables.kinds import Cache, Intermediate, RngState
 from treetap._core.variables.values import is_ref
 from treetap._core.wording import near_to, quoted, shown
-from treetap._io.files import refuse_no_path
+from treetap._io.files import require_path
 from treetap._io.safetensors_file import (
     Stored,
     new_file,
@@ -102,7 +102,7 @@ def save_weights(
     name = "save_weights"
     file = new_file(path, metadata, name)
     found = Rules(rules, name)
-    outgoing = Outgoing()
+    outgoing = OutgoingTensors()
     targets, problems = targets_of(model, only, name)
     for target in targets:
         if reason := _no_value(target.raw):
@@ -149,7 +149,7 @@ class _Cut(NamedTuple):
     axis: int
 
 
-class Outgoing:
+class OutgoingTensors:
     """The tensors of a file, gathered from the values of Variables."""
 
     def __init__(self) -> None:
@@ -305,17 +305,17 @@ def load_weights(
         LoadedWeights(loaded=('up/kernel',), missing=(), unused=())
     """
     name = "load_weights"
-    refuse_no_path(path, name)
+    require_path(path, name)
     found = Rules(rules, name)
     stored = stored_tensors(path, name)
     targets, problems = targets_of(model, only, name)
-    plan = Incoming(stored, cast, problems)
+    plan = LoadPlan(stored, cast, problems)
     for target in targets:
         plan.add(target, found.find(target.path))
     missing = [target for target, _ in plan.missing]
     unused = plan.unused(ignore)
     if plan.problems or (strict and (missing or unused)):
-        raise misfits(path, plan, unused, found, strict)
+        raise _misfit_error(path, plan, unused, found, strict)
     values = plan.values(path)
     if values:
         update(model, nested(values))
@@ -326,7 +326,7 @@ def load_weights(
     )
 
 
-class Incoming:
+class LoadPlan:
     """Which tensors go where; made from headers alone."""
 
     def __init__(self, stored: dict[str, Stored], cast: bool, problems: list[str]):
@@ -471,8 +471,8 @@ def _left_over(name: str, uses: dict[Any, set[int]]) -> list[str]:
     return rests
 
 
-def misfits(
-    path: Any, plan: Incoming, unused: list[str], rules: Rules, strict: bool
+def _misfit_error(
+    path: Any, plan: LoadPlan, unused: list[str], rules: Rules, strict: bool
 ) -> WeightsError:
     """The error that lists all that does not fit."""
     lines: list[str] = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treetap._core.errors import WeightsError
-from treetap._io.record_descriptions import DTYPES, Strange, checked_site, wanted
+from treetap._io.record_descriptions import DTYPES, Malformed, checked_site, wanted
 from treetap._io.safetensors_file import MOST_AXES
 from treetap._io.store.journals import read_journal
 
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Contents:
+class JournalContents:
     """What the journals of a store say.
 
     Args:
@@ -118,15 +118,15 @@ class Contents:
                     sites = wanted(entry["sites"], list, "the list of sites")
                     self.sites = [checked_site(about) for about in sites]
                     self.is_begun = True  # last, should an interrupt come in between
-        except (KeyError, TypeError, AttributeError, ValueError, Strange) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error
 
     def _batch(self, entry: Any) -> Batch:
         rows = entry["rows"]
         if len(rows) != len(self.columns) or not all(map(_is_size, rows)):
-            raise Strange(f"line {self.lines + 1} does not tell the rows of each site")
+            raise Malformed(f"line {self.lines + 1} does not tell all numbers of rows")
         if any(column.axis is None and n != 1 for column, n in zip(self.columns, rows)):
-            raise Strange(f"line {self.lines + 1} has other rows than one of a value")
+            raise Malformed(f"line {self.lines + 1} has other rows than one of a value")
         ends = [end + count for end, count in zip(self.ends, rows)]
         return Batch(rows, ends, dict(entry["metadata"]))
 
@@ -143,7 +143,7 @@ def _column(about: Any) -> Column:
     good &= len(chunk) == len(shape) + 1 <= MOST_AXES and min(chunk) > 0
     good &= axis is None or (_is_size(axis) and axis <= len(shape))
     if not good:
-        raise Strange(f"a column is {about!r:.80}")
+        raise Malformed(f"a column is {about!r:.80}")
     return Column(text, axis, tuple(shape), dtype, tuple(chunk))
 
 
@@ -152,7 +152,7 @@ def journal_file(folder: pathlib.Path, process: int) -> pathlib.Path:
     return folder / f"journal-{process}.jsonl"
 
 
-def read_contents(folder: pathlib.Path, name: str) -> Contents:
+def read_contents(folder: pathlib.Path, name: str) -> JournalContents:
     """What all journals of a store agree on."""
     first = journal_file(folder, 0)
     if not folder.exists():
@@ -170,6 +170,6 @@ def read_contents(folder: pathlib.Path, name: str) -> Contents:
         count = min(count, len(read_journal(file, name)) if file.is_file() else 0)
         if count == 0:  # there may be said to be any number of others
             break
-    contents = Contents(f"{name}: {first}")
+    contents = JournalContents(f"{name}: {first}")
     contents.take(entries[1:count])
     return contents

@@ -16,8 +16,8 @@ import numpy as np
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import near_to, quoted, shown, typed
-from treetap._io.files import refuse_no_path
-from treetap._io.record_descriptions import Strange, rebuilt
+from treetap._io.files import require_path
+from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
@@ -49,7 +49,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]):
         name = "Store"
-        refuse_no_path(path, name)
+        require_path(path, name)
         ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         contents = read_contents(self._folder, name)
@@ -105,7 +105,7 @@ class Store:
         leaves = [array.finished(future) for array, future in pairs]
         try:
             return rebuilt(self._sites, leaves)
-        except Strange as error:
+        except Malformed as error:
             raise WeightsError(f"Store: {self._folder} is broken: {error}.") from error
 
     def __iter__(self) -> Iterator[Record]:

@@ -23,7 +23,7 @@ from jax.experimental.multihost_utils import process_allgather, sync_global_devi
 from treetap._capture.selectors import site_text
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import typed
-from treetap._io.files import refuse_no_path, to_disk
+from treetap._io.files import require_path, to_disk
 from treetap._io.record_descriptions import Leaf, described
 from treetap._io.store.arrays import (
     column_for,
@@ -78,7 +78,7 @@ class StoreWriter:
         compression: int = 0,
     ):
         name = "StoreWriter"
-        refuse_no_path(path, name)
+        require_path(path, name)
         self._ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         self._axes = Axes(axis, name)
