@@ -46,6 +46,22 @@ def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) 
             return fn(*args, **kwargs)
 
 
+def leave_marked(
+    session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a function that is being traced, and leaves its marks in the program.
+
+    For one who reads the jaxpr: marks are in it also where no walk can go, as in the
+    condition of a `while`. Who listens further out hears nothing of them.
+    """
+    with (
+        listening(listening.value),  # twice: see `listening`
+        rooted(session.roots) as session.known,
+        listening(session.asked),
+    ):
+        return fn(*args, **kwargs)
+
+
 def _united(first: Listening, second: Listening) -> Listening:
     """What is emitted when two captures listen, one inside the other."""
     kinds = None

@@ -56,6 +56,8 @@ class Handler:
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        run: Callable[..., Any] = listen,
         **options: Any,
     ) -> Iterator[Any]:
         """Runs a function; a block with its result, in which the session is open.
@@ -67,6 +69,7 @@ class Handler:
             fn: The function.
             args: Its arguments.
             kwargs: Its keyword arguments.
+            run: How: `listen`, or `leave_marked`.
             **options: Those of `Session`: gradients, values, a reduction, and so on.
         """
         self.session = Session(
@@ -78,7 +81,7 @@ class Handler:
             **options,
         )
         with restored(fn, args, kwargs), contextlib.closing(self.session):
-            yield listen(self.session, fn, *args, **kwargs)
+            yield run(self.session, fn, *args, **kwargs)
 
 
 def owner_of(fn: Any) -> Node | None:

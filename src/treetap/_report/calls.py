@@ -2,13 +2,14 @@
 """Calls: which methods of Modules run in a call of a model, and with what.
 
 The model is traced, not run, on copies of its objects. Each method emits one tap at its
-start, whose structure holds a `Note` of the call. No session takes these taps out: they
+start, whose structure holds a `Note` of the call. Nobody takes these taps out: they
 stay in the jaxpr, also where no capture can go, as in the condition of a `while`, and a
 function that is traced once and called for many layers tells of each. `recorded` reads
 them off, in the order in which the calls start, loops and mappings counted. Nothing is
 written on a class or an object.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
-from treetap._capture.callee import roots_of
-from treetap._capture.listening import Listening, around_methods, listening
+from treetap._capture.listener import leave_marked
+from treetap._capture.listening import Listening, around_methods
 from treetap._capture.marks import TICKET, Label, bind_tap, tap_p
-from treetap._capture.module_paths import Roots, inside, resolve, rooted
+from treetap._capture.module_paths import Roots, inside, resolve
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import operation_of
@@ -35,6 +36,7 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.sharing import places
 from treetap._core.variables.values import is_ref
 from treetap._modules.methods import is_wrapped
+from treetap._observe.handlers import Handler
 from treetap._report.texts import arguments_text, is_array, text_of
 from treetap._transforms.lift.lift import Lift
 
@@ -87,7 +89,7 @@ class MethodCall(NamedTuple):
         return regrow(self.definition, self.tree.unflatten(leaves))
 
     def run(self, arrays: Sequence[Any], asked: Listening = QUIET) -> Run:
-        """Calls the method as in a capture; taps that are heard stay where they are.
+        """Calls the method as in a capture; marks that are heard stay in the program.
 
         So `sow` and `perturb` do not store anything, and do not complain.
         """
@@ -98,14 +100,16 @@ class MethodCall(NamedTuple):
         def call(_: Any, *args: Any, **kwargs: Any) -> Any:
             return bound(*args, **kwargs)
 
-        roots = roots_of(bound, args, kwargs)
-        with listening(listening.value), rooted(roots) as known, listening(asked):
-            if asked is QUIET or is_wrapped(getattr(type(node), self.method)):
-                out = bound(*args, **kwargs)
-            else:  # nobody else tells of it
-                with inside(node):
-                    out = _told(self.method, call, node, args, kwargs)
-        return Run(out, leaves, known)
+        @functools.wraps(bound)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            with inside(node):
+                return _told(self.method, call, node, args, kwargs)
+
+        # Of a method that is not wrapped nobody else tells.
+        is_wanted = asked is CALLS and not is_wrapped(getattr(type(node), self.method))
+        fn, handler = told if is_wanted else bound, Handler(asked)
+        with handler.around(fn, args, kwargs, run=leave_marked) as out:
+            return Run(out, leaves, handler.session.known)
 
 
 def taken_apart(
