@@ -2,6 +2,32 @@
 # The public names, each once, with the file it is written in. `__init__.py` reads this
 # list and imports a name when somebody asks for it.
 
+from jax.nn import celu as celu
+from jax.nn import elu as elu
+from jax.nn import gelu as gelu
+from jax.nn import glu as glu
+from jax.nn import hard_sigmoid as hard_sigmoid
+from jax.nn import hard_silu as hard_silu
+from jax.nn import hard_swish as hard_swish
+from jax.nn import hard_tanh as hard_tanh
+from jax.nn import identity as identity
+from jax.nn import leaky_relu as leaky_relu
+from jax.nn import log_sigmoid as log_sigmoid
+from jax.nn import log_softmax as log_softmax
+from jax.nn import logsumexp as logsumexp
+from jax.nn import one_hot as one_hot
+from jax.nn import relu as relu
+from jax.nn import relu6 as relu6
+from jax.nn import selu as selu
+from jax.nn import sigmoid as sigmoid
+from jax.nn import silu as silu
+from jax.nn import soft_sign as soft_sign
+from jax.nn import softmax as softmax
+from jax.nn import softplus as softplus
+from jax.nn import standardize as standardize
+from jax.nn import swish as swish
+from jax.numpy import tanh as tanh
+
 from treetap import edits as edits
 from treetap import initializers as initializers
 from treetap import metrics as metrics
@@ -130,31 +156,6 @@ from treetap._modules.views import view as view
 from treetap._modules.views import view_info as view_info
 from treetap._modules.views import with_attributes as with_attributes
 from treetap._nn.activations import PReLU as PReLU
-from treetap._nn.activations import celu as celu
-from treetap._nn.activations import elu as elu
-from treetap._nn.activations import gelu as gelu
-from treetap._nn.activations import glu as glu
-from treetap._nn.activations import hard_sigmoid as hard_sigmoid
-from treetap._nn.activations import hard_silu as hard_silu
-from treetap._nn.activations import hard_swish as hard_swish
-from treetap._nn.activations import hard_tanh as hard_tanh
-from treetap._nn.activations import identity as identity
-from treetap._nn.activations import leaky_relu as leaky_relu
-from treetap._nn.activations import log_sigmoid as log_sigmoid
-from treetap._nn.activations import log_softmax as log_softmax
-from treetap._nn.activations import logsumexp as logsumexp
-from treetap._nn.activations import one_hot as one_hot
-from treetap._nn.activations import relu as relu
-from treetap._nn.activations import relu6 as relu6
-from treetap._nn.activations import selu as selu
-from treetap._nn.activations import sigmoid as sigmoid
-from treetap._nn.activations import silu as silu
-from treetap._nn.activations import soft_sign as soft_sign
-from treetap._nn.activations import softmax as softmax
-from treetap._nn.activations import softplus as softplus
-from treetap._nn.activations import standardize as standardize
-from treetap._nn.activations import swish as swish
-from treetap._nn.activations import tanh as tanh
 from treetap._nn.adapters import LoRA as LoRA
 from treetap._nn.adapters import LoRALinear as LoRALinear
 from treetap._nn.adapters import LoRAParam as LoRAParam

@@ -131,13 +131,9 @@ class Pair(tt.Module):
 
 def test_every_matrix_of_a_layer_and_nothing_else():
     layer = made(tt.SpectralNorm, Pair())
-    assert set(layer.batch_stats) == {
-        *(
-            (*path, name)
-            for path in (("first", "kernel"), ("second", "kernel"))
-            for name in ("u", "sigma")
-        )
-    }
+    kernels = [("first", "kernel"), ("second", "kernel")]
+    stats = {(*path, name) for path in kernels for name in ("u", "sigma")}
+    assert set(layer.batch_stats) == stats
     assert all(type(stat) is tt.BatchStat for stat in layer.batch_stats.values())
 
 

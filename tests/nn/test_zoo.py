@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export as jax_export
+from test_activations import NAMES as ACTIVATIONS
 from zoo import (
     FEW,
     FOLLOWING,
@@ -31,7 +32,6 @@ from zoo import (
 
 import treetap as tt
 from modes import ALL_MODES, NAMED
-from treetap._nn.activations import FUNCTIONS
 
 INDEPENDENT = [name for name in ZOO if name not in FOLLOWING]
 
@@ -361,9 +361,10 @@ def test_cloudpickle_keeps_a_layer(entry):
     check_copy(entry, lambda layer: pickle.loads(cloudpickle.dumps(layer)))
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("copied", [through_pickle, copy.deepcopy])
-def test_a_model_with_an_activation_is_copied_with_the_same_one(fn, copied):
+def test_a_model_with_an_activation_is_copied_with_the_same_one(name, copied):
+    fn = getattr(tt, name)
     model = tt.Sequential(fn)
     twin = copied(model)
     assert twin.layers[0] is fn

@@ -11,7 +11,7 @@ through a layer is the same everywhere: `__init__` checks, makes the parameters 
 order in which NNX draws their keys, and keeps the options as static attributes;
 `__call__` checks the inputs, promotes, computes. The families:
 
-- `activations`: JAX's functions, and the one activation with a parameter.
+- `activations`: the one activation with a parameter.
 - `linear`: linear maps, and the base they share with `convolution`; `adapters` put maps
   of low rank beside them, `embedding` looks vectors up in a table.
 - `normalization`: moments, and the layers that divide by them.

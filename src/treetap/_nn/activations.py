@@ -1,55 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations: JAX's own functions under the names models use, and PReLU.
+"""PReLU: the one activation that has a parameter.
 
-Only PReLU has a parameter; everything else is a function of arrays.
+All others are functions of JAX, which the root offers under the names models use.
 """
 
 import jax
 import jax.numpy as jnp
-from jax.nn import (
-    celu,
-    elu,
-    gelu,
-    glu,
-    hard_sigmoid,
-    hard_silu,
-    hard_swish,
-    hard_tanh,
-    identity,
-    leaky_relu,
-    log_sigmoid,
-    log_softmax,
-    logsumexp,
-    one_hot,
-    relu,
-    relu6,
-    selu,
-    sigmoid,
-    silu,
-    soft_sign,
-    softmax,
-    softplus,
-    standardize,
-    swish,
-)
-from jax.numpy import tanh
 
 from treetap._core.variables.kinds import Param
 from treetap._nn.dtypes import promote_dtype as default_promote
-from treetap._nn.parameters import (
-    NO_METADATA,
-    Array,
-    Dtype,
-    Layer,
-    Metadata,
-    Promote,
-)
-
-FUNCTIONS = (
-    *(celu, elu, gelu, glu, hard_sigmoid, hard_silu, hard_swish, hard_tanh, identity),
-    *(leaky_relu, log_sigmoid, log_softmax, logsumexp, one_hot, relu, relu6, selu),
-    *(sigmoid, silu, soft_sign, softmax, softplus, standardize, swish, tanh),
-)
+from treetap._nn.parameters import NO_METADATA, Array, Dtype, Layer, Metadata, Promote
 
 
 class PReLU(Layer):
