@@ -223,7 +223,7 @@ def one_per_element(key, shape, dtype):
             lambda r: tt.MultiHeadAttention(2, 4, implementation="foo", rngs=r)(
                 jnp.ones((2, 5, 4))
             ),
-            "`implementation` is None, 'xla' or 'cudnn'",
+            "`implementation` must be None, 'xla' or 'cudnn'",
         ),
         (
             lambda r: tt.LoRA(3, 2, 4, base_module=tt.Linear(3, 5, rngs=r), rngs=r)(

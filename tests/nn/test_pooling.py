@@ -133,15 +133,18 @@ X = (1, 5, 5, 2)
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((2,), "`window_shape` is a sequence of positive sizes"),
-        (((0, 2),), r"`window_shape` .* not \(0, 2\)"),
-        (((2, 2), 2), "`strides` is a sequence of positive sizes"),
-        (((2, 2), (-1, 1)), r"`strides` .* not \(-1, 1\)"),
+        ((2,), "`window_shape` must be a sequence of positive integers"),
+        (((0, 2),), r"`window_shape` .* got \(0, 2\)"),
+        (((2, 2), 2), "`strides` must be a sequence of positive integers"),
+        (((2, 2), (-1, 1)), r"`strides` .* got \(-1, 1\)"),
         (((2, 2), (2,)), r"window_shape=\(2, 2\) and strides=\(2,\) must be equally"),
         (((2,) * 4,), r"a window of \(2, 2, 2, 2\) .* got float32\[1,5,5,2\]"),
-        (((2, 2), None, [(1, 1)]), r"`padding` is a name, or a pair for each of the 2"),
+        (
+            ((2, 2), None, [(1, 1)]),
+            r"`padding` must be a name, or a pair for each of",
+        ),
         (((2, 2), None, [1, 1]), r"`padding` .* got \[1, 1\]"),
-        (((2, 2), None, [(1, 1, 1)] * 2), "`padding` is a name, or a pair"),
+        (((2, 2), None, [(1, 1, 1)] * 2), "`padding` must be a name, or a pair"),
     ],
 )
 def test_what_does_not_fit_is_refused(args, words):

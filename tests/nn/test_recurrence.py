@@ -355,7 +355,7 @@ def test_streams_of_another_kind_are_refused(rngs):
     [
         ((3,), None, r"expected \[batch..., time, features\], got float32\[3\]"),
         (X, [1, 2, 3], r"`seq_lengths` .* batch \(2,\), got int32\[3\]"),
-        (X, [1.0, 2.0], r"`seq_lengths` is a whole number .* got float32\[2\]"),
+        (X, [1.0, 2.0], r"`seq_lengths` must be an integer .* got float32\[2\]"),
         (X, 3, r"`seq_lengths` .* got int32\[\]"),
     ],
 )

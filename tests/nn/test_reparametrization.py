@@ -206,7 +206,7 @@ def test_what_is_wrapped_is_a_module_that_can_be_called(cls):
 
 def test_there_is_at_least_one_step():
     for steps in (0, -1):
-        message = f"^SpectralNorm: `n_steps` is at least 1, not {steps}"
+        message = f"^SpectralNorm: `n_steps` must be a positive integer, got {steps}"
         with pytest.raises(tt.StructureError, match=message):
             made(tt.SpectralNorm, linear(), n_steps=steps)
 

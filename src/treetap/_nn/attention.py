@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: weighing values by how well their keys match a query; and masks for it.
+"""Attention: values weighed by how well their keys match a query; and masks for it.
 
 Arrays are `[batch..., length, heads, depth]`. The weights are a site that captures can
 select, unless a fused implementation is asked for: that one never has them.
@@ -48,7 +48,7 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     is_causal: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Values, weighed by the softmax of the products of queries and keys.
+    """Weigh values by the softmax of the products of queries and keys.
 
     There may be fewer heads of keys and values than of queries: each then serves a
     group of query heads.
@@ -63,12 +63,12 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
         dropout_rng: The key to drop weights with.
         dropout_rate: The share of weights to drop.
         deterministic: Whether to drop none.
-        dtype: The dtype to compute in, as for `Linear`; the softmax is in float32 or
-            wider.
+        dtype: The dtype to compute in; without it, the one that query, key and value
+            promote to. The softmax is in float32 or wider.
         precision: As for `jax.lax.dot_general`.
         module: A Module that sows the weights, as `attention_weights`. Without it they
             are a tap of that name.
-        promote_dtype: What brings the arrays to one dtype.
+        promote_dtype: What brings the arrays to one dtype, called as `promote_dtype`.
         is_causal: Whether a query sees only keys up to its own position.
         implementation: `"xla"` or `"cudnn"`: use `jax.nn.dot_product_attention`, which
             has no weights to show and no dropout.
@@ -91,7 +91,8 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
         _check_fused(query, value, dropping, precision, module, implementation)
         return _fused((query, key, value), bias, mask, is_causal, implementation)
     if is_causal:
-        causal = jnp.reshape(_causal(shape), (1,) * (len(shape) - 2) + shape[-2:])
+        causal = jnp.tri(*shape[-2:], dtype=bool)  # to its own position, and before
+        causal = jnp.reshape(causal, (1,) * (len(shape) - 2) + shape[-2:])
         mask = causal if mask is None else jnp.logical_and(mask, causal)
     weights = _weights(query, key, bias, mask, precision, shape)
     if module is not None:
@@ -107,14 +108,14 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
 
 @functools.cache
 def _tap() -> Callable[..., Any]:
-    """What is imported only if somebody listens."""
+    """Return `tap`, which is imported only if somebody listens."""
     from treetap._capture.emit import tap
 
     return tap
 
 
 def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
-    """Refuses arrays that do not fit together, in the words for what does not."""
+    """Refuse arrays that do not fit together, in the words for what does not."""
     texts = f"query {typed(query)}, key {typed(key)}, value {typed(value)}"
 
     def refuse(what: str) -> StructureError:
@@ -135,7 +136,7 @@ def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
 
 
 def broadcastable(layer: str, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """A mask or bias with as many axes as the weights, each theirs or 1."""
+    """Return a mask or bias with as many axes as the weights, each theirs or 1."""
     if given is None:
         return None
     given = jnp.asarray(given)
@@ -152,10 +153,11 @@ def broadcastable(layer: str, name: str, given: Any, shape: tuple[int, ...]) -> 
 def _check_fused(  # noqa: PLR0917 - what a fused implementation may lack
     query: Any, value: Any, dropping: bool, precision: Any, module: Any, name: Any
 ) -> None:
+    """Refuse what a fused implementation cannot do."""
     if name not in ("xla", "cudnn"):
         raise StructureError(
-            "dot_product_attention: `implementation` is None, 'xla' or 'cudnn', not "
-            f"{name!r}."
+            "dot_product_attention: `implementation` must be None, 'xla' or 'cudnn', "
+            f"got {name!r}."
         )
     lacks = {
         "drop weights": dropping,
@@ -173,7 +175,7 @@ def _check_fused(  # noqa: PLR0917 - what a fused implementation may lack
 def _fused(
     arrays: tuple[jax.Array, ...], bias: Any, mask: Any, causal: bool, name: Any
 ) -> jax.Array:
-    """JAX's implementation, which knows one batch axis."""
+    """Call JAX's implementation, which knows one batch axis."""
     shape, dtype = arrays[0].shape, arrays[0].dtype
     batch = shape[:-3]
 
@@ -196,17 +198,10 @@ def _fused(
     return jnp.reshape(out, shape)
 
 
-def _causal(shape: tuple[int, ...]) -> jax.Array:
-    """Whether the position of a query is at or after that of a key."""
-    queries, keys = shape[-2:]
-    rows = lax.broadcasted_iota(jnp.int32, (queries, keys), 0)
-    return rows >= lax.broadcasted_iota(jnp.int32, (queries, keys), 1)
-
-
 def _weights(  # noqa: PLR0917 - the parts of one formula
     query: Any, key: Any, bias: Any, mask: Any, precision: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """The weights, `[batch..., heads, queries, keys]`."""
+    """Return the weights, `[batch..., heads, queries, keys]`."""
     dtype = query.dtype
     query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
     heads = key.shape[-2]
@@ -228,7 +223,7 @@ def _weights(  # noqa: PLR0917 - the parts of one formula
 
 
 def _kept(key: Any, keep: float, shape: tuple[int, ...], together: bool) -> jax.Array:
-    """Which weights to keep."""
+    """Return which weights to keep."""
     if key is None:
         raise StructureError(
             "dot_product_attention: weights are to be dropped, but there is no "
@@ -240,7 +235,7 @@ def _kept(key: Any, keep: float, shape: tuple[int, ...], together: bool) -> jax.
 
 
 def _summed(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
-    """The values, weighed: `[batch..., queries, heads, depth]`."""
+    """Return the values, weighed: `[batch..., queries, heads, depth]`."""
     *batch, heads, queries, keys = weights.shape
     groups = value.shape[-2]
     grouped = jnp.reshape(weights, (*batch, groups, heads // groups, queries, keys))
@@ -255,7 +250,7 @@ def make_attention_mask(
     extra_batch_dims: int = 0,
     dtype: Dtype = jnp.float32,
 ) -> jax.Array:
-    """A mask from something about each query and each key.
+    """Make a mask from something about each query and each key.
 
     Args:
         query_input: `[batch..., queries]`.
@@ -277,8 +272,8 @@ def make_attention_mask(
     """
     if extra_batch_dims < 0:
         raise StructureError(
-            "make_attention_mask: `extra_batch_dims` is a number of axes, not "
-            f"{extra_batch_dims}."
+            "make_attention_mask: `extra_batch_dims` must be a non-negative integer, "
+            f"got {extra_batch_dims}."
         )
     one, two = jnp.asarray(query_input), jnp.asarray(key_input)
     fits = 1 <= one.ndim == two.ndim and _broadcast(one.shape[:-1], two.shape[:-1])
@@ -295,7 +290,7 @@ def make_attention_mask(
 def make_causal_mask(
     x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32
 ) -> jax.Array:
-    """A mask by which each position sees itself and those before it.
+    """Make a mask by which each position sees itself and those before it.
 
     Args:
         x: `[batch..., length]`; only the shape counts.
@@ -322,7 +317,7 @@ def _broadcast(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
 
 
 def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Any:
-    """What all masks let through; None if there is none.
+    """Make a mask of what all masks let through; None if there is none.
 
     Args:
         *masks: Masks of one rank, or None.

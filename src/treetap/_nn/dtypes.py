@@ -13,7 +13,7 @@ import jax.numpy as jnp
 def promote_dtype(
     values: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True
 ) -> tuple[Any, ...]:
-    """Casts values to one dtype; None stays None.
+    """Cast values to one dtype; None stays None.
 
     Args:
         values: Arrays, or None.
@@ -32,7 +32,7 @@ def promote_dtype(
         dtype = common_dtype(values, inexact)
     elif inexact and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
-            f"promote_dtype: the dtype must be floating or complex, not "
+            f"promote_dtype: the dtype must be floating or complex, got "
             f"{jnp.dtype(dtype).name}. Say `inexact=False` to compute in it anyway."
         )
     return tuple(
@@ -41,7 +41,7 @@ def promote_dtype(
 
 
 def common_dtype(values: tuple[Any, ...], inexact: bool = True) -> Any:
-    """The dtype JAX promotes values to; floating or complex if it must be."""
+    """Return the dtype JAX promotes values to; floating or complex if it must be."""
     found = jnp.result_type(*(value for value in values if value is not None))
     if inexact and not jnp.issubdtype(found, jnp.inexact):
         return jnp.promote_types(jnp.float32, found)

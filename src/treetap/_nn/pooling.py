@@ -28,7 +28,7 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
     strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """Reduces each window.
+    """Reduce each window.
 
     Args:
         inputs: `[batch..., window axes..., features]`.
@@ -58,7 +58,9 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
         )
     ahead = (1,) * batch
     return lax.reduce_window(
-        *(inputs, np.asarray(init, inputs.dtype), reduce_fn),
+        inputs,
+        np.asarray(init, inputs.dtype),
+        reduce_fn,
         (*ahead, *window, 1),
         (*ahead, *steps, 1),
         _padding(padding, len(window), batch),
@@ -66,30 +68,31 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Sizes given as any sequence."""
+    """Return sizes given as any sequence."""
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     if not is_list or not all(map(_is_size, value)):
         raise StructureError(
-            f"pool: `{name}` is a sequence of positive sizes, one for each window "
-            f"axis, not {value!r}."
+            f"pool: `{name}` must be a sequence of positive integers, one for each "
+            f"window axis; got {value!r}."
         )
     return tuple(int(size) for size in value)
 
 
 def _is_size(value: Any) -> bool:
+    """Whether a value is a positive integer."""
     return isinstance(value, int | np.integer) and bool(value >= 1)
 
 
 def _padding(padding: Any, axes: int, batch: int) -> Any:
-    """Padding of all axes."""
+    """Return padding of all axes."""
     if isinstance(padding, str) and padding.upper() in ("SAME", "SAME_LOWER", "VALID"):
         return padding.upper()
     given = padding if isinstance(padding, Sequence) else ()
     pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in given]
     if len(pairs) != axes or any(len(pair) != 2 for pair in pairs):
         raise StructureError(
-            f"pool: `padding` is a name, or a pair for each of the {axes} window axes; "
-            f"got {padding!r}."
+            f"pool: `padding` must be a name, or a pair for each of the {axes} window "
+            f"axes; got {padding!r}."
         )
     return [(0, 0)] * batch + pairs + [(0, 0)]
 
@@ -101,13 +104,13 @@ def avg_pool(
     padding: Padding = "VALID",
     count_include_pad: bool = True,
 ) -> jax.Array:
-    """The mean of each window.
+    """Average each window.
 
     Args:
-        inputs: This and those that follow, as for `pool`.
-        window_shape: The size of the window.
-        strides: How far it moves.
-        padding: What is added around.
+        inputs: `[batch..., window axes..., features]`.
+        window_shape: The size of the window on each of its axes.
+        strides: How far the window moves on each; by 1 without it.
+        padding: `"SAME"`, `"VALID"`, or how much before and after each window axis.
         count_include_pad: Whether added zeros count as elements of the window.
     """
     total = pool(inputs, 0.0, lax.add, window_shape, strides, padding)
@@ -125,13 +128,13 @@ def max_pool(
     strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """The largest element of each window; arguments as for `pool`.
+    """Take the largest element of each window.
 
     Args:
         inputs: `[batch..., window axes..., features]`.
-        window_shape: The size of the window.
-        strides: How far it moves.
-        padding: What is added around.
+        window_shape: The size of the window on each of its axes.
+        strides: How far the window moves on each; by 1 without it.
+        padding: `"SAME"`, `"VALID"`, or how much before and after each window axis.
     """
     lowest = _bound(inputs, -np.inf)
     return pool(inputs, lowest, lax.max, window_shape, strides, padding)
@@ -143,20 +146,20 @@ def min_pool(
     strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """The smallest element of each window; arguments as for `pool`.
+    """Take the smallest element of each window.
 
     Args:
         inputs: `[batch..., window axes..., features]`.
-        window_shape: The size of the window.
-        strides: How far it moves.
-        padding: What is added around.
+        window_shape: The size of the window on each of its axes.
+        strides: How far the window moves on each; by 1 without it.
+        padding: `"SAME"`, `"VALID"`, or how much before and after each window axis.
     """
     highest = _bound(inputs, np.inf)
     return pool(inputs, highest, lax.min, window_shape, strides, padding)
 
 
 def _bound(inputs: Array, infinity: float) -> Any:
-    """An infinity, or the end of the range of whole numbers."""
+    """Return an infinity, or the end of the range of integers."""
     dtype = jnp.asarray(inputs).dtype
     if dtype == jnp.bool_:
         return infinity > 0

@@ -6,7 +6,6 @@ major. Sequences may be shorter than the array that holds them (`seq_lengths`): 
 carry that is returned is then the one of each sequence's own last step.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.traverse import iter_graph
@@ -32,7 +32,7 @@ Streams = Rngs | RngStream | bool
 
 
 def own_stream(layer: Any, rngs: Any) -> Any:
-    """The stream a layer keeps to begin its carry with."""
+    """Return the stream a layer keeps to begin its carry with."""
     if rngs is True:
         return RngStream(0, tag="carry")
     return forked(layer, None if rngs is False else rngs, "carry")
@@ -44,7 +44,7 @@ def flip_sequences(
     num_batch_dims: int,
     time_major: bool,
 ) -> jax.Array:
-    """Sequences in reverse, each within its own length; padding stays behind.
+    """Reverse sequences, each within its own length; padding stays behind.
 
     Args:
         inputs: The sequences.
@@ -66,7 +66,7 @@ def flip_sequences(
 
 
 class RNN(Module):
-    """Runs a cell over sequences.
+    """Run a cell over sequences.
 
     Args:
         cell: The cell.
@@ -106,7 +106,7 @@ class RNN(Module):
                 f"RNN: `cell` must be a recurrent cell, got {type(cell).__name__}."
             )
         if not isinstance(unroll, bool) and unroll < 1:
-            raise StructureError(f"RNN: `unroll` is at least 1, not {unroll!r}.")
+            raise StructureError(f"RNN: `unroll` must be at least 1, got {unroll!r}.")
         self.cell = cell
         self.time_major = time_major
         self.return_carry = return_carry
@@ -129,13 +129,14 @@ class RNN(Module):
         keep_order: bool | None = None,
         rngs: Rngs | RngStream | None = None,
     ) -> Any:
-        """The outputs of all steps; before them the last carry, if asked for.
+        """Return the outputs of all steps; before them the last carry, if asked for.
 
         Args:
             inputs: The sequences.
             initial_carry: The carry to begin with, instead of the cell's.
             seq_lengths: How long each sequence is; as long as the array without it.
-            return_carry: This and those that follow, instead of the layer's own.
+            return_carry: Whether to return the last carry; as the layer was told
+                without it, and so for those that follow.
             time_major: Whether time is the first axis.
             reverse: Whether to go from the end to the beginning.
             keep_order: Whether outputs are in the order of the inputs then.
@@ -180,25 +181,25 @@ class RNN(Module):
         lengths = jnp.asarray(lengths)
         if lengths.shape != batch or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise StructureError(
-                f"{where(self)}: `seq_lengths` is a whole number for each sequence of "
+                f"{where(self)}: `seq_lengths` must be an integer for each sequence of "
                 f"the batch {batch}, got {typed(lengths)}."
             )
         is_known = not isinstance(lengths, Tracer) and lengths.size
         known = np.asarray(lengths) if is_known else None  # also while tracing
         if known is not None and not 0 <= known.min() <= known.max() <= steps:
             raise StructureError(
-                f"{where(self)}: `seq_lengths` are from 0 to the {steps} steps there "
-                f"are, got {lengths}."
+                f"{where(self)}: `seq_lengths` must be from 0 to the {steps} steps "
+                f"there are, got {lengths}."
             )
         return lengths
 
     def _run(self, carry: Any, inputs: Any, lengths: Any, axis: int) -> Any:
-        """The last carry and all outputs."""
-        given = (axis, self.unroll, self.broadcast_rngs, self.state_axes)
+        """Return the last carry and all outputs."""
+        settings = (axis, self.unroll, self.broadcast_rngs, self.state_axes)
         try:
-            run = _scanned(*given)
+            run = _SCANS.made(settings, lambda: _scanned(*settings))
         except TypeError:  # a filter without a hash
-            run = _scanned.__wrapped__(*given)
+            run = _scanned(*settings)
         steps = jnp.arange(inputs.shape[axis], dtype=jnp.int32)
         carry = jax.tree.map(jnp.asarray, carry)
         with _HeldStreams(self.cell, self.broadcast_rngs):
@@ -206,9 +207,12 @@ class RNN(Module):
         return last, outputs
 
 
-@functools.lru_cache(maxsize=128)
+# Scans by the settings of an RNN: JAX traces a function that it knows only once.
+_SCANS: BoundedCache[Any, Any] = BoundedCache(128)
+
+
 def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
-    """The scan of an RNN with these settings: JAX traces a function it knows once."""
+    """Return the scan of an RNN with these settings."""
 
     def step(cell: Any, carries: Any, lengths: Any, at: Any, x: Any) -> Any:
         running, last = carries
@@ -230,7 +234,7 @@ def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
 
 
 def _kept(is_valid: jax.Array, new: Any, last: Any) -> Any:
-    """The new carry for sequences that are still going, the last one for others."""
+    """Return the new carry for sequences that are still going, or else the last one."""
 
     def choose(new: jax.Array, last: jax.Array) -> jax.Array:
         shape = is_valid.shape + (1,) * (new.ndim - is_valid.ndim)
@@ -251,7 +255,7 @@ class _HeldStreams:
         self.before: list[tuple[RngStream, Any, Any]] = []
 
     def streams(self) -> list[RngStream]:
-        """The streams in question."""
+        """Return the streams in question."""
         if self.wanted is None:
             return []
         return [
@@ -261,19 +265,16 @@ class _HeldStreams:
         ]
 
     def again(self) -> None:
-        """Makes the next step draw the keys of this one."""
+        """Make the next step draw the keys of this one."""
         for stream in self.streams():
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
 
     def __enter__(self) -> None:
         for stream in self.streams():
-            count, drawn, key = (
-                stream.count.get_value(),
-                stream(),
-                stream.key.get_value(),
+            self.before.append(
+                (stream, stream.key.get_value(), stream.count.get_value())
             )
-            self.before.append((stream, key, count))
-            stream.key.set_value(jax.random.split(drawn, 1)[0])
+            stream.key.set_value(jax.random.split(stream(), 1)[0])
         self.again()
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -284,12 +285,12 @@ class _HeldStreams:
 
 
 def concatenate(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Two outputs side by side, on the last axis."""
+    """Put two outputs side by side, on the last axis."""
     return jnp.concatenate([first, second], axis=-1)
 
 
 class Bidirectional(Module):
-    """Two RNNs over the same sequences, one from each end.
+    """Run two RNNs over the same sequences, one from each end.
 
     Args:
         forward_rnn: The one from the beginning.
@@ -297,7 +298,8 @@ class Bidirectional(Module):
         merge_fn: What puts the outputs of both together, each step's at its place.
         time_major: Whether time is the first axis of the inputs.
         return_carry: Whether to return the last carries as well, as a pair.
-        rngs: As for `RNN`, for both.
+        rngs: Random streams, or a stream, for both carries; True for one of its own,
+            False for none.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -349,7 +351,7 @@ class Bidirectional(Module):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        """The outputs of all steps; before them both carries, if asked for.
+        """Return the outputs of all steps; before them both carries, if asked for.
 
         Args:
             inputs: The sequences.
@@ -376,15 +378,16 @@ class Bidirectional(Module):
         carries: Any = (None, None) if initial_carry is None else initial_carry
         if not isinstance(carries, tuple | list) or len(carries) != 2:
             raise StructureError(
-                f"{where(self)}: `initial_carry` is a pair, of the carries of both "
-                f"RNNs; got {type(carries).__name__}."
+                f"{where(self)}: `initial_carry` must be a pair, of the carries of "
+                f"both RNNs; got {type(carries).__name__}."
             )
         ahead, back = carries
         ahead, first = self.forward_rnn(
             inputs, initial_carry=ahead, reverse=False, **options
         )
+        options["keep_order"] = True
         back, second = self.backward_rnn(
-            *(inputs,), initial_carry=back, reverse=True, keep_order=True, **options
+            inputs, initial_carry=back, reverse=True, **options
         )
         outputs = jax.tree.map(self.merge_fn, first, second)
         return ((ahead, back), outputs) if return_carry else outputs

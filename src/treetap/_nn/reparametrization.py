@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that run another with weights made from its own: normalised ones.
+"""Layers that run another with weights made from its own: normalized ones.
 
 The wrapped layer keeps its weights; a call runs a copy that shares everything with it
 but the weights that are replaced. So gradients reach the weights, what the layer
@@ -44,12 +44,12 @@ KERNELS = PathContains("kernel")
 
 
 def parameters_of(layer: Any, filter: Filter) -> dict[Path, Variable[Any]]:
-    """The Variables of a layer that a filter takes, by path, in order."""
+    """Return the Variables of a layer that a filter takes, by path, in order."""
     return dict(to_flat_state(state(layer, filter, graph=True)))
 
 
 def with_values(layer: Any, values: dict[Path, Any]) -> Any:
-    """A copy of a layer that shares its Variables, except those given new values."""
+    """Return a copy of a layer that shares its Variables, except those in `values`."""
 
     def replaced(path: Path, value: Any) -> Any:
         if path in values and isinstance(value, Variable):
@@ -62,6 +62,7 @@ def with_values(layer: Any, values: dict[Path, Any]) -> Any:
 
 
 def _check_layer(outer: Any, layer: Any) -> None:
+    """Refuse to wrap what is no layer."""
     if not isinstance(layer, Module) or not callable(layer):
         raise TypeError(
             f"{type(outer).__name__}: `layer_instance` must be a Module that can be "
@@ -70,13 +71,13 @@ def _check_layer(outer: Any, layer: Any) -> None:
 
 
 def _unit(x: jax.Array, epsilon: float, axes: Any = None) -> jax.Array:
-    """`x` divided by its length over axes."""
+    """Divide `x` by its length over axes."""
     length = jnp.sum(jnp.square(jnp.abs(x)), axis=axes, keepdims=True)
     return x * lax.rsqrt(length + jnp.asarray(epsilon, length.dtype))
 
 
 class SpectralNorm(Module):
-    """Runs a layer with its weights divided by their largest singular value.
+    """Run a layer with its weights divided by their largest singular value.
 
     The value is found by power iteration, a few steps in every call, from where the
     call before left off.
@@ -119,7 +120,7 @@ class SpectralNorm(Module):
         _check_layer(self, layer_instance)
         if not isinstance(n_steps, int | np.integer) or n_steps < 1:
             raise StructureError(
-                f"SpectralNorm: `n_steps` is at least 1, not {n_steps!r}."
+                f"SpectralNorm: `n_steps` must be a positive integer, got {n_steps!r}."
             )
         self.layer_instance = layer_instance
         self.n_steps = int(n_steps)
@@ -142,7 +143,7 @@ class SpectralNorm(Module):
     def __call__(
         self, x: Array, update_stats: bool | None = None, **kwargs: Any
     ) -> Any:
-        """What the layer makes of `x` with its weights normalised.
+        """Run the layer on `x` with its weights normalized.
 
         Args:
             x: The inputs.
@@ -165,7 +166,7 @@ class SpectralNorm(Module):
         return out
 
     def _normalized(self, path: Path, variable: Any) -> tuple[Any, Any, Any]:
-        """A weight divided by its largest singular value, with vector and value."""
+        """Return a weight over its largest singular value, with vector and value."""
         value = variable.get_value()
         if value.ndim > 2 and self.error_on_non_matrix:
             raise StructureError(
@@ -185,7 +186,7 @@ class SpectralNorm(Module):
         return divided.astype(self.dtype or value.dtype), u, sigma
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Sets the mode of a view.
+        """Set the mode of a view.
 
         Args:
             use_running_average: Whether calls leave what is remembered alone.
@@ -195,7 +196,7 @@ class SpectralNorm(Module):
 
 
 class WeightNorm(Module):
-    """Runs a layer with weights of length one, times a scale that is trained.
+    """Run a layer with weights of length one, times a scale that is trained.
 
     Args:
         layer_instance: The layer.
@@ -247,6 +248,7 @@ class WeightNorm(Module):
         self.scales = data(self._scales(check_rngs(self, rngs)) if use_scale else None)
 
     def _weights(self) -> dict[Path, Any]:
+        """Return the weights in question, by path."""
         wanted = predicate_of(self.variable_filter)
         every = parameters_of(self.layer_instance, ...)
         return {
@@ -256,7 +258,7 @@ class WeightNorm(Module):
         }
 
     def _scales(self, rngs: Rngs) -> dict[Path, Any]:
-        """Scales, from keys beside the stream: layers that follow keep their own."""
+        """Make scales, from keys beside the stream: layers that follow keep theirs."""
         key = rngs.params.copy()()
         scales: dict[Path, Any] = {}
         for i, (path, variable) in enumerate(self._weights().items(), 1):
@@ -270,7 +272,7 @@ class WeightNorm(Module):
         return scales
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Any:
-        """What the layer makes of `x` with its weights normalised.
+        """Run the layer on `x` with its weights normalized.
 
         Args:
             x: The inputs.
@@ -284,6 +286,7 @@ class WeightNorm(Module):
         return with_values(self.layer_instance, values)(x, *args, **kwargs)
 
     def _normalized(self, path: Path, variable: Any) -> jax.Array:
+        """Return a weight of length one times its scale."""
         value = variable.get_value()
         features = canonical_axes(self, self.feature_axes, value.ndim)
         axes = tuple(i for i in range(value.ndim) if i not in features)
