@@ -20,45 +20,59 @@ ShapeRules = Mapping[Filter, Shape] | Shape | None
 Policy = Literal["scalars_only", "match_shape"] | Callable[..., jax.Array]
 
 
-def _is_catch_all(filter: Filter) -> bool:
-    return filter is ... or filter is True
+class Rule(NamedTuple):
+    """What to do with the streams that a filter takes.
+
+    Attributes:
+        method: The method of the stream that makes another: split, broadcast, fork.
+        filter: Which streams.
+        arguments: Of the method: the shape, for those that take one.
+    """
+
+    method: str
+    filter: Filter
+    arguments: tuple[Shape, ...] = ()
+
+    @property
+    def is_catch_all(self) -> bool:
+        """Whether the rule is for all streams that no other one takes."""
+        return self.filter is ... or self.filter is True
 
 
 def _rules(
     split: ShapeRules, fork: Filter | Sequence[Filter] | None, broadcast: ShapeRules
-) -> list[tuple[str, Filter, Any]]:
-    """All rules as (what to do, filter, shape)."""
-    rules: list[tuple[str, Filter, Any]] = []
+) -> list[Rule]:
+    rules: list[Rule] = []
     for name, given in (("split", split), ("broadcast", broadcast)):
         if given is not None:
             pairs = given if isinstance(given, Mapping) else {...: given}
-            rules += [(name, filter, shape) for filter, shape in pairs.items()]
+            rules += [Rule(name, filter, (shape,)) for filter, shape in pairs.items()]
     if fork is not None:
         filters = fork if isinstance(fork, list | tuple) else [fork]
-        rules += [("fork", filter, None) for filter in filters]
+        rules += [Rule("fork", filter) for filter in filters]
     return rules
 
 
-def _choose(rules: list[Any], path: Path, stream: RngStream) -> tuple[str, Any] | None:
+def _rule_for(path: Path, stream: RngStream, rules: list[Rule]) -> Rule | None:
     """The rule for a stream: the one that names it, else a catch-all."""
-    matching = [rule for rule in rules if predicate_of(rule[1])(path, stream)]
-    named = [rule for rule in matching if not _is_catch_all(rule[1])]
+    matching = [rule for rule in rules if predicate_of(rule.filter)(path, stream)]
+    named = [rule for rule in matching if not rule.is_catch_all]
     if len(named) > 1:
-        shown = ", ".join(f"{what} ({filter!r})" for what, filter, _ in named)
+        shown = ", ".join(f"{rule.method} ({rule.filter!r})" for rule in named)
         raise StructureError(
             f"with_rngs: the stream at {show_path(path)} matches multiple rules: "
             f"{shown}. Let one rule take it."
         )
-    best = named or matching
-    return (best[0][0], best[0][2]) if best else None
-
-
-def _check_stream(path: Path, stream: RngStream, rule: Any) -> None:
-    if rule is not None and stream.key.shape:
+    if not matching:
+        return None
+    rule = (named or matching)[0]
+    if stream.key.shape:
         raise StructureError(
             f"with_rngs: the stream at {show_path(path)} has keys of shape "
-            f"{stream.key.shape}, so it gives no single key to {rule[0]}. Map over it."
+            f"{stream.key.shape}, so it gives no single key to {rule.method}. Map over "
+            "it."
         )
+    return rule
 
 
 def with_rngs(
@@ -97,25 +111,24 @@ def with_rngs(
     rules = _rules(split, fork, broadcast)
     wanted = predicate_of(only)
 
-    def replaced(path: Path, value: Any) -> Any:
-        if not (isinstance(value, RngStream) and wanted(path, value)):
-            return value
-        match _choose(rules, path, value):
-            case None:
-                return value
-            case "fork", _:
-                return value.fork()
-            case what, shape:
-                return getattr(value, what)(shape)
-
     def apply(tree: Any) -> Any:
         mode = resolve_graph(graph)
-        for path, stream in nodes_below(tree, RngStream, mode, "with_rngs"):
-            if wanted(path, stream):  # what is wrong, before any counter moves
-                _check_stream(path, stream, _choose(rules, path, stream))
+        # All rules are looked up, and what is wrong found, before any counter moves.
+        chosen = {
+            path: _rule_for(path, stream, rules)
+            for path, stream in nodes_below(tree, RngStream, mode, "with_rngs")
+            if wanted(path, stream)
+        }
+
+        def replaced(path: Path, value: Any) -> Any:
+            rule = chosen.get(path)
+            return (
+                value if rule is None else getattr(value, rule.method)(*rule.arguments)
+            )
+
         return recursive_map(replaced, tree, graph=mode)
 
-    return _on_arguments(apply) if node is MISSING else apply(node)
+    return _applied(node, apply)
 
 
 def reseed(
@@ -166,12 +179,12 @@ def reseed(
         if stream.tag in seeds:
             is_root = isinstance(node, Rngs | RngStream)
             key = as_key(seeds[stream.tag]) if is_root else sources[stream.tag]()
-            planned.append((stream, _shaped(key, stream.key.shape, path, policy)))
-    for stream, _ in planned:
+            key = _shaped(key, stream.key.shape, path, policy)
+            counter = jnp.zeros(key.shape, jnp.uint32)
+            planned.append(StreamBackup(stream, key, counter))
+    for stream, _, _ in planned:
         stream._check_trace()
-    for stream, key in planned:
-        stream.key.set_value(key)
-        stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+    restore_rngs(planned)
 
 
 def _shaped(key: jax.Array, shape: tuple[int, ...], path: Path, policy: Policy) -> Any:
@@ -275,6 +288,11 @@ class StreamBackup(NamedTuple):
     count: Any
 
 
+def _backup(stream: RngStream, source: RngStream) -> StreamBackup:
+    """The key and counter of `source`, for `stream`."""
+    return StreamBackup(stream, source.key[...], source.count[...])
+
+
 class SplitBackups(list[StreamBackup]):
     """What streams were before they were changed in place.
 
@@ -298,51 +316,37 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
 def backup_keys(node: Any, /, *, graph: bool | None = None) -> SplitBackups:
     """What the random streams in an object are now."""
     found = nodes_below(node, RngStream, resolve_graph(graph), "backup_keys")
-    return SplitBackups(
-        StreamBackup(stream, stream.key[...], stream.count[...]) for _, stream in found
-    )
+    return SplitBackups(_backup(stream, stream) for _, stream in found)
 
 
 def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
     """Changes the streams in a tree as `change` does in a copy."""
-    made = change(tree)
+    made = nodes_below(change(tree), RngStream, True, "split_rngs")
     backups = SplitBackups()
-    pairs = zip(
-        nodes_below(tree, RngStream, True, "split_rngs"),
-        nodes_below(made, RngStream, True, "split_rngs"),
-    )
-    for (_, stream), (_, other) in pairs:
+    for (_, stream), (_, other) in zip(
+        nodes_below(tree, RngStream, True, "split_rngs"), made
+    ):
         if stream.key is not other.key:
-            backups.append(StreamBackup(stream, stream.key[...], stream.count[...]))
-            stream.key.set_value(other.key[...])
-            stream.count.set_value(other.count[...])
+            backups.append(_backup(stream, stream))
+            restore_rngs([_backup(stream, other)])
     return backups
 
 
-def _applied(node: Any, change: Callable[[Any], Any], mode: Mode) -> Any:
-    """A changed copy, or with graph updates backups; without a node, a decorator."""
-    if mode is not Mode.UPDATES:
-        return _on_arguments(change) if node is MISSING else change(node)
+def _applied(node: Any, change: Callable[[Any], Any], mode: Mode = Mode.TREE) -> Any:
+    """A changed copy, or with graph updates backups of what was changed in place.
+
+    Without a node, a decorator that does this to all arguments of a call.
+    """
+    in_place = mode is Mode.UPDATES
     if node is not MISSING:
-        return _in_place(node, change)
+        return _in_place(node, change) if in_place else change(node)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _in_place((args, kwargs), change):
-                return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def _on_arguments(change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A decorator that changes all arguments of a call."""
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
+            if in_place:
+                with _in_place((args, kwargs), change):
+                    return fn(*args, **kwargs)
             args, kwargs = change((args, kwargs))
             return fn(*args, **kwargs)
 

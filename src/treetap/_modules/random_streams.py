@@ -22,21 +22,19 @@ from treetap._core.variables.variable import Variable
 C = TypeVar("C", bound=type)
 Shape = int | tuple[int, ...]
 
-SAMPLERS = (
-    *("ball", "bernoulli", "beta", "binomial", "bits", "categorical", "cauchy"),
-    *("chisquare", "choice", "dirichlet", "double_sided_maxwell", "exponential", "f"),
-    *("gamma", "generalized_normal", "geometric", "gumbel", "laplace", "loggamma"),
-    *("logistic", "lognormal", "maxwell", "multinomial", "multivariate_normal"),
-    *("normal", "orthogonal", "pareto", "permutation", "poisson", "rademacher"),
-    *("randint", "rayleigh", "t", "triangular", "truncated_normal", "uniform"),
-    *("wald", "weibull_min"),
-)
+SAMPLERS = """
+    ball bernoulli beta binomial bits categorical cauchy chisquare choice dirichlet
+    double_sided_maxwell exponential f gamma generalized_normal geometric gumbel laplace
+    loggamma logistic lognormal maxwell multinomial multivariate_normal normal
+    orthogonal pareto permutation poisson rademacher randint rayleigh t triangular
+    truncated_normal uniform wald weibull_min
+""".split()
 
-INITIALIZERS = (
-    *("delta_orthogonal", "glorot_normal", "glorot_uniform", "he_normal"),
-    *("he_uniform", "kaiming_normal", "kaiming_uniform", "lecun_normal"),
-    *("lecun_uniform", "variance_scaling", "xavier_normal", "xavier_uniform"),
-)
+INITIALIZERS = """
+    delta_orthogonal glorot_normal glorot_uniform he_normal he_uniform kaiming_normal
+    kaiming_uniform lecun_normal lecun_uniform variance_scaling xavier_normal
+    xavier_uniform
+""".split()
 
 
 def _sampler(name: str) -> Callable[..., Any]:

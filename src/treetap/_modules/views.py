@@ -8,6 +8,8 @@ as is") and which may return the keywords it did not use.
 """
 
 import inspect
+import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +24,8 @@ from treetap._modules.module import Module, assign
 
 M = TypeVar("M")
 
+_ARGUMENTS = re.compile(r"^\s*(?:Args|Arguments):\s*\n((?:[ \t]+.*\n?|\n)*)", re.M)
+_PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?:\s*(.*?)\s*$")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -164,27 +168,13 @@ def _type_name(kind: Any) -> str:
 
 def _described(doc: str) -> dict[str, list[str]]:
     """Descriptions of parameters from the `Args:` section of a docstring."""
-    lines = doc.splitlines()
-    headers = [
-        i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")
-    ]
-    if not headers:
-        return {}
+    section = _ARGUMENTS.search(doc)
     texts: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    indent = None
-    for line in lines[headers[0] + 1 :]:
-        width = len(line) - len(line.lstrip())
-        if line.strip() and width == 0:
-            break  # the next section, or prose
-        if line.strip() and indent is None:
-            indent = width
-        name, colon, text = line.strip().partition(":")
-        name = name.split("(")[0].strip().lstrip("*")
-        if colon and width == indent and name.isidentifier():
-            current = texts.setdefault(name, [])
-            if text.strip():
-                current.append(f"    {text.strip()}")
-        elif current is not None and line.strip():
-            current.append(line.rstrip())
+    current: list[str] = []
+    for line in textwrap.dedent(section[1]).splitlines() if section else ():
+        if entry := _PARAMETER.match(line):
+            current = texts.setdefault(entry[1], [])
+        text = entry[2] if entry else line.strip()
+        if text:
+            current.append(f"    {text}")
     return texts
