@@ -5,7 +5,6 @@ The n-th key of a stream (n = 0, 1, …) is `jax.random.fold_in(key, n)`; nothin
 enters into it. A counter only ever moves forward: copying a stream copies the counter.
 """
 
-import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree, attributes_of
 from treetap._core.variables.kinds import RngCount, RngKey
 from treetap._core.variables.variable import Variable
+from treetap._core.wording import near_to
 
 C = TypeVar("C", bound=type)
 Shape = int | tuple[int, ...]
@@ -132,9 +132,13 @@ class RngStream(Pytree):
         shape = (k,) if isinstance(k, int) else tuple(k)
         return type(self)(jnp.broadcast_to(key, shape + key.shape), tag=self.tag)
 
-    def copy(self) -> "RngStream":
-        """A stream with the same key and the same count, in Variables of its own."""
-        same = type(self)(self.key.get_value(), tag=self.tag)
+    def copy(self, tag: str | None = None) -> "RngStream":
+        """A stream with the same key and the same count, in Variables of its own.
+
+        Args:
+            tag: Its tag; by default the same.
+        """
+        same = type(self)(self.key.get_value(), tag=self.tag if tag is None else tag)
         same.count.set_value(self.count.get_value())
         return same
 
@@ -142,8 +146,7 @@ class RngStream(Pytree):
 @functools.cache
 def _meant(name: str, known: tuple[str, ...]) -> str | None:
     """The stream a mistyped name was probably meant to be."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    return close[0] if close else None
+    return next(iter(near_to(name, known, 1, 0.85)), None)
 
 
 Rules = Shape | Mapping[Filter, Shape | None] | None
@@ -172,49 +175,37 @@ class Rngs(Pytree):
         elif default is not None:
             streams = {**streams, "default": default}
         for name, value in streams.items():
-            if isinstance(value, RngStream):
-                stream = value.copy()
-                if stream.tag != name:
-                    stream.tag = name
-                    stream.key.set_metadata(tag=name)
-                    stream.count.set_metadata(tag=name)
-            else:
-                stream = RngStream(value, tag=name)
+            is_stream = isinstance(value, RngStream)
+            stream = value.copy(name) if is_stream else RngStream(value, tag=name)
             setattr(self, name, stream)
 
-    def _stream(self, name: str) -> RngStream | None:
+    def _stream(self, name: str, error: type[Exception]) -> RngStream:
+        """The stream of a name, or the default one; an error of this type if none."""
         streams = attributes_of(self)
         if name in streams:
             return streams[name]
-        if name.startswith("_"):
-            return None  # somebody is probing, not drawing
-        if "default" in streams and (meant := _meant(name, tuple(streams))):
+        # Who asks for a name with an underscore is probing, not drawing.
+        if name.startswith("_") or "default" not in streams:
+            raise error(
+                f"No RngStream named {name!r} in Rngs, which has {list(self)}. "
+                f"Give it one, `Rngs({name}=seed)`, or a default, `Rngs(seed)`."
+            )
+        if meant := _meant(name, tuple(streams)):
             warnings.warn(
                 f"Rngs: there is no stream {name!r}, so `default` serves it; "
                 f"did you mean {meant!r}?",
                 UserWarning,
                 stacklevel=3,
             )
-        return streams.get("default")
+        return streams["default"]
 
     def __getattr__(self, name: str) -> RngStream:
         if name == "_pytree__flat":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from checkers
-        stream = self._stream(name)
-        if stream is None:
-            raise AttributeError(
-                f"No RngStream named {name!r} in Rngs, which has {list(self)}. "
-                f"Give it one, `Rngs({name}=seed)`, or a default, `Rngs(seed)`."
-            )
-        return stream
+        return self._stream(name, AttributeError)
 
     def __getitem__(self, name: str) -> RngStream:
-        stream = self._stream(name)
-        if stream is None:
-            raise KeyError(
-                f"No RngStream named {name!r} in Rngs, which has {list(self)}."
-            )
-        return stream
+        return self._stream(name, KeyError)
 
     def __call__(self) -> jax.Array:
         """The next key of the stream `default`."""
@@ -233,12 +224,9 @@ class Rngs(Pytree):
         """Names and streams."""
         return iter(list(attributes_of(self).items()))
 
-    def _mapped(
-        self, change: Callable[[RngStream, Any], RngStream], rules: Any
-    ) -> "Rngs":
+    def _mapped(self, change: Callable[[Any, Any], RngStream], rules: Any) -> "Rngs":
         """New Rngs: streams that a rule takes are changed, the others copied."""
-        if not isinstance(rules, Mapping):
-            rules = {...: rules}
+        rules = rules if isinstance(rules, Mapping) else {...: rules}
         checked = [(predicate_of(filter), rule) for filter, rule in rules.items()]
         streams: dict[str, RngStream] = {}
         for name, stream in self.items():
@@ -269,8 +257,8 @@ class Rngs(Pytree):
                 stream that no filter takes, or whose rule is None, is copied with its
                 counter.
         """
-        return self._mapped(lambda stream, shape: stream.split(shape), k)
+        return self._mapped(RngStream.split, k)
 
     def broadcast(self, k: Rules = None, /) -> "Rngs":
         """New Rngs with keys repeated; rules as for `split`."""
-        return self._mapped(lambda stream, shape: stream.broadcast(shape), k)
+        return self._mapped(RngStream.broadcast, k)
