@@ -68,8 +68,6 @@ from treetap._core.settings import set_graph_mode as set_graph_mode
 from treetap._core.settings import set_graph_updates as set_graph_updates
 from treetap._core.settings import use_eager_sharding as use_eager_sharding
 from treetap._core.settings import using_eager_sharding as using_eager_sharding
-from treetap._core.trees.apply import call as call
-from treetap._core.trees.apply import map as map
 from treetap._core.trees.attributes import data as data
 from treetap._core.trees.attributes import dataclass as dataclass
 from treetap._core.trees.attributes import has_data as has_data
@@ -92,9 +90,11 @@ from treetap._core.trees.pytree import Pytree as Pytree
 from treetap._core.trees.pytree import check_pytree as check_pytree
 from treetap._core.trees.sharing import find_duplicates as find_duplicates
 from treetap._core.trees.split import GraphState as GraphState
+from treetap._core.trees.split import call as call
 from treetap._core.trees.split import flatten as flatten
 from treetap._core.trees.split import graphdef as graphdef
 from treetap._core.trees.split import is_variable as is_variable
+from treetap._core.trees.split import map as map
 from treetap._core.trees.split import merge as merge
 from treetap._core.trees.split import split as split
 from treetap._core.trees.split import state as state

@@ -23,12 +23,12 @@ ORDER = {
         variables trees
     """,
     "_core.variables": """
-        change_marks marked metadata operators placement values variable kinds
+        change_marks metadata operators placement values variable kinds
         packed_values
     """,
     "_core.trees": """
         attributes filters graphdef layout pickled_functions pytree sharing state
-        flatten build split apply traverse update
+        flatten build split traverse update
     """,
     "_capture": """
         listening marks edit_points name_stacks statistics walk module_paths callee

@@ -55,8 +55,6 @@ from treetap import initializers as initializers
 from treetap import metrics as metrics
 from treetap._core.settings import use_eager_sharding as use_eager_sharding
 from treetap._core.settings import using_eager_sharding as using_eager_sharding
-from treetap._core.trees.apply import call as call
-from treetap._core.trees.apply import map as map
 from treetap._core.trees.attributes import data as data
 from treetap._core.trees.attributes import dataclass as dataclass
 from treetap._core.trees.attributes import has_data as has_data
@@ -78,8 +76,10 @@ from treetap._core.trees.pytree import Pytree as Pytree
 from treetap._core.trees.pytree import check_pytree as check_pytree
 from treetap._core.trees.sharing import find_duplicates as find_duplicates
 from treetap._core.trees.split import GraphState as GraphState
+from treetap._core.trees.split import call as call
 from treetap._core.trees.split import flatten as flatten
 from treetap._core.trees.split import graphdef as graphdef
+from treetap._core.trees.split import map as map
 from treetap._core.trees.split import merge as merge
 from treetap._core.trees.split import split as split
 from treetap._core.trees.split import state as state

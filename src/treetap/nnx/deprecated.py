@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from treetap._core.trees import state as _states
-from treetap._core.trees.apply import call
 from treetap._core.trees.build import as_pure
 from treetap._core.trees.graphdef import GraphDef
+from treetap._core.trees.split import call
 from treetap._core.trees.state import State
 from treetap._core.trees.update import with_vars
 from treetap._core.variables import kinds

@@ -18,8 +18,8 @@ import numpy as np
 
 from treetap._core.errors import AttributeStatusError
 from treetap._core.paths import find_leaves
-from treetap._core.variables.marked import Marked
 from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import Marked
 from treetap._core.variables.variable import Variable
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from treetap._core.trees.attributes import (
 from treetap._core.trees.layout import Sealed, Structure, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
 from treetap._core.variables.change_marks import note_change
-from treetap._core.variables.marked import Marked
+from treetap._core.variables.values import Marked
 from treetap._core.variables.variable import Variable
 
 Flat = tuple[tuple[Any, ...], Structure]

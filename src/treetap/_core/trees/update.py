@@ -38,14 +38,13 @@ from treetap._core.trees.state import (
     nested,
     one_or_all,
 )
-from treetap._core.variables.marked import Marked
 from treetap._core.variables.metadata import (
     MISSING,
     REQUIRED,
     checked_names,
     required_of,
 )
-from treetap._core.variables.values import is_ref
+from treetap._core.variables.values import Marked, is_ref
 from treetap._core.variables.variable import (
     Variable,
     get_box,

@@ -2,7 +2,8 @@
 """Values: what a Variable can hold, and what can be asked of it.
 
 `with_item` is what `v[index] = x` means for every kind of value: one part is replaced,
-and the original is left as it was.
+and the original is left as it was. A `Marked` value is on its way into an attribute of
+an object, and is the one thing that a Variable refuses by name.
 """
 
 import copy
@@ -15,6 +16,22 @@ import numpy as np
 from jax.core import Tracer
 
 from treetap._core.errors import StructureError
+
+
+class Marked:
+    """What `data(x)` and `static(x)` give: a value with the wish to be one of these.
+
+    Assigning it to an attribute stores the value inside; anywhere else it is a mistake.
+    """
+
+    __slots__ = ("is_data", "value")
+
+    def __init__(self, value: Any, is_data: bool):
+        self.value = value
+        self.is_data = is_data
+
+    def __repr__(self) -> str:
+        return f"{'data' if self.is_data else 'static'}({self.value!r})"
 
 
 def is_ref(value: Any) -> bool:

@@ -30,7 +30,6 @@ from treetap._core.paths import copy_containers, find_leaves
 from treetap._core.settings import using_eager_sharding
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_variable
 from treetap._core.variables.change_marks import last_values, note_change
-from treetap._core.variables.marked import Marked
 from treetap._core.variables.metadata import (
     MISSING,
     PLAIN,
@@ -42,7 +41,7 @@ from treetap._core.variables.metadata import (
 )
 from treetap._core.variables.operators import ValueOperators
 from treetap._core.variables.placement import place
-from treetap._core.variables.values import is_ref, with_item, write_ref
+from treetap._core.variables.values import Marked, is_ref, with_item, write_ref
 
 A = TypeVar("A")
 

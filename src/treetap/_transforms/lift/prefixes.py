@@ -15,10 +15,10 @@ import jax
 from treetap._core.errors import AliasError, StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode
-from treetap._core.trees.apply import map as map_leaves
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.filters import PathIn, predicate_of
 from treetap._core.trees.pytree import opened
+from treetap._core.trees.split import map as map_leaves
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.variable import Variable
 
