@@ -52,6 +52,7 @@ def test_call_runs_a_method_functionally(graph):
     assert state.calls[...] == 1
     part, _ = tt.call(parts).layers[0](jnp.ones(3))
     assert part.shape == (3,)
+    assert type(graphdef) is tt.nnx.GraphDef  # `apply` comes with NNX's namespace
     same, _ = graphdef.apply(state).first(jnp.ones(2))
     assert same.shape == (3,)
     with pytest.raises(AttributeError, match="__len__"):
