@@ -10,6 +10,7 @@ object's own description and leaves (`rebuilt`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import is_, is_not
 from types import MappingProxyType
@@ -20,7 +21,12 @@ import jax
 from treetap._core.errors import StructureError
 from treetap._core.paths import Trail, close_container, show_trail
 from treetap._core.settings import resolve_graph
-from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
+from treetap._core.trace_level import (
+    TraceState,
+    current_trace,
+    is_foreign,
+    refuse_foreign_object,
+)
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import (
     ContainerSpec,
@@ -32,7 +38,7 @@ from treetap._core.trees.graphdef import (
 )
 from treetap._core.trees.layout import Structure
 from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, set_spec
-from treetap._core.trees.state import is_branch
+from treetap._core.trees.state import flat_items, is_branch
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
@@ -44,23 +50,17 @@ from treetap._core.variables.variable import (
 from treetap._core.wording import first_few
 
 
+@dataclass(slots=True, eq=False)
 class _Builder:
-    """One building: what was made by number, and the leaves in order."""
+    """One building; see `regrow` for what it is given."""
 
-    def __init__(
-        self,
-        values: Iterable[Any],
-        made: dict[int, Any],
-        owners: Mapping[int | None, Any],
-        recreate: bool,
-    ):
-        self.values: Iterator[Any] = iter(values)
-        self.made = made
-        self.owners = owners
-        self.recreate = recreate
-        self.trace = current_trace()
-        self.nodes: list[Any] = []
-        self.leaves: list[Any] = []
+    values: Iterator[Any]
+    made: dict[int, Any]
+    owners: Mapping[int | None, Any]
+    nodes: list[Any]
+    recreate: bool
+    leaves: list[Any] = field(default_factory=list)
+    trace: TraceState = field(default_factory=current_trace)
 
     def any(self, spec: Any) -> Any:
         """What a description stands for, around the next values."""
@@ -183,9 +183,9 @@ def regrow(
         The object, and its leaves in order: new Variables (or those given), and the
         plain values.
     """
-    work = _Builder(values, {} if made is None else made, owners, recreate)
-    if nodes is not None:
-        work.nodes = nodes
+    made = {} if made is None else made
+    nodes = [] if nodes is None else nodes
+    work = _Builder(iter(values), made, owners, nodes, recreate)
     return work.any(graphdef.spec), work.leaves
 
 
@@ -193,23 +193,25 @@ def regrow_children(
     spec: ObjectSpec, values: Iterable[Any], made: dict[int, Any]
 ) -> list[Any]:
     """The children of an object that is there already."""
-    return _Builder(values, made, NOBODYS, True).children(spec.children)
+    return _Builder(iter(values), made, NOBODYS, [], True).children(spec.children)
 
 
+@dataclass(slots=True, eq=False)
 class Merging:
     """Leaves by name, checked against a description and put into its order.
 
     Attributes:
+        copy: Whether Variables are copied.
+        recreate: Whether bare values become Variables.
         leaves: The leaves in the order of the description; of use without problems.
         problems: What does not fit.
     """
 
-    def __init__(self, copy: bool, recreate: bool):
-        self.copy = copy
-        self.recreate = recreate
-        self.trace = current_trace()
-        self.leaves: list[Any] = []
-        self.problems: list[str] = []
+    copy: bool
+    recreate: bool
+    leaves: list[Any] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    trace: TraceState = field(default_factory=current_trace)
 
     def any(self, spec: Any, state: Any, trail: Trail) -> None:
         """Takes the leaves of a description from its state."""
@@ -315,16 +317,9 @@ def put_together(
     return regrow(graphdef, work.leaves, made, owners, recreate=False)[0]
 
 
-def count_leaves(state: Any) -> int:
-    """How many leaves nested mappings hold."""
-    if is_branch(state):
-        return sum(map(count_leaves, state.values()))
-    return 1
-
-
 def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
     shown = first_few(problems, 12, before="  - ", end="\n")
-    found = count_leaves(state)
+    found = len([*flat_items(state)]) if is_branch(state) else 1
     counts = ""
     if found != graphdef.num_leaves:
         counts = (

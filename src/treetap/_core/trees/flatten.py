@@ -12,6 +12,7 @@ without any leaf may stand at several places of a tree: copies of it cannot be t
 apart.)
 """
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from treetap._core.errors import AliasError
@@ -42,29 +43,33 @@ from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, get_metadata
 
 
+@dataclass(slots=True, eq=False)
 class Flattening:
-    """One walk over an object: what was met, and the leaves counted."""
+    """One walk over objects, which describes them and gathers their leaves.
 
-    def __init__(
-        self,
-        root: Any,
-        graph: bool | Mode,
-        name: str,
-        *,
-        states: bool = True,
-        reason: str = TREE_MODE,
-    ):
-        self.root = root
-        self.graph = graph
-        self.name = name
-        self.reason = reason  # why nothing may be shared
-        self.states = states  # whether they are wanted, beside descriptions
-        self.leaves: list[Any] = []  # in the order of the walk
-        self.has_twins = False  # whether a tree has an object without leaves twice
-        # What was met, by identity: its number in graph mode; in tree mode INSIDE or
-        # DONE for an object, DONE for a Variable.
-        self.numbers: dict[int, int] = {}
-        self.members: list[Any] = []  # in graph mode, by number
+    Attributes:
+        root: Where it begins, for messages.
+        graph: Whether what is met again is shared, or refused.
+        name: The function at work, for messages.
+        states: Whether nested dicts of leaves are wanted beside descriptions.
+        reason: Why nothing may be shared in a tree.
+        leaves: All leaves, in the order of the walk.
+        has_twins: Whether a tree has an object without leaves at two places.
+        numbers: What was met, by identity. In graph mode its number; in tree mode
+            INSIDE or DONE for an object, DONE for a Variable.
+        members: In graph mode, what was met, by number.
+    """
+
+    root: Any
+    graph: bool | Mode
+    name: str
+    _: KW_ONLY
+    states: bool = True
+    reason: str = TREE_MODE
+    leaves: list[Any] = field(default_factory=list)
+    has_twins: bool = False
+    numbers: dict[int, int] = field(default_factory=dict)
+    members: list[Any] = field(default_factory=list)
 
     def definition(self, value: Any) -> GraphDef:
         """Describes a value; its leaves are added to `leaves`."""
@@ -129,7 +134,7 @@ class Flattening:
             children, structure = node._refresh()
         before = len(self.leaves)
         specs, state = self.children(structure[0].keys, children)
-        if not graph and all(map(_is_variable_spec, specs)):
+        if not graph and {*map(type, specs)} <= {VariableSpec}:
             own = tuple(map(type, children)), tuple(map(get_metadata, children))
             spec = ObjectSpec(None, type(node), structure, specs, *own)
             set_spec(node, (children, spec))
@@ -192,10 +197,6 @@ class Flattening:
                 state[key] = child
             specs.append(spec)
         return tuple(specs), state
-
-
-def _is_variable_spec(spec: Any) -> bool:
-    return type(spec) is VariableSpec
 
 
 INSIDE, DONE = -1, -2

@@ -120,16 +120,12 @@ def outline(spec: Any) -> Any:
 
 def has_hashable_statics(spec: Any) -> bool:
     """Whether no static value of a description could change without being noticed."""
-    if type(spec) is ObjectSpec:
-        try:
-            hash(spec.structure[1])
-        except TypeError:
-            return False
-        if spec.kinds is not None:  # only Variables are below
-            return True
-    elif type(spec) is not ContainerSpec:
-        return True
-    return all(map(has_hashable_statics, spec.children))
+    try:
+        for _, part in objects_in(spec):
+            hash(part.structure[1])
+    except TypeError:
+        return False
+    return True
 
 
 def parts_of(spec: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -58,18 +58,6 @@ class Layout:
         arrange: Puts children followed by statics into the order of `status`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrange",
-        "children_of",
-        "entries",
-        "keys",
-        "ordered",
-        "static_names",
-        "statics_of",
-        "status",
-    )
-
     def __init__(self, status: Mapping[Key, bool], ordered: bool = False):
         self.ordered = ordered
         self.status = Sealed(status)

@@ -146,18 +146,20 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
                 f"{cls.__name__}: `__slots__` cannot be used in a subclass of Pytree; "
                 "its attributes must be in its `__dict__`."
             )
-        if pytree is not None:
-            type.__setattr__(cls, "_pytree__is_pytree", pytree)
+        pytree = cls._pytree__is_pytree if pytree is None else pytree
         inherited: dict[str, bool] = {}
         for base in reversed(cls.__mro__[1:]):
             inherited.update(vars(base).get("_pytree__class_status", {}))
-        type.__setattr__(cls, "_pytree__class_status", class_status(cls, inherited))
-        type.__setattr__(cls, "_pytree__descriptors", _descriptors_of(cls))
-        # A class that writes attributes its own way is read afresh every time.
-        keeps_flat = getattr(cls.__setattr__, "keeps_flat", False)
-        cached = cls._pytree__is_pytree and keeps_flat
-        type.__setattr__(cls, "_pytree__cached", cached)
-        if cls._pytree__is_pytree:
+        facts = {
+            "is_pytree": pytree,
+            "class_status": class_status(cls, inherited),
+            "descriptors": _descriptors_of(cls),
+            # A class that writes attributes its own way is read afresh every time.
+            "cached": pytree and getattr(cls.__setattr__, "keeps_flat", False),
+        }
+        for name, fact in facts.items():
+            type.__setattr__(cls, f"_pytree__{name}", fact)
+        if pytree:
             _register(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -180,9 +182,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         if type(status) is Sealed:
             status = dict(status)
         if cls._pytree__is_pytree:
-            known = status.get(name)
-            if known is None:
-                known = cls._pytree__class_status.get(name)
+            known = status.get(name, cls._pytree__class_status.get(name))
             if known is False or not isinstance(value, Variable):
                 value, known = classify(cls.__name__, name, value, known)
                 if known:
@@ -235,16 +235,16 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         cls = type(self)
         attributes = attributes_of(self)
         status = self._pytree__status
-        if len(status) != len(attributes) or status.keys() != attributes.keys():
-            status = {}
+        if status.keys() != attributes.keys():
+            own, by_class, status = status, cls._pytree__class_status, {}
             for name, value in attributes.items():
-                known = self._pytree__status.get(name)
+                known = own.get(name)
                 if known is None:
-                    known = cls._pytree__class_status.get(name)
-                    value, known = classify(cls.__name__, name, value, known)  # noqa: PLW2901 - unwrapped
-                    attributes[name] = value
+                    told = by_class.get(name)
+                    held, known = classify(cls.__name__, name, value, told)
+                    attributes[name] = held
                     if known:
-                        adopt(value, name, self._pytree__place)
+                        adopt(held, name, self._pytree__place)
                 status[name] = known
             unseal(self, status)
         for name, is_data in status.items():
@@ -271,7 +271,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             return _flat_by_value(attributes)
         before = list(attributes.values())
         status = self._pytree__status
-        if len(status) != len(attributes) or status.keys() != attributes.keys():
+        if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
         layout = layout_of(status, type(self)._pytree__ordered)
         statics = layout.statics_of(attributes)

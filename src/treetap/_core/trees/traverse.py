@@ -13,6 +13,7 @@ each time, for errors that name places; `Flattening` describes what it meets.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from treetap._core.errors import AliasError, StructureError
@@ -31,6 +32,7 @@ Pair = tuple[Path, Any]
 INSIDE, DONE = 1, 2  # what is known of something that was met
 
 
+@dataclass(slots=True, eq=False)
 class _Walk:
     """One walk; `found` gets what was met, with its path, children first.
 
@@ -45,25 +47,16 @@ class _Walk:
         statics: Whether static attributes are wanted as well.
     """
 
-    __slots__ = ("everything", "found", "graph", "met", "name", "root", "statics")
+    root: Any
+    graph: bool
+    name: str
+    everything: bool = False
+    statics: bool = False
+    found: list[Pair] = field(default_factory=list)
+    met: dict[int, int] = field(default_factory=dict)  # by identity: INSIDE or DONE
 
-    def __init__(
-        self,
-        root: Any,
-        graph: bool,
-        name: str,
-        *,
-        everything: bool = False,
-        statics: bool = False,
-    ):
-        self.root = root
-        self.graph = graph
-        self.name = name
-        self.everything = everything
-        self.statics = statics
-        self.found: list[Pair] = []
-        self.met: dict[int, int] = {}  # by identity: INSIDE or DONE
-        self.value((), root)
+    def __post_init__(self) -> None:
+        self.value((), self.root)
 
     def refused(self, value: Any) -> AliasError:
         """The error for a value that stands at two places."""

@@ -28,9 +28,15 @@ from treetap._core.paths import (
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import rebuilt
-from treetap._core.trees.filters import Filter, grouped, predicate_of, predicates_of
+from treetap._core.trees.filters import (
+    All,
+    Filter,
+    grouped,
+    predicate_of,
+    predicates_of,
+)
 from treetap._core.trees.pytree import attributes_of, flat_of, opened
-from treetap._core.trees.sharing import places
+from treetap._core.trees.sharing import find_duplicates, places
 from treetap._core.trees.state import (
     FlatState,
     State,
@@ -385,22 +391,24 @@ def with_vars(
             f"with_vars: `{what}` is not supported. Variables are plain mutable boxes; "
             "`ref=True` makes plain `jax.jit` propagate their writes."
         )
-    wanted = predicate_of(only)
-    chosen: dict[int, Path] = {}
-    for path, value, _ in places(node):
-        if isinstance(value, Variable) and wanted(path, value):
-            if id(value) in chosen and not allow_duplicates:
-                raise AliasError(
-                    f"with_vars: Found duplicate at path {show_path(path)}: the same "
-                    f"{type(value).__name__} is at {show_path(chosen[id(value)])}. Say "
-                    "`allow_duplicates=True` to keep it shared."
-                )
-            chosen.setdefault(id(value), path)
+    wanted = All(Variable, only)
+    chosen = {path: value for path, value, _ in places(node) if wanted(path, value)}
+    twice = () if allow_duplicates else find_duplicates(node, only=wanted)
+    for first, second, *_ in twice:
+        paths, kind = (
+            (show_path(first), show_path(second)),
+            type(chosen[first]).__name__,
+        )
+        text = (
+            f"with_vars: Found duplicate at path {paths[1]}: the same {kind} is at "
+            f"{paths[0]}. Say `allow_duplicates=True` to keep it shared."
+        )
+        raise AliasError(text, "with_vars", kind, paths)
+    identities = set(map(id, chosen.values()))
 
     def convert(variable: Variable[Any]) -> Variable[Any]:
         changes = ref is not None and variable._metadata["ref"] != ref
-        return (
-            variable.copy(ref=ref) if changes and id(variable) in chosen else variable
-        )
+        changes &= id(variable) in identities
+        return variable.copy(ref=ref) if changes else variable
 
     return rebuilt(node, True, "with_vars", variable=convert)

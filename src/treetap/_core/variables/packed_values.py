@@ -30,6 +30,7 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,7 @@ def layout_of(
     return tuple(members), tuple(groups)
 
 
+@dataclass(slots=True, eq=False)
 class Contents:
     """What a pack holds at one time.
 
@@ -139,10 +141,9 @@ class Contents:
         values: All values, once they were cut out together.
     """
 
-    def __init__(self, buffers: tuple[Any, ...]):
-        self.buffers = buffers
-        self.boxes: dict[int, tuple[Any]] = {}
-        self.values: dict[int, Any] | None = None
+    buffers: tuple[Any, ...]
+    boxes: dict[int, tuple[Any]] = field(default_factory=dict)
+    values: dict[int, Any] | None = None
 
 
 class Pack:
