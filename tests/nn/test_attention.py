@@ -241,7 +241,7 @@ def test_arrays_that_do_not_fit_are_refused(shapes, words):
 @pytest.mark.parametrize("shape", [(3, 7), (5, 6), (1, 2, 4, 5, 7), (3, 1, 5, 7)])
 def test_masks_and_biases_that_do_not_fit_are_refused(name, shape):
     size = ",".join(map(str, shape))
-    message = rf"`{name}` must broadcast to .*\(2, 4, 5, 7\); got float32\[{size}\]"
+    message = rf"`{name}` must broadcast to .*\(2, 4, 5, 7\), got float32\[{size}\]"
     with pytest.raises(tt.StructureError, match=message):
         run(ONE, **{name: array(*shape)})
 

@@ -25,7 +25,10 @@ from treetap._nn.parameters import (
     Dtype,
     Precision,
     Promote,
+    Shape,
+    broadcastable,
     check_rate,
+    where,
 )
 
 Implementation = Literal["xla", "cudnn"] | None
@@ -84,8 +87,8 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     check_shapes(name, query, key, value)
     shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
     check_rate(name, "dropout_rate", dropout_rate)
-    mask = broadcastable(name, "mask", mask, shape)
-    bias = broadcastable(name, "bias", bias, shape)
+    mask = over_weights(name, "mask", mask, shape)
+    bias = over_weights(name, "bias", bias, shape)
     dropping = dropout_rate > 0 and not deterministic
     if implementation is not None:
         _check_fused(query, value, dropping, precision, module, implementation)
@@ -114,12 +117,12 @@ def _tap() -> Callable[..., Any]:
     return tap
 
 
-def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
+def check_shapes(layer: Any, query: Any, key: Any, value: Any) -> None:
     """Refuse arrays that do not fit together, in the words for what does not."""
-    texts = f"query {typed(query)}, key {typed(key)}, value {typed(value)}"
 
     def refuse(what: str) -> StructureError:
-        return StructureError(f"{name}: {what}; got {texts}.")
+        texts = f"query {typed(query)}, key {typed(key)}, value {typed(value)}"
+        return StructureError(f"{where(layer)}: {what}; got {texts}.")
 
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
         raise refuse("query, key and value must be of the same rank, at least 3")
@@ -135,18 +138,14 @@ def check_shapes(name: str, query: Any, key: Any, value: Any) -> None:
         raise refuse("the query heads must be a multiple of the key heads")
 
 
-def broadcastable(layer: str, name: str, given: Any, shape: tuple[int, ...]) -> Any:
+def over_weights(
+    layer: Any, name: str, given: Array | None, shape: Shape
+) -> jax.Array | None:
     """Return a mask or bias with as many axes as the weights, each theirs or 1."""
     if given is None:
         return None
-    given = jnp.asarray(given)
-    padded = (1,) * (len(shape) - given.ndim) + given.shape
-    if len(padded) != len(shape) or any(n not in (1, m) for n, m in zip(padded, shape)):
-        raise StructureError(
-            f"{layer}: `{name}` must broadcast to [batch..., heads, queries, keys], "
-            f"here {shape}; got {typed(given)}."
-        )
-    given = jnp.reshape(given, padded)
+    what = "[batch..., heads, queries, keys]"
+    given = broadcastable(layer, name, given, what, shape)
     return given.astype(bool) if name == "mask" else given
 
 
@@ -199,7 +198,7 @@ def _fused(
 
 
 def _weights(  # noqa: PLR0917 - the parts of one formula
-    query: Any, key: Any, bias: Any, mask: Any, precision: Any, shape: tuple[int, ...]
+    query: Any, key: Any, bias: Any, mask: Any, precision: Any, shape: Shape
 ) -> jax.Array:
     """Return the weights, `[batch..., heads, queries, keys]`."""
     dtype = query.dtype
@@ -222,7 +221,7 @@ def _weights(  # noqa: PLR0917 - the parts of one formula
     return jax.nn.softmax(logits).astype(dtype)
 
 
-def _kept(key: Any, keep: float, shape: tuple[int, ...], together: bool) -> jax.Array:
+def _kept(key: Any, keep: float, shape: Shape, together: bool) -> jax.Array:
     """Return which weights to keep."""
     if key is None:
         raise StructureError(

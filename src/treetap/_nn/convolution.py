@@ -79,12 +79,6 @@ class Convolution(Affine):
     """Base of convolutions: a window that slides over the middle axes of inputs."""
 
     in_features: int
-    kernel_size: tuple[int, ...]
-    kernel_shape: tuple[int, ...]
-    strides: Numbers
-    padding: Padding
-    kernel_dilation: Numbers
-    _mask: FixedArray | None
 
     def _set_kernel(self, size: Any, channels: Sequence[int], mask: Any) -> None:
         """Keep the window, the shape of the kernel, and what it is multiplied with."""
@@ -92,6 +86,12 @@ class Convolution(Affine):
         self.kernel_size = check_all_sizes(self, "kernel_size", sizes)
         self.kernel_shape = (*self.kernel_size, *channels)
         self._mask = static(self._checked_mask(mask))
+
+    def _set_steps(self, strides: Numbers, padding: Padding, dilation: Numbers) -> None:
+        """Keep how the window moves, as static attributes."""
+        self.strides = _hashable(strides)
+        self.padding = _hashable(padding)
+        self.kernel_dilation = _hashable(dilation)
 
     def _checked_mask(self, mask: Any) -> FixedArray | None:
         """Return a mask of the kernel in a form that can be part of the structure."""
@@ -255,10 +255,8 @@ class Conv(Convolution):
         bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
         self.in_features, self.out_features = sizes
-        self.strides = _hashable(strides)
-        self.padding = _hashable(padding)
+        self._set_steps(strides, padding, kernel_dilation)
         self.input_dilation = _hashable(input_dilation)
-        self.kernel_dilation = _hashable(kernel_dilation)
         self.feature_group_count = groups
         self.use_bias = use_bias
         self.conv_general_dilated = conv_general_dilated
@@ -376,9 +374,7 @@ class ConvTranspose(Convolution):
         bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
         self.in_features, self.out_features = sizes
-        self.strides = _hashable(strides)
-        self.padding = _hashable(padding)
-        self.kernel_dilation = _hashable(kernel_dilation)
+        self._set_steps(strides, padding, kernel_dilation)
         self.use_bias = use_bias
         self.transpose_kernel = transpose_kernel
         self._compute_in(dtype, param_dtype, promote_dtype)

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.experimental import checkify
 
 from treetap._core.errors import StructureError
-from treetap._nn.attention import broadcastable
+from treetap._nn.attention import over_weights
 from treetap._nn.parameters import where
 
 
@@ -73,7 +73,7 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
     seen = lax.broadcasted_iota(jnp.int32, shape, len(batch) + 2) <= index
     if mask is not None:
         weights = (*batch, layer.num_heads, 1, length)
-        mask = broadcastable(where(layer), "mask", mask, weights)
+        mask = over_weights(layer, "mask", mask, weights)
         seen = jnp.logical_and(seen, mask)
     step = 1 if has_room is None else has_room.astype(index.dtype)
     keys, values = put(layer.cached_key, key), put(layer.cached_value, value)

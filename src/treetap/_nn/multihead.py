@@ -20,9 +20,9 @@ from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.attention import (
     Implementation,
-    broadcastable,
     check_shapes,
     dot_product_attention,
+    over_weights,
 )
 from treetap._nn.decoding import decoded
 from treetap._nn.dropout import forked, key_of_call
@@ -358,9 +358,9 @@ class MultiHeadAttention(Module):
 
     def _check_attention(self, query: Any, key: Any, value: Any, mask: Any) -> None:
         """Refuse what attention would, before a key is drawn, and say where."""
-        check_shapes(where(self), query, key, value)
+        check_shapes(self, query, key, value)
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        broadcastable(where(self), "mask", mask, shape)
+        over_weights(self, "mask", mask, shape)
 
     def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
         """Return whether to drop weights, and the key for it."""

@@ -32,6 +32,7 @@ from treetap._nn.parameters import (
     Metadata,
     ParameterSpec,
     Promote,
+    broadcastable,
     canonical_axes,
     check_features,
     check_sizes,
@@ -84,15 +85,7 @@ def checked_mask(layer: Any, mask: Any, shape: tuple[int, ...]) -> Any:
             f"{where(layer)}: `mask` must be boolean, it says which elements count; "
             f"got {typed(mask)}."
         )
-    fits = mask.ndim <= len(shape) and all(
-        m in (1, s) for m, s in zip(mask.shape[::-1], shape[::-1])
-    )
-    if not fits:
-        raise StructureError(
-            f"{where(layer)}: `mask` must broadcast to the inputs of shape {shape}, "
-            f"got {typed(mask)}."
-        )
-    mask = jnp.reshape(mask, (1,) * (len(shape) - mask.ndim) + mask.shape)
+    mask = broadcastable(layer, "mask", mask, "the inputs", shape)
     return jnp.broadcast_to(mask, shape)
 
 

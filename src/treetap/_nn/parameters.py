@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,7 +41,12 @@ default_kernel_init = lecun_normal()
 
 
 def where(layer: Any) -> str:
-    """Name a layer in an error: its class, and where it is in the model."""
+    """Name a layer in an error: its class, and where it is in the model.
+
+    A function, which stands nowhere, is given by its name.
+    """
+    if isinstance(layer, str):
+        return layer
     place, keys = layer._pytree__place, []
     while place is not None and place[1] is not None:
         key = place[1]
@@ -121,6 +127,28 @@ def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[in
             f"rank {rank}."
         )
     return found
+
+
+def broadcastable(
+    layer: Any, name: str, array: Array, what: str, shape: Shape
+) -> jax.Array:
+    """Return an array with an axis for each of a shape: of its size, or of size 1.
+
+    Args:
+        layer: The layer, or the name of the function, at work.
+        name: What the array is called.
+        array: The array.
+        what: What has the shape.
+        shape: The shape to which the array must broadcast.
+    """
+    array = jnp.asarray(array)
+    sizes = (1,) * (len(shape) - array.ndim) + array.shape
+    if len(sizes) != len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape)):
+        raise StructureError(
+            f"{where(layer)}: `{name}` must broadcast to {what} of shape {shape}, got "
+            f"{typed(array)}."
+        )
+    return jnp.reshape(array, sizes)
 
 
 def told(layer: Any, name: str, given: Any) -> Any:

@@ -48,26 +48,35 @@ def parameters_of(layer: Any, filter: Filter) -> dict[Path, Variable[Any]]:
     return dict(to_flat_state(state(layer, filter, graph=True)))
 
 
-def with_values(layer: Any, values: dict[Path, Any]) -> Any:
-    """Return a copy of a layer that shares its Variables, except those in `values`."""
+class Reparametrized(Module):
+    """Base of layers that run another with weights made from its own."""
 
-    def replaced(path: Path, value: Any) -> Any:
-        if path in values and isinstance(value, Variable):
-            return value.replace(values[path])
-        return value
+    def _wrap(
+        self, layer: Any, epsilon: float, dtype: Dtype | None, param_dtype: Dtype
+    ) -> None:
+        """Keep the layer, and what it computes its weights in."""
+        if not isinstance(layer, Module) or not callable(layer):
+            raise TypeError(
+                f"{type(self).__name__}: `layer_instance` must be a Module that can be "
+                f"called, got {type(layer).__name__}."
+            )
+        self.layer_instance = layer
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
 
-    copy = recursive_map(replaced, layer, graph=True)
-    copy._pytree__place[:2] = layer._pytree__place[:2]  # it stands where the layer is
-    return copy
+    def _with_values(self, values: dict[Path, Any]) -> Any:
+        """Return a copy of the layer that shares its Variables, except those given."""
 
+        def replaced(path: Path, value: Any) -> Any:
+            if path in values and isinstance(value, Variable):
+                return value.replace(values[path])
+            return value
 
-def _check_layer(outer: Any, layer: Any) -> None:
-    """Refuse to wrap what is no layer."""
-    if not isinstance(layer, Module) or not callable(layer):
-        raise TypeError(
-            f"{type(outer).__name__}: `layer_instance` must be a Module that can be "
-            f"called, got {type(layer).__name__}."
-        )
+        layer = self.layer_instance
+        copy = recursive_map(replaced, layer, graph=True)
+        copy._pytree__place[:2] = layer._pytree__place[:2]  # it stands where that does
+        return copy
 
 
 def _unit(x: jax.Array, epsilon: float, axes: Any = None) -> jax.Array:
@@ -76,7 +85,7 @@ def _unit(x: jax.Array, epsilon: float, axes: Any = None) -> jax.Array:
     return x * lax.rsqrt(length + jnp.asarray(epsilon, length.dtype))
 
 
-class SpectralNorm(Module):
+class SpectralNorm(Reparametrized):
     """Run a layer with its weights divided by their largest singular value.
 
     The value is found by power iteration, a few steps in every call, from where the
@@ -117,16 +126,12 @@ class SpectralNorm(Module):
         update_stats: bool = True,
         rngs: Rngs,
     ):
-        _check_layer(self, layer_instance)
+        self._wrap(layer_instance, epsilon, dtype, param_dtype)
         if not isinstance(n_steps, int | np.integer) or n_steps < 1:
             raise StructureError(
                 f"SpectralNorm: `n_steps` must be a positive integer, got {n_steps!r}."
             )
-        self.layer_instance = layer_instance
         self.n_steps = int(n_steps)
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
         self.error_on_non_matrix = error_on_non_matrix
         self.use_running_average = not update_stats
         stats: dict[Path, Any] = {}
@@ -159,7 +164,7 @@ class SpectralNorm(Module):
                 values[path], u, sigma = self._normalized(path, variable)
                 found.append((self.batch_stats[*path, "u"], u))
                 found.append((self.batch_stats[*path, "sigma"], sigma))
-        out = with_values(self.layer_instance, values)(x, **kwargs)
+        out = self._with_values(values)(x, **kwargs)
         if update_stats:
             for stat, value in found:
                 stat.set_value(lax.stop_gradient(value).astype(stat.dtype))
@@ -195,7 +200,7 @@ class SpectralNorm(Module):
             self.use_running_average = use_running_average
 
 
-class WeightNorm(Module):
+class WeightNorm(Reparametrized):
     """Run a layer with weights of length one, times a scale that is trained.
 
     Args:
@@ -235,14 +240,10 @@ class WeightNorm(Module):
         promote_dtype: Promote = default_promote,
         rngs: Rngs,
     ):
-        _check_layer(self, layer_instance)
-        self.layer_instance = layer_instance
+        self._wrap(layer_instance, epsilon, dtype, param_dtype)
         self.feature_axes = () if feature_axes is None else static_axes(feature_axes)
         self.use_scale = use_scale
         self.scale_init = scale_init
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
         self.variable_filter = variable_filter
         self.promote_dtype = promote_dtype
         self.scales = data(self._scales(check_rngs(self, rngs)) if use_scale else None)
@@ -283,7 +284,7 @@ class WeightNorm(Module):
             path: self._normalized(path, variable)
             for path, variable in self._weights().items()
         }
-        return with_values(self.layer_instance, values)(x, *args, **kwargs)
+        return self._with_values(values)(x, *args, **kwargs)
 
     def _normalized(self, path: Path, variable: Any) -> jax.Array:
         """Return a weight of length one times its scale."""
