@@ -30,7 +30,7 @@ from treetap._core.errors import WeightsError
 from treetap._core.paths import plain_key
 from treetap._core.trees.split import merge
 from treetap._core.trees.state import nested
-from treetap._core.variables.values import is_ref
+from treetap._core.variables.values import is_ref, without_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import words_of
 from treetap._io.files import require_path
@@ -154,7 +154,7 @@ def save_checkpoint(
         flat[joined] = leaf.text
         if reason := no_value(leaf.raw) or _no_kind(leaf.raw):
             problems.append(f"{leaf.text} {reason}")
-        values[leaf.names] = leaf.raw[...] if is_ref(leaf.raw) else leaf.raw
+        values[leaf.names] = without_ref(leaf.raw)
     if problems or not values:
         raise WeightsError(
             f"{name}: nothing was written to {os.fspath(path)}"

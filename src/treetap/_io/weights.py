@@ -28,7 +28,7 @@ from treetap._core.trees.filters import Filter, Not
 from treetap._core.trees.state import nested
 from treetap._core.trees.update import update
 from treetap._core.variables.kinds import Cache, Intermediate, RngState
-from treetap._core.variables.values import is_ref
+from treetap._core.variables.values import without_ref
 from treetap._core.wording import near_to, quoted, shown
 from treetap._io.files import require_path
 from treetap._io.safetensors_file import (
@@ -135,8 +135,7 @@ def _no_value(raw: Any) -> str:
 
 
 def _on_host(target: Target) -> np.ndarray:
-    raw = target.raw[...] if is_ref(target.raw) else target.raw
-    return np.asarray(raw, target.dtype)
+    return np.asarray(without_ref(target.raw), target.dtype)
 
 
 class _Cut(NamedTuple):

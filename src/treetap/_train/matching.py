@@ -18,7 +18,7 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Path, is_container, show_path
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.state import State, flat_items, nested
-from treetap._core.variables.values import is_ref
+from treetap._core.variables.values import without_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import first_few
 
@@ -29,7 +29,7 @@ Compare = Callable[[Any, Any], str]  # what is wanted and found: a problem, or n
 def raw_value(leaf: Any) -> Any:
     """Return what a Variable holds, read from its Ref if any; other leaves as is."""
     raw = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
-    return raw[...] if is_ref(raw) else raw
+    return without_ref(raw)
 
 
 def leaves_of(tree: Any, graph: bool, name: str) -> Leaves:

@@ -41,7 +41,7 @@ from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, set_spec
 from treetap._core.trees.state import flat_items, is_branch
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.values import is_ref
+from treetap._core.variables.values import is_ref, without_ref
 from treetap._core.variables.variable import (
     Variable,
     array_types,
@@ -429,7 +429,4 @@ def as_pure(tree: Any) -> Any:
     def value_of(variable: Variable[Any]) -> Any:
         return as_pure(variable.get_value())
 
-    def leaf_of(leaf: Any) -> Any:
-        return leaf[...] if is_ref(leaf) else leaf
-
-    return rebuilt(tree, True, "as_pure", variable=value_of, leaf=leaf_of)
+    return rebuilt(tree, True, "as_pure", variable=value_of, leaf=without_ref)

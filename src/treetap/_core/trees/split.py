@@ -9,6 +9,7 @@ the Variables it is given. `map` and `call` split, do something, and merge again
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from treetap._core.errors import StructureError
@@ -270,27 +271,27 @@ def map(
 class Call:
     """Chooses what to call on a merged object; see `call`."""
 
-    __slots__ = ("_parts", "_path")
+    __slots__ = ("_parts", "_steps")
 
-    def __init__(self, parts: tuple[Any, ...], path: tuple[tuple[str, Any], ...] = ()):
+    def __init__(self, parts: tuple[Any, ...], steps: tuple[Any, ...] = ()):
         self._parts = parts
-        self._path = path
+        self._steps = steps
 
     def __getattr__(self, name: str) -> "Call":
         if name[:2] == "__":
             raise AttributeError(name)
-        return Call(self._parts, (*self._path, ("attribute", name)))
+        return Call(self._parts, (*self._steps, attrgetter(name)))
 
     def __getitem__(self, key: Any) -> "Call":
-        return Call(self._parts, (*self._path, ("item", key)))
+        return Call(self._parts, (*self._steps, itemgetter(key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         """Merges, calls, splits: returns the result and the new (graphdef, state)."""
         definition, *states = self._parts
         node = merge(definition, *states)
         target = node
-        for how, key in self._path:
-            target = getattr(target, key) if how == "attribute" else target[key]
+        for step in self._steps:
+            target = step(target)
         result = target(*args, **kwargs)
         return result, split(node, graph=definition.graph)
 

@@ -50,7 +50,7 @@ from treetap._core.variables.metadata import (
     checked_names,
     required_of,
 )
-from treetap._core.variables.values import Marked, is_ref
+from treetap._core.variables.values import Marked, is_ref, without_ref
 from treetap._core.variables.variable import (
     Variable,
     get_box,
@@ -158,7 +158,7 @@ class _Plan:
         if raw is new:
             return
         if not same_aval(raw, new):
-            new = new[...] if is_ref(new) else new
+            new = without_ref(new)
             if difference := misfit(raw, new):
                 self.problems.append(f"{show_trail(path)}: {difference}")
                 return

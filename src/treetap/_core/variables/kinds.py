@@ -5,8 +5,8 @@ A kind is a subclass of Variable with nothing in it: its type is its meaning. Th
 registry maps a collection name (`params`) to a kind (`Param`) and back.
 """
 
+import functools
 import types
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from treetap._core.errors import MetadataError
@@ -96,7 +96,7 @@ def name_of_kind(kind: type[Variable[Any]], *, allow_register: bool = False) -> 
 def register_kind(name: str, kind: Any = MISSING, *, overwrite: bool = False) -> Any:
     """Registers a kind under a collection name; without a kind, a decorator."""
     if kind is MISSING:
-        return _decorator(name, overwrite)
+        return functools.partial(register_kind, name, overwrite=overwrite)
     if name in _by_name and not overwrite:
         raise MetadataError(
             f"The name {name!r} is taken by {_by_name[name].__name__}. "
@@ -104,7 +104,3 @@ def register_kind(name: str, kind: Any = MISSING, *, overwrite: bool = False) ->
         )
     _by_name[name] = kind
     return kind
-
-
-def _decorator(name: str, overwrite: bool) -> Callable[[K], K]:
-    return lambda kind: register_kind(name, kind, overwrite=overwrite)

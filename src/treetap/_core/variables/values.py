@@ -39,6 +39,11 @@ def is_ref(value: Any) -> bool:
     return not isinstance(value, jax.Array) and isinstance(value, jax.Ref)
 
 
+def without_ref(value: Any) -> Any:
+    """The array that a `jax.Ref` holds; other values as they are."""
+    return value[...] if is_ref(value) else value
+
+
 def is_buffer(value: Any) -> bool:
     """Whether a value is an array that is there, not one that is being traced."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)

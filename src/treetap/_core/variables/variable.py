@@ -41,7 +41,13 @@ from treetap._core.variables.metadata import (
 )
 from treetap._core.variables.operators import ValueOperators
 from treetap._core.variables.placement import place
-from treetap._core.variables.values import Marked, is_ref, with_item, write_ref
+from treetap._core.variables.values import (
+    Marked,
+    is_ref,
+    with_item,
+    without_ref,
+    write_ref,
+)
 
 A = TypeVar("A")
 
@@ -216,12 +222,15 @@ class Variable(
         if self._metadata["ref"] and is_ref(current):
             write_ref(current, ... if index is MISSING else index, value)
             return
-        if is_foreign(self._trace):  # before anything is computed
-            raise refuse_foreign_variable(type(self).__name__)
+        self._check_trace()  # before anything is computed
         value = copy_containers(value)
         if index is not MISSING:
             value = with_item(current, index, value)
         write_boxes((self,), ((value,),))
+
+    def _check_trace(self) -> None:
+        if is_foreign(self._trace):
+            raise refuse_foreign_variable(type(self).__name__)
 
     def get_raw_value(self) -> Any:
         """Returns what is stored: no copy, no override; the Ref when there is one."""
@@ -229,8 +238,7 @@ class Variable(
 
     def set_raw_value(self, value: Any) -> None:
         """Stores `value` as it is, past `set_value` overrides; the trace is checked."""
-        if is_foreign(self._trace):
-            raise refuse_foreign_variable(type(self).__name__)
+        self._check_trace()
         write_boxes((self,), ((value,),))
 
     def __getitem__(self, index: Any) -> Any:
@@ -290,8 +298,7 @@ class Variable(
     # Metadata; the rest is in `MetadataMethods`.
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        if is_foreign(self._trace):
-            raise refuse_foreign_variable(type(self).__name__)
+        self._check_trace()
         _set_metadata(self, metadata)
         note_change()
 
@@ -314,9 +321,7 @@ class Variable(
             value = self._box[0]
         elif isinstance(value, Variable):
             value = value._box[0]
-        if is_ref(value):
-            value = value[...]
-        value = copy_containers(value)
+        value = copy_containers(without_ref(value))
         full = self._metadata
         if metadata.get("hijax"):
             raise MetadataError(f"{type(self).__name__}: hijax is not supported.")
@@ -343,8 +348,7 @@ class Variable(
         metadata = other._metadata
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
-        raw = other.get_raw_value()
-        raw = raw[...] if is_ref(raw) else copy_containers(raw)
+        raw = copy_containers(without_ref(other.get_raw_value()))
         if is_ref(self._box[0]):
             self.set_value(raw)
         else:
@@ -361,8 +365,7 @@ class Variable(
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raw: Any = self._box[0]
-        value = copy.deepcopy(raw[...] if is_ref(raw) else raw, memo)
+        value = copy.deepcopy(without_ref(self._box[0]), memo)
         metadata = self._metadata
         if metadata is not PLAIN:
             metadata = copy.deepcopy(metadata, memo)
@@ -371,9 +374,7 @@ class Variable(
         return make(type(self), value, metadata)
 
     def __reduce__(self) -> Any:
-        raw: Any = self._box[0]
-        value = raw[...] if is_ref(raw) else raw
-        return _unpickle, (type(self), value, self._metadata)
+        return _unpickle, (type(self), without_ref(self._box[0]), self._metadata)
 
     # Display.
 
