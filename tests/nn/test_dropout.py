@@ -168,7 +168,7 @@ def test_a_layer_without_streams_or_mode_says_so():
 
 def test_whole_numbers_are_refused():
     layer = placed(tt.Dropout(0.5, rngs=tt.Rngs(0)))
-    message = r"Dropout at blocks/1/up: .* floating or complex, not int32\[3\]"
+    message = r"Dropout at blocks/1/up: .* floating or complex; got int32\[3\]"
     with pytest.raises(tt.StructureError, match=message):
         layer(jnp.arange(3))
 

@@ -127,7 +127,7 @@ class Dropout(Module):
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
             raise StructureError(
                 f"{where(self)}: elements that are kept are scaled, so inputs must be "
-                f"floating or complex, not {typed(inputs)}."
+                f"floating or complex; got {typed(inputs)}."
             )
         keep = 1.0 - self.rate
         shared = canonical_axes(self, self.broadcast_dims, inputs.ndim)

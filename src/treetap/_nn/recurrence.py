@@ -135,11 +135,11 @@ class RNN(Module):
             inputs: The sequences.
             initial_carry: The carry to begin with, instead of the cell's.
             seq_lengths: How long each sequence is; as long as the array without it.
-            return_carry: Whether to return the last carry; as the layer was told
-                without it, and so for those that follow.
-            time_major: Whether time is the first axis.
-            reverse: Whether to go from the end to the beginning.
-            keep_order: Whether outputs are in the order of the inputs then.
+            return_carry: Whether to return the last carry, instead of the layer's own.
+            time_major: Whether time is the first axis, instead of the layer's own.
+            reverse: Whether to go backwards, instead of the layer's own.
+            keep_order: Whether outputs are in the order of the inputs then, instead of
+                the layer's own.
             rngs: Random streams, or a stream, for the carry.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
