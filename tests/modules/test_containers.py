@@ -280,3 +280,11 @@ def test_methods_of_a_dict_are_not_its_items():
         d["update"]
     with pytest.raises(KeyError, match="update"):
         del d["update"]
+
+
+def test_a_place_that_was_declared_data_stays_data_in_a_slice_too():
+    one, some = tt.List([tt.data(1), 2]), tt.List([tt.data(1), 2])
+    one[0] = 3
+    some[:] = [3, 4]
+    for items in (one, some):
+        assert jax.tree.leaves(items) == [3]

@@ -43,7 +43,7 @@ class List(Module, MutableSequence[T], Generic[T]):
     """
 
     def __init__(self, items: Iterable[T] | None = None, /):
-        self._renumber([self._admitted(i, x) for i, x in enumerate(items or ())])
+        self.extend(items or ())
 
     def _admitted(self, place: int, value: Any) -> tuple[Any, bool]:
         """A value on its way into the list, and whether as data."""
@@ -108,14 +108,13 @@ class List(Module, MutableSequence[T], Generic[T]):
                     f"{type(self).__name__}: cannot assign {len(values)} items to a "
                     f"slice of {len(places)}."
                 )
-            for place, item in zip(places, values, strict=True):
-                items[place] = self._admitted(place, item)
         else:
-            place = self._place(index)
+            places, values = [self._place(index)], [value]
+        for place, item in zip(places, values, strict=True):
             old, status = items[place]
             # A value that was declared data, like `data(1)`, leaves its place data.
             declared = True if status and not is_data(old) else None
-            items[place] = classify(type(self).__name__, place, value, declared)
+            items[place] = classify(type(self).__name__, place, item, declared)
         self._renumber(items)
 
     def __delitem__(self, index: int | slice) -> None:
