@@ -12,7 +12,7 @@ from formulas import Model, array, made, placed
 import treetap as tt
 from treetap._core.wording import typed
 from treetap._nn.convolution import FixedArray
-from treetap._nn.parameters import canonical_axes, where
+from treetap._nn.parameters import broadcastable, canonical_axes, told, where
 
 
 def linear():
@@ -180,6 +180,34 @@ def test_axes_are_counted_from_the_front_in_the_order_given():
     for axes in ((3,), (-4,), (0, 0), (2, -1)):
         with pytest.raises(tt.StructureError, match=r"Linear at blocks/1/up: .*rank 3"):
             canonical_axes(layer, axes, 3)
+
+
+def test_arrays_get_an_axis_for_each_of_a_shape():
+    found = broadcastable("f", "mask", np.ones((1, 4)), "the inputs", (2, 3, 4))
+    assert found.shape == (1, 1, 4)
+    message = r"^f: `mask` must broadcast to the inputs of shape \(2,\), got float32"
+    for bad in (jnp.ones(3), jnp.ones((1, 2))):
+        with pytest.raises(tt.StructureError, match=message):
+            broadcastable("f", "mask", bad, "the inputs", (2,))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (tt.Dropout(0.5, deterministic=None), "deterministic"),
+        (made(tt.BatchNorm, 3, use_running_average=None), "use_running_average"),
+    ],
+    ids=["dropout", "norm"],
+)
+def test_a_mode_is_that_of_the_call_or_else_of_the_layer(layer, name):
+    assert told(layer, name, True) is True
+    assert told(layer, name, False) is False
+    message = f"{type(layer).__name__} at blocks/1/up: `{name}` is given neither"
+    with pytest.raises(tt.StructureError, match=message):
+        placed(layer)(array(2, 3))
+    setattr(layer, name, False)
+    assert told(layer, name, None) is False
+    assert told(layer, name, True) is True
 
 
 def test_arrays_that_are_part_of_a_structure_compare_by_value():
