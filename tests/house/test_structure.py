@@ -27,7 +27,7 @@ ORDER = {
         packed_values
     """,
     "_core.trees": """
-        attributes filters graphdef layout pickled_functions pytree sharing state
+        attributes filters layout graphdef pickled_functions pytree sharing state
         flatten build split traverse update
     """,
     "_capture": """

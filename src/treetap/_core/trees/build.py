@@ -56,7 +56,7 @@ class _Builder:
 
     values: Iterator[Any]
     made: dict[int, Any]
-    owners: Mapping[int | None, Any]
+    owners: Mapping[Any, Any]
     nodes: list[Any]
     recreate: bool
     leaves: list[Any] = field(default_factory=list)
@@ -118,10 +118,9 @@ class _Builder:
 
     def object_of_variables(self, spec: ObjectSpec) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
-        _, cls, structure, _, kinds, metadata = spec
-        trace = self.trace
+        kinds, metadata, trace = spec.kinds or (), spec.metadata or (), self.trace
         children = tuple(islice(self.values, len(kinds)))
-        node = bare(cls, trace)
+        node = bare(spec.type, trace)
         if self.recreate:
             made = [
                 x if isinstance(x, Variable) else make(kind, x, facts, trace)
@@ -131,7 +130,7 @@ class _Builder:
             children = tuple(made)
             if are_new:  # what a walk would find
                 set_spec(node, (children, spec))
-        fill(node, structure, children)
+        fill(node, spec.structure, children)
         self.nodes.append(node)
         self.leaves += children
         return node
@@ -155,14 +154,14 @@ def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
     adopt_all(node, structure, children)
 
 
-NOBODYS: Mapping[int | None, Any] = MappingProxyType({})
+NOBODYS: Mapping[Any, Any] = MappingProxyType({})
 
 
 def regrow(
     graphdef: GraphDef,
     values: Iterable[Any],
     made: dict[int, Any] | None = None,
-    owners: Mapping[int | None, Any] = NOBODYS,
+    owners: Mapping[Any, Any] = NOBODYS,
     nodes: list[Any] | None = None,
     *,
     recreate: bool = True,
@@ -266,11 +265,10 @@ class Merging:
         for key, child in zip(keys, spec.children):
             inner = state.get(key, MISSING)
             absent += inner is MISSING
-            kind = type(child)
-            if kind is ObjectSpec:
+            if isinstance(child, ObjectSpec):
                 self.children(child, inner, (trail, key))
-            elif kind is VariableSpec and type(inner) is child.type and not self.copy:
-                self.leaves.append(inner)
+            elif isinstance(child, VariableSpec) and type(inner) is child.type:
+                self.leaves.append(inner.copy() if self.copy else inner)
             else:
                 self.any(child, inner, (trail, key))
         if len(state) + absent != len(keys):
@@ -302,7 +300,7 @@ def put_together(
     copy: bool = False,
     recreate_variables: bool = True,
     made: dict[int, Any] | None = None,
-    owners: Mapping[int | None, Any] = NOBODYS,
+    owners: Mapping[Any, Any] = NOBODYS,
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 

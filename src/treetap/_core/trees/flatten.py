@@ -151,7 +151,11 @@ class Flattening:
     def known(self, node: Any) -> tuple[Any, Any] | None:
         """What an object of Variables keeps of its last walk, if it is still right.
 
-        It is while the children are the same tuple and their metadata the same.
+        An object whose children are all Variables keeps its description, together with
+        the tuple of children it was made from. Whatever changes the object drops that
+        tuple, so while it has the very same one its class, its static values and its
+        children are the same; the Variables' kinds are their classes, which stay. What
+        could have changed is their metadata, and that is compared.
         """
         kept = node._pytree__spec
         if kept is None:

@@ -11,6 +11,7 @@ from jax.tree_util import register_static
 
 from treetap._core.paths import Key, Path
 from treetap._core.settings import Mode
+from treetap._core.trees.layout import Structure
 from treetap._core.variables.metadata import MISSING, PLAIN
 
 
@@ -22,10 +23,10 @@ class ObjectSpec(NamedTuple):
 
     number: int | None
     type: type
-    structure: Any
-    children: tuple[Any, ...]
-    kinds: Any = None
-    metadata: Any = None
+    structure: Structure
+    children: "tuple[Spec, ...]"
+    kinds: tuple[Any, ...] | None = None
+    metadata: tuple[dict[str, Any], ...] | None = None
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -39,7 +40,7 @@ class ContainerSpec(NamedTuple):
     type: type
     keys: tuple[Key, ...]
     definition: Any
-    children: tuple[Any, ...]
+    children: "tuple[Spec, ...]"
 
 
 class VariableSpec(NamedTuple):
@@ -62,6 +63,7 @@ class SharedSpec(NamedTuple):
     shared_with: int
 
 
+Spec = ObjectSpec | ContainerSpec | VariableSpec | LeafSpec | SharedSpec
 PLAIN_LEAF = LeafSpec(None)
 NOTHING: Any = MISSING  # the state of what holds no leaf
 
@@ -76,7 +78,7 @@ class GraphDef:
 
     __slots__ = ("_hash", "graph", "num_leaves", "spec")
 
-    def __init__(self, spec: Any, num_leaves: int, graph: bool | Mode):
+    def __init__(self, spec: Spec, num_leaves: int, graph: bool | Mode):
         self.spec = spec
         self.num_leaves = num_leaves
         self.graph = graph
@@ -105,20 +107,19 @@ class GraphDef:
         return GraphDef, (self.spec, self.num_leaves, self.graph)
 
 
-def outline(spec: Any) -> Any:
+def outline(spec: Spec) -> Any:
     """The hashable part of a description: types, names and sharing."""
-    kind = type(spec)  # quicker than `match`, and done for every trace
-    if kind is VariableSpec:
+    if isinstance(spec, VariableSpec):  # quicker than `match`; every trace does this
         return spec.number, spec.type
-    if kind is ObjectSpec:
+    if isinstance(spec, ObjectSpec):
         below = spec.kinds or tuple(map(outline, spec.children))
         return spec.type, spec.structure[0], below
-    if kind is ContainerSpec:
+    if isinstance(spec, ContainerSpec):
         return spec.type, spec.keys, tuple(map(outline, spec.children))
     return spec
 
 
-def has_hashable_statics(spec: Any) -> bool:
+def has_hashable_statics(spec: Spec) -> bool:
     """Whether no static value of a description could change without being noticed."""
     try:
         for _, part in objects_in(spec):
@@ -128,7 +129,7 @@ def has_hashable_statics(spec: Any) -> bool:
     return True
 
 
-def parts_of(spec: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
     """A description and all those in it with their paths, outer ones first."""
     yield path, spec
     if isinstance(spec, ObjectSpec | ContainerSpec):
@@ -136,18 +137,20 @@ def parts_of(spec: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from parts_of(child, (*path, key))
 
 
-def objects_in(spec: Any) -> Iterator[tuple[Path, ObjectSpec]]:
+def objects_in(spec: Spec) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
-    return (part for part in parts_of(spec) if isinstance(part[1], ObjectSpec))
+    for path, part in parts_of(spec):
+        if isinstance(part, ObjectSpec):
+            yield path, part
 
 
-def leaf_paths(spec: Any) -> Iterator[Path]:
+def leaf_paths(spec: Spec) -> Iterator[Path]:
     """The paths of the leaves of a description, in order."""
     leaves = VariableSpec | LeafSpec
     return (path for path, part in parts_of(spec) if isinstance(part, leaves))
 
 
-def has_shared(spec: Any) -> bool:
+def has_shared(spec: Spec) -> bool:
     """Whether a description says that something is shared."""
     return any(isinstance(part, SharedSpec) for _, part in parts_of(spec))
 
@@ -160,7 +163,7 @@ def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
             yield (*path, name), value
 
 
-def describe(spec: Any, label: str, depth: int) -> list[str]:
+def describe(spec: Spec, label: str, depth: int) -> list[str]:
     """Lines of text for a description."""
     match spec:
         case ObjectSpec(_, kind, (layout, statics, _)):
