@@ -140,26 +140,22 @@ class Part:
         """How many pieces there are."""
         return self.of if isinstance(self.of, int) else len(self.of)
 
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """The lengths of all pieces, if this one has such a length."""
+        return (length,) * self.of if isinstance(self.of, int) else self.of
+
     def before(self, after: Shape) -> Shape:
         """The shape of all pieces together."""
         axis = _axis_in(self.axis, after, self)
-        if isinstance(self.of, int):
-            total = after[axis] * self.of
-        elif after[axis] == self.of[self.index]:
-            total = sum(self.of)
-        else:
-            raise Misfit(
-                f"{self} gives {self.of[self.index]} at axis {axis} of {after}"
-            )
-        return (*after[:axis], total, *after[axis + 1 :])
+        sizes = self.sizes(after[axis])
+        if sizes[self.index] != after[axis]:
+            raise Misfit(f"{self} gives {sizes[self.index]} at axis {axis} of {after}")
+        return (*after[:axis], sum(sizes), *after[axis + 1 :])
 
     def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
         """From the file to the model."""
         axis = _axis_in(self.axis, after, self)
-        if isinstance(self.of, int):
-            start = self.index * after[axis]
-        else:
-            start = sum(self.of[: self.index])
+        start = sum(self.sizes(after[axis])[: self.index])
         return array[(slice(None),) * axis + (slice(start, start + after[axis]),)]
 
 
