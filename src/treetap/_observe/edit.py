@@ -20,7 +20,7 @@ from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._modules.methods import method_names
 from treetap._observe.handlers import Handler
-from treetap._observe.observe import EVERYTHING, Heard, names_of_all, sites
+from treetap._observe.observe import EVERYTHING, heard, names_of_all, sites
 from treetap._observe.records import Record, Site
 from treetap.edits import Edit, Target, apply, swap
 
@@ -61,24 +61,24 @@ class _Edited(Handler):
 
     def feeds(self, call: Call) -> Fed | None:
         """The edits of a call."""
-        heard = Heard(call)
-        self.passed.append(heard.text)
+        site = heard(call)
+        self.passed.append(site.text)
         found: list[Edit] = []
         for n, (chosen, edits) in enumerate(self.edits):
-            if not chosen(heard):
+            if not chosen(site):
                 continue
             if call.label.how == "sow":
-                self.sown.setdefault(n, heard.text)
+                self.sown.setdefault(n, site.text)
                 continue
             self.used.add(n)
             found += edits
         if not found:
             return None
-        target = _target(call, heard.text)
+        target = _target(call, site.text)
         fitted = [edit.fitted(target) for edit in found]
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
         axes = tuple(one for _, axes in fitted for one in axes)
-        return Fed(Editing(heard.text, tree, axes), arrays)
+        return Fed(Editing(site.text, tree, axes), arrays)
 
     def check(self, look: Callable[[], Record]) -> None:
         """Refuses edits that were for nothing; `look` gives all sites there are."""
@@ -123,9 +123,9 @@ class _Stopping(Handler):
 
     def wants(self, call: Call) -> bool:
         """Whether it is the site."""
-        heard = Heard(call)
-        self.passed.append(heard.text)
-        return self.chosen(heard)
+        site = heard(call)
+        self.passed.append(site.text)
+        return self.chosen(site)
 
     def heard(self, call: Call) -> None:
         """Ends the run with the value."""

@@ -7,9 +7,8 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from treetap._capture.statistics.reducers import as_reducers
 from treetap._capture.walk import jax_compat
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
-from treetap._core.paths import Path
 from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
@@ -36,48 +34,25 @@ EVERYTHING = Listening(None, Intermediate, True)
 NO_OUTPUTS = Listening(None, None, True)
 
 
-def _names_of(call: Call) -> dict[str, Any]:
-    """What tells a call from others: what a Site has beside its value."""
-    return {
-        "path": call.where.path,
-        "name": call.label.name,
-        "index": call.index,
-        "kind": call.label.kind,
-        "how": call.label.how,
-        "wraps": call.wraps,
-        "module": call.where.kind,
-    }
+def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
+    """A call as a site, with the leaves of its value, if any, and what was found."""
+    tree = call.label.tree
+    return Site(
+        value=None if leaves is None else jax.tree.unflatten(tree, leaves),
+        path=call.where.path,
+        name=call.label.name,
+        index=call.index,
+        kind=call.label.kind,
+        how=call.label.how,
+        wraps=call.wraps,
+        module=call.where.kind,
+        **found,
+    )
 
 
-class Heard(SimpleNamespace):
-    """A call in the form that selectors look at: like a Site, without its value."""
-
-    path: Path
-    name: str
-    index: int
-    kind: type | None
-    module: str
-
-    def __init__(self, call: Call):
-        super().__init__(**_names_of(call))
-        self._call = call
-
-    @property
-    def text(self) -> str:
-        """As of a Site."""
-        return site_text(self.path, self.name, self.index)
-
-    @property
-    def shape(self) -> Any:
-        """As of a Site."""
-        shapes = [jnp.shape(aval) for aval in self._call.avals]
-        return jax.tree.unflatten(self._call.label.tree, shapes)
-
-    @property
-    def dtype(self) -> Any:
-        """As of a Site."""
-        types = [getattr(aval, "dtype", type(aval)) for aval in self._call.avals]
-        return jax.tree.unflatten(self._call.label.tree, types)
+def heard(call: Call) -> Site:
+    """A call in the form that selectors look at: a site of types, not values."""
+    return site_of(call, call.avals)
 
 
 class _Observation(Handler):
@@ -94,7 +69,7 @@ class _Observation(Handler):
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
-        if self.chosen is None or self.chosen(Heard(call)):
+        if self.chosen is None or self.chosen(heard(call)):
             return True
         self.passed.append(call)
         return False
@@ -111,7 +86,7 @@ class _Observation(Handler):
         """
         calls = self.session.calls
         if self.chosen is not None and not calls:
-            texts = [Heard(call).text for call in self.passed]
+            texts = [heard(call).text for call in self.passed]
             if look is not None and self.asked is NO_OUTPUTS:
                 texts = names_of_all(look) or texts
             raise refuse_nothing(self.chosen, texts, "observe")
@@ -124,38 +99,43 @@ class _Observation(Handler):
         return Record(tuple(sites))
 
     def site(self, call: Call, values: bool) -> Site:
-        """A call as a site."""
-        tree = call.label.tree
-        return Site(
-            value=jax.tree.unflatten(tree, call.values or []) if values else None,
-            grad=self.gradient(call) if self.grads and self.session.values else None,
-            reduced=None if call.states is None else tree.unflatten(call.states),
-            grad_reduced=self.gradient_states(call),
+        """A call as a site, with what was recorded of it."""
+        tree, states = call.label.tree, call.states
+        is_kept = self.grads and self.session.values
+        is_measured = self.grads and states is not None
+        return site_of(
+            call,
+            call.values or [] if values else None,
+            grad=self.gradient(call) if is_kept else None,
+            reduced=None if states is None else jax.tree.unflatten(tree, states),
+            grad_reduced=self.gradient_states(call) if is_measured else None,
             taken=call.flags.get("taken"),
             count=call.flags.get("count"),
-            **_names_of(call),
         )
 
     def gradient(self, call: Call) -> Any:
         """The gradient of a call's value: zeros where the loss uses nothing of it."""
-
-        def leaf(found: dict[int, Any], n: int) -> Any:
-            return found.get(n, jax_compat.zeros_of(call.avals[n]))
-
-        return self.by_order(call, call.gradients, leaf)
+        return self.by_order(
+            call, call.gradients, lambda n: jax_compat.zeros_of(call.avals[n])
+        )
 
     def gradient_states(self, call: Call) -> Any:
         """What was measured of the gradient of a call's value."""
-        if not self.grads or call.states is None:
-            return None
+        return self.by_order(call, call.gradient_states, lambda n: _of_zeros(call, n))
 
-        def leaf(found: dict[int, Any], n: int) -> Any:
-            return found[n] if n in found else _of_zeros(call, n)
+    def by_order(
+        self,
+        call: Call,
+        found: dict[int, dict[int, Any]],
+        missing: Callable[[int], Any],
+    ) -> Any:
+        """What there is of a gradient, in the value's tree; several orders as a tuple.
 
-        return self.by_order(call, call.gradient_states, leaf)
-
-    def by_order(self, call: Call, given: dict[int, Any], leaf: Any) -> Any:
-        """What there is for each order of differentiation, in the value's tree."""
+        Args:
+            call: The call of the value.
+            found: What was found, by order of differentiation and by leaf.
+            missing: What there is for a leaf of which nothing was found.
+        """
         inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.avals]
         if not any(inexact):
             return None
@@ -163,20 +143,19 @@ class _Observation(Handler):
             if self.chosen is None:
                 return None
             raise _refuse_gradient(call)
+        is_lost = self.session.is_forward or call.label.name in self.session.unmatched
+        if is_lost and not call.gradients:
+            raise _refuse_gradient(call)
 
-        def by_leaf(found: dict[int, Any]) -> Any:
+        def tree(given: dict[int, Any]) -> Any:
             leaves = [
-                leaf(found, n) if flag else None for n, flag in enumerate(inexact)
+                (given[n] if n in given else missing(n)) if flag else None
+                for n, flag in enumerate(inexact)
             ]
             return jax.tree.unflatten(call.label.tree, leaves)
 
-        if not call.gradients and (
-            self.session.is_forward or call.label.name in self.session.unmatched
-        ):
-            raise _refuse_gradient(call)
-        orders = range(1, call.order + 1)
-        found = tuple(by_leaf(given.get(order, {})) for order in orders)
-        return found[0] if len(found) == 1 else found
+        orders = [tree(found.get(n, {})) for n in range(1, call.order + 1)]
+        return orders[0] if len(orders) == 1 else tuple(orders)
 
 
 def names_of_all(look: Callable[[], Record]) -> list[str]:

@@ -84,31 +84,22 @@ UNMEASURED = Figures()
 
 @dataclass(frozen=True, eq=False)
 class PartFigures:
-    """What is known of one part of one array, or of several; None if not measured.
+    """What is known of one part of one array, or of several together.
 
-    Attributes as of `Figures`, and besides how many numbers are finite, and of how many
-    units how many are dead.
+    Attributes:
+        known: The figures, but for dead units.
+        finite: How many numbers are finite, if it is known.
+        dead: How many units are dead.
+        units: Of how many.
     """
 
-    count: int | None = None
+    known: Figures
     finite: int | None = None
-    mean: float | None = None
-    std: float | None = None
-    low: float | None = None
-    high: float | None = None
-    abs_max: float | None = None
-    norm: float | None = None
     dead: int = 0
     units: int = 0
-    nan: int | None = None
-    infinite: int | None = None
-    bars: Bars | None = None
-    unsorted: int | None = None
 
 
 Parts = list[PartFigures | None]  # None: nothing was seen
-
-_COUNTS = ("count", "finite", "dead", "units", "nan", "infinite", "unsorted")
 
 
 def figures_from(by_leaf: list[Parts], count: int, shared: Sequence[Any]) -> Figures:
@@ -131,12 +122,11 @@ def figures_from(by_leaf: list[Parts], count: int, shared: Sequence[Any]) -> Fig
 def _as_figures(part: PartFigures | None, parts: tuple[Figures, ...] = ()) -> Figures:
     if part is None:
         return Figures(count=0, nan=0, infinite=0, parts=parts)
-    known = dict(vars(part))
-    finite, dead, units = (known.pop(name) for name in ("finite", "dead", "units"))
-    if finite == 0:  # of nothing there is no mean
-        counts = {name: known[name] for name in _COUNTS if name in known}
+    if part.finite == 0:  # of nothing there is no mean
+        counts = {name: getattr(part.known, name) for name in _COUNTS}
         return Figures(**counts, parts=parts)
-    return Figures(**known, dead=dead / units if units else None, parts=parts)
+    share = part.dead / part.units if part.units else None
+    return replace(part.known, dead=share, parts=parts)
 
 
 def _together(given: Sequence[PartFigures | None]) -> PartFigures | None:
@@ -144,34 +134,34 @@ def _together(given: Sequence[PartFigures | None]) -> PartFigures | None:
     parts = [part for part in given if part is not None]
     if len(parts) < 2:
         return parts[0] if parts else None
-    counts = {name: _joined(sum, parts, name) for name in _COUNTS}
-    parts = [part for part in parts if part.finite != 0]
-    mean, std = _moments_together(parts)
+    every = [part.known for part in parts]
+    held = [part for part in parts if part.finite != 0]
+    some = [part.known for part in held]
+    mean, std = _moments_together(held)
+    counts = {name: _joined(sum, every, name) for name in _COUNTS}
+    others = {name: _joined(join, some, name) for name, join in _JOINED.items()}
+    finite: list[Any] = [part.finite for part in parts]
     return PartFigures(
-        **counts,
-        mean=mean,
-        std=std,
-        low=_joined(min, parts, "low"),
-        high=_joined(max, parts, "high"),
-        abs_max=_joined(max, parts, "abs_max"),
-        norm=_joined(lambda norms: math.hypot(*norms), parts, "norm"),
-        bars=_joined(_bars_together, parts, "bars"),
+        Figures(**counts, **others, mean=mean, std=std),
+        finite=None if None in finite else sum(finite),
+        dead=sum(part.dead for part in parts),
+        units=sum(part.units for part in parts),
     )
 
 
 def _joined(
-    join: Callable[[list[Any]], Any], parts: Sequence[PartFigures], name: str
+    join: Callable[[list[Any]], Any], known: Sequence[Figures], name: str
 ) -> Any:
     """What is known of all parts, put together by a function; else None."""
-    values = [getattr(part, name) for part in parts]
+    values = [getattr(figures, name) for figures in known]
     return None if None in values or not values else join(values)
 
 
 def _moments_together(
     parts: Sequence[PartFigures],
 ) -> tuple[float | None, float | None]:
-    means: list[Any] = [part.mean for part in parts]
-    stds: list[Any] = [part.std for part in parts]
+    means: list[Any] = [part.known.mean for part in parts]
+    stds: list[Any] = [part.known.std for part in parts]
     if None in means or None in stds or not parts:
         return None, None
     counts = [part.finite or 0 for part in parts]
@@ -189,3 +179,15 @@ def _bars_together(several: list[Bars]) -> Bars | None:
         if bars.edges is not edges and not np.array_equal(bars.edges, edges):
             return None
     return Bars(np.sum([bars.counts for bars in several], axis=0), edges)
+
+
+# How figures of several parts are put together: counts of all parts, what follows of
+# those in which anything is finite.
+_COUNTS = ("count", "nan", "infinite", "unsorted")
+_JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    "low": min,
+    "high": max,
+    "abs_max": max,
+    "norm": lambda norms: math.hypot(*norms),
+    "bars": _bars_together,
+}

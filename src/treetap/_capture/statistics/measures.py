@@ -410,16 +410,19 @@ def _flat(part: Any, axes: int) -> np.ndarray:
 
 
 def _as_parts(columns: dict[str, Any], seen: np.ndarray) -> Parts:
+    """What is known of each part, from what is known by column."""
     lists = {
         name: column.tolist() if isinstance(column, np.ndarray) else column
         for name, column in columns.items()
     }
-    return [
-        PartFigures(**{name: column[n] for name, column in lists.items()})
-        if is_seen
-        else None
-        for n, is_seen in enumerate(seen)
-    ]
+    counted = {"finite", "dead", "units"} & lists.keys()
+
+    def part(n: int) -> PartFigures:
+        known = {name: column[n] for name, column in lists.items()}
+        others = {name: known.pop(name) for name in counted}
+        return PartFigures(Figures(**known), **others)
+
+    return [part(n) if is_seen else None for n, is_seen in enumerate(seen)]
 
 
 def _columns_of(reducer: Any, state: Any, known: dict[str, Any]) -> dict[str, Any]:
