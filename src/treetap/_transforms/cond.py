@@ -36,7 +36,7 @@ def _written_by(
 
 
 def _outline(written: Written) -> Any:
-    return [graft.spec for graft in written.grafts]
+    return [update.spec for update in written.objects]
 
 
 def _branched(
@@ -45,8 +45,8 @@ def _branched(
     lift = Lift.of(name, options)
     inputs = lift.inputs(operands, {})
     found = [_written_by(branch, inputs, lift) for branch in branches]
-    grafts = [graft for written in found for graft in written.grafts]
-    force = {graft.spec.number for graft in grafts if graft.spec.number is not None}
+    objects = [update for written in found for update in written.objects]
+    force = {update.spec.number for update in objects if update.spec.number is not None}
     if force:  # a branch that left an object alone gives it out as it is
         found = [_written_by(branch, inputs, lift, force) for branch in branches]
     if any(_outline(written) != _outline(found[0]) for written in found):
@@ -54,7 +54,7 @@ def _branched(
             f"{name}: the branches change the structure of the operands in different "
             "ways. Make the same attributes, of the same kinds, in all of them."
         )
-    kept = {n for written in found for lane in written.lanes for n, _ in lane}
+    kept = set[int]().union(*(written.numbers() for written in found))
 
     def purified(branch: Any) -> Callable[[Any], Any]:
         def pure(values: Any) -> Any:

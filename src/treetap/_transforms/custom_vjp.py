@@ -44,7 +44,7 @@ from treetap._transforms.lift.lift import (
     transform,
 )
 from treetap._transforms.lift.prefixes import PrefixFilter, Spread, spread
-from treetap._transforms.lift.results import WHOLE, unpack
+from treetap._transforms.lift.results import WHOLE, rebuild
 
 
 def _zero(value: Any) -> Any:
@@ -188,7 +188,7 @@ class _Rule:
         out, residual = pair
         packed, updates = inside.finish(out, keep=self.written)
         walk = Flattening(residual, True, "custom_vjp")
-        kept = WHOLE.pack(residual, walk, Spread("custom_vjp", "the residual"))
+        kept = WHOLE.flatten(residual, walk, Spread("custom_vjp", "the residual"))
         return packed, kept, updates
 
     def _all(self, values: Any) -> list[Any]:
@@ -207,7 +207,7 @@ class _Rule:
             found.append(self._forward(values)[2].written)
 
         jax.eval_shape(probe, values)
-        return {n for written in found for lane in written.lanes for n, _ in lane}
+        return set[int]().union(*(written.numbers() for written in found))
 
     def _check_written(self, leaves: list[Any]) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
@@ -242,14 +242,14 @@ class _Rule:
         made: dict[int, Any] = {}
         tree, leaves = regrow(self.definition, self._all(values), made)
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
-        given = unpack(out_g, made)
+        given = rebuild(out_g, made)
         options = {}
         if self.has_states:
             given = self._updates_states(updates, tree["args"], leaves), given
         elif self.owner._wants_updates:
             options["updates_g"] = self._updates_tree(updates)
         bwd: Any = self.owner._bwd
-        found = bwd(*passive, unpack(residual, {}), given, **options)
+        found = bwd(*passive, rebuild(residual, {}), given, **options)
         return (self._cotangents(found, tree["args"], self._all(values)),)
 
     def _updates_tree(self, updates: Updates) -> Any:

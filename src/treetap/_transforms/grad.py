@@ -36,7 +36,7 @@ from treetap._transforms.lift.lift import (
     transform,
 )
 from treetap._transforms.lift.prefixes import PrefixFilter, spread
-from treetap._transforms.lift.results import repack, unpack
+from treetap._transforms.lift.results import flatten_like, rebuild
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,7 +282,7 @@ def vjp(
     packed = out
 
     def vjp_fn(cotangent: Any) -> Any:
-        (found,) = pull(repack(packed, cotangent, "vjp"))
+        (found,) = pull(flatten_like(packed, cotangent, "vjp"))
         return parts.tree_of(found)
 
     out, aux = inputs.finish((out, aux), updates)
@@ -326,7 +326,7 @@ def jvp(
         parts.pure(f, has_aux), (parts.active,), (direction,), has_aux=True
     )
     out, aux = inputs.finish((out, aux), updates)
-    tangent = unpack(tangent, dict(inputs.owners))
+    tangent = rebuild(tangent, dict(inputs.owners))
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 

@@ -21,7 +21,7 @@ from treetap._core.variables.placement import has_mesh, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
 from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
 from treetap._transforms.lift.prefixes import Spread
-from treetap._transforms.lift.results import WHOLE, unpack
+from treetap._transforms.lift.results import WHOLE, rebuild
 from treetap._transforms.lift.structure_updates import refuse_captured
 from treetap._transforms.lift.structure_watch import Policy
 
@@ -71,11 +71,11 @@ def _shape_with_updates(f: Any, inputs: Inputs) -> Any:
         tree, _ = regrow(inputs.definition, values)
         out = f(*tree["args"], **tree["kwargs"])
         walk = Flattening(out, Mode.UPDATES, "eval_shape")
-        packed = WHOLE.pack(out, walk, Spread("eval_shape", "the result"))
+        packed = WHOLE.flatten(out, walk, Spread("eval_shape", "the result"))
         refuse_captured(walk, "eval_shape")
         return packed
 
-    return unpack(jax.eval_shape(pure, inputs.values()), {})
+    return rebuild(jax.eval_shape(pure, inputs.values()), {})
 
 
 def _with_shardings(out: Any) -> Any:

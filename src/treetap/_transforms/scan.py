@@ -8,11 +8,13 @@ Variables that a scan does not map over are carried as well, so they may be chan
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.paths import show_path
 from treetap._core.trees.graphdef import GraphDef
@@ -29,12 +31,13 @@ from treetap._transforms.lift.lift import (
     Options,
     Updates,
     Written,
+    filled,
     transform,
 )
 from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
 from treetap._transforms.lift.program import MAX_PROGRAMS, Key
 from treetap._transforms.lift.results import Results
-from treetap._transforms.lift.structure_updates import Lanes
+from treetap._transforms.lift.structure_updates import PrefixGroups
 
 T = TypeVar("T")
 
@@ -155,7 +158,7 @@ class _Step:
         axes: Where things are carried and mapped.
         source: The arguments' description; the arguments themselves while somebody
             listens, who wants to know where in the model they are.
-        lanes: For each leaf Carry, an axis, or None. What has None is carried too.
+        groups: For each leaf Carry, an axis, or None. What has None is carried too.
         fixed: Refs by number: JAX wants them from outside.
     """
 
@@ -164,25 +167,27 @@ class _Step:
         f: Any,
         axes: _Axes,
         source: Inputs | GraphDef,
-        lanes: Lanes,
+        groups: PrefixGroups,
         fixed: dict[int, Any],
     ):
         self.f = f
         self.fixed = fixed
         self.axes = axes
         self.source = source
-        self.lanes = lanes
-        self.of_leaf = lanes.by_leaf()
-        lanes.carried = {n for n, x in enumerate(lanes.prefixes) if x is Carry}
+        self.groups = groups
+        self.of_leaf = groups.by_leaf()
+        groups.carried = {n for n, x in enumerate(groups.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
+        self.carried = [
+            number
+            for number, is_mapped in enumerate(self.mapped)
+            if not is_mapped and number not in fixed
+        ]
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
         """The next carry, and what this step adds to the stacks."""
-        sources = {True: iter(mapped), False: iter(carry)}
-        values = [
-            self.fixed[number] if number in self.fixed else next(sources[flag])
-            for number, flag in enumerate(self.mapped)
-        ]
+        rest = self.fixed | dict(zip(self.carried, carry))
+        values = filled(rest, mapped, len(self.mapped))
         inside = Inside(self.source, values, self.axes.lift)
         args = inside.tree["args"]
         has_carry = self.axes.has_carry(self.axes.inputs)
@@ -191,24 +196,24 @@ class _Step:
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
         new = same_carry(None, before, after, "scan")
-        packed, updates = inside.finish(
+        flat, updates = inside.finish(
             stacked,
-            self.lanes,
+            self.groups,
             only=lambda number: self.mapped[number],
             results=self.axes.results,
         )
         self._check_new(updates)
         carried = [
-            (number, leaf._metadata)
-            for number, leaf in enumerate(inside.leaves)
-            if not self.mapped[number] and inside.changed(number)
+            (number, inside.leaves[number]._metadata)
+            for number in self.carried
+            if inside.changed(number)
         ]
         written = Written((tuple(carried),))
-        return self._carry(inside, new), (packed, updates, written)
+        return self._carry(inside, new), (flat, updates, written)
 
     def _check_new(self, updates: Updates) -> None:
         """Refuses new leaves in an object that is not mapped over."""
-        for axis, values in zip(self.lanes.prefixes, updates.values):
+        for axis, values in zip(self.groups.prefixes, updates.values):
             if values and not isinstance(axis, int):
                 kind = "a carried object" if axis is Carry else "an object on axis None"
                 raise StructureError(
@@ -221,60 +226,49 @@ class _Step:
         """New plain leaves, and the Variables' present values."""
         plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
         values = []
-        for number, (leaf, axis) in enumerate(zip(inside.leaves, self.of_leaf)):
-            if self.mapped[number] or number in self.fixed:
-                continue
+        for number in self.carried:
+            leaf = inside.leaves[number]
             if isinstance(leaf, Variable):
                 values.append(leaf._box[0])
             else:
-                values.append(next(plain) if axis is Carry else leaf)
+                values.append(next(plain) if self.of_leaf[number] is Carry else leaf)
         return values
 
 
-class _Scan:
-    """One call of a scan: from arguments to results."""
+def _start(inputs: Inputs, step: _Step) -> tuple[list[Any], list[Any]]:
+    """The first carry, and what is mapped over, its axis in front."""
+    carry: list[Any] = []
+    mapped: list[Any] = []
+    for number, (value, axis) in enumerate(zip(inputs.values(), step.of_leaf)):
+        if step.mapped[number]:
+            mapped.append(_move(value, axis, 0))
+        elif number not in step.fixed:
+            carry.append(value)
+    return carry, mapped
 
-    def __init__(self, inputs: Inputs, step: _Step):
-        self.inputs = inputs
-        self.step = step
 
-    def start(self) -> tuple[list[Any], list[Any]]:
-        """The first carry, and what is mapped over, its axis in front."""
-        everything = zip(self.inputs.values(), self.step.of_leaf)
-        pairs = [p for n, p in enumerate(everything) if n not in self.step.fixed]
-        carry = [value for value, axis in pairs if not isinstance(axis, int)]
-        mapped = [
-            _move(value, axis, 0) for value, axis in pairs if isinstance(axis, int)
+def _finish(inputs: Inputs, step: _Step, carry: list[Any], out: Any) -> Any:
+    """Writes Variables back and puts the result together."""
+    stacked, updates, carried = out
+    axes = step.axes
+    moved = [
+        _move(values, 0, axis) if values else values
+        for values, axis in zip(updates.values, step.groups.prefixes)
+    ]
+    final = dict(zip(step.carried, carry))
+    # Objects take what is left in a group; what was carried has one of its own.
+    values = (*moved, [final[number] for number, _ in carried.groups[0]])
+    groups = (*updates.written.groups, *carried.groups)
+    written = replace(updates.written, groups=groups)
+    returned = None
+    if axes.has_carry(axes.inputs):
+        kept = [
+            leaf if isinstance(leaf, Variable) else final.get(number, leaf)
+            for number, leaf in enumerate(inputs.leaves)
         ]
-        return carry, mapped
-
-    def finish(self, carry: list[Any], out: Any) -> Any:
-        """Writes Variables back and puts the result together."""
-        packed, updates, carried = out
-        axes, inputs = self.step.axes, self.inputs
-        moved = tuple(
-            _move(values, 0, axis) if values else values
-            for values, axis in zip(updates.values, self.step.lanes.prefixes)
-        )
-        numbers = [
-            number
-            for number, is_mapped in enumerate(self.step.mapped)
-            if not is_mapped and number not in self.step.fixed
-        ]
-        final = dict(zip(numbers, carry))
-        # Grafts take what is left in a lane; what was carried has one of its own.
-        values = (*moved, [final[number] for number, _ in carried.lanes[0]])
-        lanes = (*updates.written.lanes, *carried.lanes)
-        written = Written(lanes, updates.written.grafts)
-        returned = None
-        if axes.has_carry(axes.inputs):
-            kept = [
-                leaf if isinstance(leaf, Variable) else final.get(number, leaf)
-                for number, leaf in enumerate(inputs.leaves)
-            ]
-            returned = axes.carry_of(inputs.with_leaves(kept)["args"])
-        result = inputs.finish(axes.moved(packed), Updates(values, written))
-        return axes.joined(returned, result)
+        returned = axes.carry_of(inputs.with_leaves(kept)["args"])
+    result = inputs.finish(axes.moved(stacked), Updates(values, written))
+    return axes.joined(returned, result)
 
 
 @transform
@@ -323,7 +317,8 @@ def scan(
         "unroll": unroll,
         "_split_transpose": _split_transpose,
     }
-    steps: dict[Any, _Step] = {}  # JAX traces a function it knows only once
+    # JAX traces a function it knows only once.
+    steps: BoundedCache[Key, _Step] = BoundedCache(MAX_PROGRAMS)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -333,22 +328,13 @@ def scan(
                 "scan: When in_axes=Carry, the function must take exactly one "
                 f"argument; {len(args)} were given."
             )
-        work = _prepared(f, axes, lift.inputs(args, {}), steps)
-        return work.finish(*jax.lax.scan(work.step, *work.start(), **given))
+        inputs = lift.inputs(args, {})
+        groups = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
+        key = Key(inputs.definition, (), (), groups)
+        fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+        make = functools.partial(_Step, f, axes, inputs.outline(), groups, fixed)
+        step = steps.made(key, make) if key.lasts and not fixed else make()
+        final = jax.lax.scan(step, *_start(inputs, step), **given)
+        return _finish(inputs, step, *final)
 
     return call
-
-
-def _prepared(f: Any, axes: _Axes, inputs: Inputs, steps: dict[Any, _Step]) -> _Scan:
-    """A call of a scan, with the step that was made for arguments of this structure."""
-    lanes = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
-    key = Key(inputs.definition, (), (), lanes)
-    fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
-    if not key.lasts:
-        return _Scan(inputs, _Step(f, axes, inputs.outline(), lanes, fixed))
-    step = None if fixed else steps.get(key)
-    if step is None:
-        while len(steps) >= MAX_PROGRAMS:
-            steps.pop(next(iter(steps)))
-        step = steps[key] = _Step(f, axes, inputs.definition, lanes, fixed)
-    return _Scan(inputs, step)

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import GraphDef
@@ -67,20 +68,21 @@ def _mapped(
     results = Results(out, mode, name, out_argument, nothing)
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
-        lanes: Any = key.lanes
+        groups: Any = key.groups
 
         def pure(values: list[Any]) -> Any:
             called = put_statics(f, key.statics)
-            return lift.run(called, source, values, lanes, results=results)
+            return lift.run(called, source, values, groups, results=results)
 
         # The second part stands for what is static, and has no leaves.
-        updates = Updates(tuple(lanes.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
-        found = {argument: (lanes.by_leaf(),), out_argument: (results.for_jax, updates)}
+        updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
+        found = {
+            argument: (groups.by_leaf(),),
+            out_argument: (results.for_jax, updates),
+        }
         return how(pure, **found)
 
-    @functools.lru_cache(MAX_PROGRAMS)
-    def known(key: Key) -> Callable[[Any], Any]:
-        return made(key, key.definition)
+    compiled: BoundedCache[Key, Callable[[Any], Any]] = BoundedCache(MAX_PROGRAMS)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,13 +90,14 @@ def _mapped(
             args, kwargs = positional(f, args, kwargs, name, argument), {}
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
-        lanes = inputs.spread({"args": given, "kwargs": 0}, argument)
-        key = Key(inputs.definition, taken, (), lanes)
+        groups = inputs.spread({"args": given, "kwargs": 0}, argument)
+        key = Key(inputs.definition, taken, (), groups)
         try:
-            mapped = known(key) if keeps and key.lasts else made(key, inputs.outline())
+            make = functools.partial(made, key, inputs.outline())
+            mapped = compiled.made(key, make) if keeps and key.lasts else make()
             found = mapped(inputs.values())
         except ValueError as error:
-            raise _named(error, inputs, lanes.by_leaf()) from None
+            raise _named(error, inputs, groups.by_leaf()) from None
         return inputs.finish(*found)
 
     return call

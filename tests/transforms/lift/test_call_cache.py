@@ -452,13 +452,13 @@ def test_a_child_that_was_replaced_is_forgotten_at_the_next_call():
 
 def test_no_more_objects_are_remembered_than_a_number():
     step = tt.jit(run)
-    models = [Model() for _ in range(call_cache.MAX_KNOWN + 5)]
+    models = [Model() for _ in range(call_cache.MAX_VERIFIED + 5)]
     for _ in range(2):
         for model in models:
             step(model)
-    (recipes,) = step._recipes.values()
-    assert len(recipes) == 1
-    assert len(recipes[0]._known) == call_cache.MAX_KNOWN
+    (calls,) = step._cached_calls.values()
+    assert len(calls) == 1
+    assert len(calls[0]._verified) == call_cache.MAX_VERIFIED
 
 
 def test_programs_are_bounded_in_number(monkeypatch):
@@ -471,7 +471,7 @@ def test_programs_are_bounded_in_number(monkeypatch):
         leaf.scale = number
         assert step(leaf) == number
     assert len(step._programs) == 3
-    assert sum(map(len, step._recipes.values())) <= 3
+    assert sum(map(len, step._cached_calls.values())) <= 3
 
 
 def test_threads_call_one_function_with_models_of_their_own():
@@ -695,7 +695,7 @@ def test_a_container_with_ever_new_leaves_goes_the_long_way():
     assert int(model.count) == 3
 
 
-def test_a_compiled_stage_passes_by_the_recipes_of_other_programs():
+def test_a_compiled_stage_passes_by_the_cached_calls_of_other_programs():
     fn = tt.jit(lambda batch: sum(batch.values()))
     one, two = {"a": ONE}, {"a": ONE, "b": ONE}
     compiled = fn.lower(one).compile()

@@ -19,7 +19,7 @@ import treetap as tt
 from meshes import mesh_of
 from treetap._core.variables import packed_values
 from treetap._core.variables.variable import own_box, pack_of
-from treetap._transforms.lift import packed_calls
+from treetap._transforms.lift import call_cache
 
 
 class Layer(tt.Module):
@@ -421,7 +421,7 @@ def test_a_number_says_what_is_small():
 
 
 def test_none_is_as_if_it_were_not_given():
-    assert tt.jit(step, pack=None)._packer is None
+    assert tt.jit(step, pack=None)._make_packed is None
 
 
 @pytest.mark.parametrize("pack", ["yes", -1, 1.5])
@@ -435,8 +435,8 @@ def test_what_cannot_be_packed_is_tried_a_few_times_only():
     for number in range(20):
         packed(model, 1.0)
         model.layers[0].b.set_raw_value(jnp.zeros((number % 2 + 1, 2)))
-    (known,) = packed._recent._known.values()
-    assert known.packed is False
+    (verified,) = packed._latest._verified
+    assert verified.packed is False
 
 
 def test_fixed_arguments_are_packed_too():
@@ -500,8 +500,8 @@ def test_modes(graph):
 
 
 def test_the_default_size():
-    assert tt.jit(step)._packer is None
-    assert tt.jit(step, pack=True)._packer.keywords == {"limit": 4096}
+    assert tt.jit(step)._make_packed is None
+    assert tt.jit(step, pack=True)._make_packed.keywords == {"limit": 4096}
 
 
 class Row(tt.Module):
@@ -562,13 +562,15 @@ def test_a_packed_model_is_called_under_a_trace_the_usual_way():
 
 
 def test_programs_for_packs_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr(packed_calls, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(call_cache, "MAX_PACKED_PROGRAMS", 2)
     call, rows = tt.jit(bump, pack=True), [Row(size) for size in (1, 2, 3)]
     for number in range(1, 5):
         found = [float(call(row, 1.0)) for row in rows]
         assert found == [size * (1.0 + number) for size in (1, 2, 3)]
     programs = [
-        len(recipe.packed) for group in call._recipes.values() for recipe in group
+        len(cached.packed_programs)
+        for calls in call._cached_calls.values()
+        for cached in calls
     ]
     assert max(programs) <= 2
 

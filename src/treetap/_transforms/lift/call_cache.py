@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calling again: what a compiled function keeps of a call, to make the next one cheap.
+"""The call cache: what a compiled function keeps of a call, to make the next one cheap.
 
-The first call with arguments of some structure goes the long way: they are walked,
-described and checked in Python. It leaves a `Recipe`, by which later calls go:
+**The idea.** The first call with arguments of some structure goes the long way: the
+arguments are walked, described and checked in Python. It leaves a `CachedCall`, and
+there are two shorter ways from then on:
 
-* With other objects of the same structure, JAX walks them along a treedef whose leaves
-  are the Variables, in C. That proves types, names, static values and containers to be
-  the same; kinds, metadata and identities of the Variables are compared after that.
-* With the same objects as before, it is enough that each still has the very children
-  it had: an object drops the tuple of them when anything about it is changed. What is
-  in lists and dicts is looked at again, in C.
+* `CachedCall.__call__`, with other objects of the same structure. JAX takes them apart
+  along a treedef whose leaves are the Variables, in C. That proves types, names, static
+  values and containers to be the same. Kinds, metadata and identities of the Variables
+  are compared after that.
+* `CachedCall.again`, with the objects that were verified before. It is enough that each
+  still has the very children it had.
 
-What does not fit goes the long way. Nothing is trusted that was not looked at. A recipe
-holds on to Variables and objects only as long as the outermost ones live.
+**The invariant.** A short way runs the program only if the long way would have found
+the same description and the same leaves, in the same order, with nothing shared. What
+was not looked at in this call is not trusted. Whatever does not fit is
+`NOT_APPLICABLE`, and the next longer way is tried; nothing has been written by then.
+
+**Why it is sound.** An object caches the tuple of its children, and drops it when one
+of its attributes is set or removed; so an object that has the very tuple it had has the
+children it had. `last_change` is a token that is replaced whenever metadata of any
+Variable are, or an object that JAX has seen gets other children. While it stands,
+nothing of the kind has happened anywhere, and not even the tuples need to be compared.
+Lists and dicts tell nobody when they change. So those that stand in attributes are
+looked at in each call, in C, item by item.
+
+The values may be kept from call to call, too: see `VerifiedArguments.write`.
+
+Variables and objects are held only as long as the outermost objects live, to which
+there are weak references.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
@@ -25,10 +42,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import all_leaves
 
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.trace_level import EAGER, current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
-from treetap._core.trees.layout import getter
+from treetap._core.trees.layout import Getter, getter
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.change_marks import last_change, last_values
 from treetap._core.variables.variable import (
@@ -40,9 +58,12 @@ from treetap._core.variables.variable import (
 )
 from treetap._transforms.lift.lift import Inputs, Updates, Written
 
-MAX_KNOWN = 16  # sets of objects that a recipe remembers
+MAX_VERIFIED = 16  # sets of objects that a cached call remembers
+MAX_PACKED_PROGRAMS = 16  # of a cached call, one for each layout of packs
 MAX_MISFITS = 8  # calls that could not be packed, before it is tried no more
-MISFIT = object()  # arguments are not of a recipe's structure
+NOT_APPLICABLE = object()  # in place of a result: these arguments need a longer way
+# What JAX raises for a tree of another structure.
+OTHER_TREE = (ValueError, TypeError, KeyError)
 
 _read_flat = attrgetter("_pytree__flat")
 
@@ -55,7 +76,7 @@ def _are_different(items: Sequence[Any]) -> bool:
     return len(set(map(id, items))) == len(items)
 
 
-class Held(NamedTuple):
+class Contents(NamedTuple):
     """What is inside outermost objects, and must still be.
 
     Attributes:
@@ -69,19 +90,19 @@ class Held(NamedTuple):
     containers: list[tuple[Callable[[Any], list[Any]], Any, list[Any]]]
 
 
-def held_by(roots: Sequence[Any]) -> Held | None:
+def contents_of(roots: Sequence[Any]) -> Contents | None:
     """What is inside objects; None if it cannot be told whether it changes."""
-    held = Held([], [], [])
+    contents = Contents([], [], [])
     for root in roots:
         for _, node in nodes_below(root, Node, True, "jit"):
             if not type(node)._pytree__cached:
                 return None
             flat = _read_flat(node)
             if node is not root:
-                held.nodes.append(node)
-                held.flats.append(flat)
-            held.containers.extend(chain.from_iterable(map(_containers, flat[0])))
-    return held
+                contents.nodes.append(node)
+                contents.flats.append(flat)
+            contents.containers.extend(chain.from_iterable(map(_containers, flat[0])))
+    return contents
 
 
 def _containers(child: Any) -> list[Any]:
@@ -92,58 +113,49 @@ def _containers(child: Any) -> list[Any]:
     return [(treedef.flatten_up_to, child, leaves)]
 
 
-class Known:
-    """Objects that were found to be right.
+@dataclass(slots=True, eq=False)
+class VerifiedArguments:
+    """Arguments that were found to be right, and how to see that they still are.
 
-    Args:
+    Attributes:
         variables: Their Variables.
+        metadata: The metadata of those.
         plain: Their other leaves.
         trace: The trace level of the Variables; None if they differ.
-        roots: The outermost objects: number among the tops, weak reference, children.
-        held: What is below them.
+        roots: The outermost objects: their number, a weak reference, their children.
+        contents: What is below them.
         change: The last change anywhere, when all this was looked at.
+        written: By the number of a note: the Variables to write, and their places.
+        packed: A way to call with packed values; False if there is none.
+        misfits: How often that way was not applicable.
     """
 
-    __slots__ = (
-        *("_change", "_held", "_metadata", "_roots", "misfits"),
-        *("packed", "plain", "trace", "variables", "written"),
-    )
+    variables: Sequence[Any]
+    metadata: Sequence[Any]
+    plain: Sequence[Any]
+    trace: Any
+    roots: list[tuple[int, Any, Any]]
+    contents: Contents
+    change: object
+    written: dict[int, Any] = field(default_factory=dict)
+    packed: Any = None
+    misfits: int = 0
 
-    def __init__(  # noqa: PLR0917 - made in one place
-        self,
-        variables: Sequence[Any],
-        plain: Sequence[Any],
-        trace: Any,
-        roots: list[tuple[int, Any, Any]],
-        held: Held,
-        change: object,
-    ):
-        self.variables = variables
-        self.plain = plain
-        self.trace = trace
-        self.written: dict[int, Any] = {}  # Variables, by the number of a note
-        self.packed: Any = None  # a way to call with packs; False if there is none
-        self.misfits = 0
-        self._metadata = list(map(get_metadata, variables))
-        self._roots = roots
-        self._held = held
-        self._change = change
-
-    def holds(self, tops: Sequence[Any]) -> bool:
+    def hold(self, outermost: Sequence[Any]) -> bool:
         """Whether the outermost objects are the same, and what is in them too."""
-        for number, ref, _ in self._roots:
-            if ref() is not tops[number]:
+        for number, ref, _ in self.roots:
+            if ref() is not outermost[number]:
                 return False
         change = last_change[0]
-        if self._change is not change:
-            if not self._is_same(tops):
+        if self.change is not change:
+            if not self._are_unchanged(outermost):
                 return False
-            self._change = change
-        for read, container, before in self._held.containers:
+            self.change = change
+        for read, container, before in self.contents.containers:
             try:
                 if not all(map(is_, read(container), before)):
                     return False
-            except (ValueError, TypeError, KeyError):
+            except OTHER_TREE:
                 return False
         return True
 
@@ -158,6 +170,13 @@ class Known:
         self, written: Any, places: Sequence[int] | None, news: Any, values: list[Any]
     ) -> None:
         """Writes what a program returned, and keeps values for the next call.
+
+        A training loop calls with the same Variables again, and nobody else writes in
+        between. So the list of all their values is left in `last_values`, from where
+        `values` takes it away before the next program runs. Every other write into a
+        Variable puts None there, before and after it writes. If there is something by
+        the time the values are to be kept, somebody wrote while the program ran, and
+        nothing is kept; so a list that is found there is right.
 
         Args:
             written: The Variables it has changed.
@@ -179,17 +198,17 @@ class Known:
         if trace is not EAGER or last_values.setdefault(None, kept) is not kept:
             last_values[None] = None  # somebody else wrote, or it is not to be kept
 
-    def _is_same(self, tops: Sequence[Any]) -> bool:
+    def _are_unchanged(self, outermost: Sequence[Any]) -> bool:
         """Whether objects have the children they had, and Variables their metadata."""
-        nodes, flats, _ = self._held
+        nodes, flats, _ = self.contents
         return (
-            all(_read_flat(tops[number]) is flat for number, _, flat in self._roots)
+            all(_read_flat(outermost[number]) is flat for number, _, flat in self.roots)
             and all(map(is_, map(_read_flat, nodes), flats))
-            and all(map(is_, map(get_metadata, self.variables), self._metadata))
+            and all(map(is_, map(get_metadata, self.variables), self.metadata))
         )
 
 
-class Plan:
+class WriteBack:
     """How to write back what a program says it has written.
 
     Attributes:
@@ -198,83 +217,81 @@ class Plan:
         pick: Takes them out of all.
     """
 
-    __slots__ = ("is_simple", "pick", "places")
-
     def __init__(self, written: Written, own: dict[int, int], metadata: Sequence[Any]):
-        pairs = list(chain.from_iterable(written.lanes))
-        self.is_simple = not written.grafts and not written.is_packed
+        pairs = list(chain.from_iterable(written.groups))
+        self.is_simple = not written.objects and not written.has_flat_parts
         self.is_simple &= all(facts is metadata[own[number]] for number, facts in pairs)
         places = [own[number] for number, _ in pairs]
         self.places = None if places == list(range(len(own))) else places
         self.pick = getter(places)
 
 
-class Left(NamedTuple):
+class UnwrittenResult(NamedTuple):
     """What a program returned, where writing it back takes the long way."""
 
     out: Any
     updates: Updates
 
 
-class Recipe:
+class CachedCall:
     """How to take apart arguments of one structure, and what program to call.
+
+    The outermost things in the arguments are objects, and leaves that stand in no
+    object. The former are found again by identity. The latter are other ones in each
+    call, such as a batch, and are put where they belong among the plain leaves.
 
     Args:
         tree: Arguments of that structure.
         leaves: Their leaves, Variables among them.
         program: The program.
-        packer: Makes calls with packs, if they are wanted.
+        make_packed: Makes calls with packed values, if they are wanted.
     """
 
-    __slots__ = (
-        *("_count", "_first", "_flatten", "_inner", "_kinds", "_known", "_metadata"),
-        *("_own", "_pick", "_plain", "_plans", "_roots", "_tops", "_waits"),
-        *("packed", "packer", "program"),
-    )
-
     def __init__(
-        self, tree: Any, leaves: Sequence[Any], program: Any, packer: Any = None
+        self, tree: Any, leaves: Sequence[Any], program: Any, make_packed: Any = None
     ):
         self.program = program
-        self.packer: Callable[..., Any] | None = packer
-        self.packed: dict[Any, Any] = {}  # programs for packs, by their layouts
+        self.make_packed: Callable[..., Any] | None = make_packed
         own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
         self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
         self._own = {number: place for place, number in enumerate(own)}
-        self._pick = getter(own)
-        self._plain = getter([n for n in range(len(leaves)) if n not in self._own])
+        self._pick: Getter = getter(own)
+        self._pick_plain = getter([n for n in range(len(leaves)) if n not in self._own])
         variables = self._pick(leaves)
         self._kinds = tuple(map(type, variables))
         self._metadata = tuple(map(get_metadata, variables))
-        self._known: dict[int, Known] = {}
-        self._plans: dict[int, Plan] = {}
-        self._see_tops(tree)
+        # By the identity of the first outermost object; read without a lock.
+        self._verified: BoundedCache[int, VerifiedArguments] = BoundedCache(
+            MAX_VERIFIED
+        )
+        self._write_backs: dict[int, WriteBack] = {}
+        self.packed_programs: BoundedCache[Any, Any] = BoundedCache(MAX_PACKED_PROGRAMS)
+        self._see_outermost(tree)
 
-    def _see_tops(self, tree: Any) -> None:
+    def _see_outermost(self, tree: Any) -> None:
         """Notes where the outermost objects and the leaves beside them are."""
-        tops, treedef = jax.tree.flatten(tree, is_leaf=is_object)
-        self._tops = treedef.flatten_up_to
+        outermost, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+        self._outermost = treedef.flatten_up_to
         args, kwargs = tree
-        is_flat = not kwargs and len(args) == len(tops) and all(map(is_, args, tops))
-        self._count = len(args) if is_flat else -1
-        self._roots = [n for n, top in enumerate(tops) if isinstance(top, Node)]
+        # Whether the positional arguments are just those, so that none must be opened.
+        is_flat = len(args) == len(outermost) and all(map(is_, args, outermost))
+        self._count = len(args) if is_flat and not kwargs else -1
+        self._roots = [n for n, x in enumerate(outermost) if isinstance(x, Node)]
         # Nothing would tell when a Variable by itself is no longer used.
-        is_open = self._roots and not any(map(_is_variable, tops))
-        self._first = self._roots[0] if is_open else -1
-        inside: list[int] = []  # leaves of objects that are no Variables
-        waits: list[tuple[int, int]] = []  # (place among the plain leaves, top)
+        can_hold = self._roots and not any(map(_is_variable, outermost))
+        self._first = self._roots[0] if can_hold else -1
+        self._inner: list[int] = []  # plain leaves inside objects
+        # Plain leaves by themselves: (place among plain leaves, among the outermost).
+        self._given: list[tuple[int, int]] = []
         place = 0
-        for number, top in enumerate(tops):
-            below = jax.tree.leaves(top, is_leaf=_is_variable)
-            plain = [leaf for leaf in below if not _is_variable(leaf)]
-            places = range(place, place + len(plain))
-            if isinstance(top, Node):
-                inside += places
+        for number, part in enumerate(outermost):
+            below = jax.tree.leaves(part, is_leaf=_is_variable)
+            places = range(place, place + sum(not _is_variable(x) for x in below))
+            if isinstance(part, Node):
+                self._inner += places
             else:
-                waits += [(each, number) for each in places]
-            place += len(plain)
-        self._inner = inside
-        self._waits = waits
+                self._given += [(each, number) for each in places]
+            place = places.stop
 
     def again(self, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Calls a program with objects it was called with before, and writes back.
@@ -285,77 +302,80 @@ class Recipe:
             run: The program, or a compiled stage of it.
 
         Returns:
-            The result; `MISFIT` if they are others or have changed; a `Left` if there
-            is more to write than values.
+            The result; `NOT_APPLICABLE` if they are others or have changed; an
+            `UnwrittenResult` if there is more to write than values.
         """
         if self._first < 0:
-            return MISFIT
-        tops = args
+            return NOT_APPLICABLE
+        outermost = args
         if kwargs or len(args) != self._count:
             try:
-                tops = self._tops((args, kwargs))
-            except (ValueError, TypeError, KeyError):  # JAX's words for other trees
-                return MISFIT
-        known = self._known.get(id(tops[self._first]))
-        if known is None or not known.holds(tops):
-            return MISFIT
-        plain = known.plain
-        if self._waits:
+                outermost = self._outermost((args, kwargs))
+            except OTHER_TREE:
+                return NOT_APPLICABLE
+        verified = self._verified.peek(id(outermost[self._first]))
+        if verified is None or not verified.hold(outermost):
+            return NOT_APPLICABLE
+        plain = verified.plain
+        if self._given:
             plain = [*plain]
-            for place, number in self._waits:
-                plain[place] = tops[number]
+            for place, number in self._given:
+                plain[place] = outermost[number]
             if not all_leaves(plain):
-                return MISFIT
-        if self.packer is not None and run is self.program.run:
-            out = self._with_packs(known, tops, plain)
-            if out is not MISFIT:
+                return NOT_APPLICABLE
+        if self.make_packed is not None and run is self.program.run:
+            out = self._call_packed(verified, outermost, plain)
+            if out is not NOT_APPLICABLE:
                 return out
-        values = known.values()
+        values = verified.values()
         news, out, note = run(*self.program.parted(values, plain))
-        written = known.written.get(len(note))
+        written = verified.written.get(len(note))
         if written is None:
-            plan = self._planned(len(note))
-            if not plan.is_simple:
-                return Left(out, self.program.updates(news, note))
-            written = known.written[len(note)] = plan.pick(known.variables), plan.places
-        known.write(written[0], written[1], news, values)
+            back = self._write_back(len(note))
+            if not back.is_simple:
+                return UnwrittenResult(out, self.program.updates(news, note))
+            written = back.pick(verified.variables), back.places
+            verified.written[len(note)] = written
+        verified.write(written[0], written[1], news, values)
         return out
 
     def __call__(self, tree: Any, run: Callable[..., Any]) -> Any:
         """Calls a program with any arguments of this structure; as `again`."""
         out = self.again(tree[0], tree[1], run)
-        if out is not MISFIT:
+        if out is not NOT_APPLICABLE:
             return out
         change = last_change[0]
         try:
             leaves = self._flatten(tree)
-        except (ValueError, TypeError, KeyError):
-            return MISFIT
-        variables, plain = self._pick(leaves), [*self._plain(leaves)]
-        if not self._fits(variables, plain) or not all_leaves(plain):
-            return MISFIT
+        except OTHER_TREE:
+            return NOT_APPLICABLE
+        variables, plain = self._pick(leaves), [*self._pick_plain(leaves)]
+        if not self._fit(variables, plain) or not all_leaves(plain):
+            return NOT_APPLICABLE
         values = [variable._box[0] for variable in variables]
         news, out, note = run(*self.program.parted(values, plain))
-        plan = self._planned(len(note))
-        if not plan.is_simple:
-            return Left(out, self.program.updates(news, note))
-        written = plan.pick(variables)
+        back = self._write_back(len(note))
+        if not back.is_simple:
+            return UnwrittenResult(out, self.program.updates(news, note))
+        written = back.pick(variables)
         _check_traces(written, current_trace())
         write_boxes(written, zip(chain.from_iterable(news)))
         self._remember(tree, variables, plain, change)
         return out
 
-    def _with_packs(self, known: Known, tops: Sequence[Any], plain: Any) -> Any:
-        """A call in which small Variables travel in packs; `MISFIT` if they cannot."""
-        if known.packed is None and self.packer is not None:
-            roots = [tops[number] for number in self._roots]
-            known.packed = self.packer(self, known, roots) or False
-        if not known.packed:
-            return MISFIT
-        out = known.packed(plain)
-        if out is MISFIT:  # packed anew next time, if that is any good
-            known.misfits += 1
-            known.packed = None if known.misfits < MAX_MISFITS else False
+    def _call_packed(
+        self, verified: VerifiedArguments, outermost: Sequence[Any], plain: Any
+    ) -> Any:
+        """A call in which small Variables travel packed, if they can."""
+        if verified.packed is None and self.make_packed is not None:
+            roots = [outermost[number] for number in self._roots]
+            verified.packed = self.make_packed(self, verified, roots) or False
+        if not verified.packed:
+            return NOT_APPLICABLE
+        out = verified.packed(plain)
+        if out is NOT_APPLICABLE:  # packed anew next time, if that is any good
+            verified.misfits += 1
+            verified.packed = None if verified.misfits < MAX_MISFITS else False
         return out
 
     @property
@@ -365,20 +385,21 @@ class Recipe:
 
     def by_number(self, variables: Sequence[Any]) -> dict[int, Any]:
         """The Variables of arguments by the number of the leaf."""
-        return {number: variables[place] for number, place in self._own.items()}
+        return dict(zip(self._own, variables))
 
     def has_metadata(self, number: int, metadata: Any) -> bool:
         """Whether the Variable that is this leaf comes out with the metadata it had."""
         return metadata is self._metadata[self._own[number]]
 
-    def _planned(self, number: int) -> Plan:
-        plan = self._plans.get(number)
-        if plan is None:
+    def _write_back(self, number: int) -> WriteBack:
+        back = self._write_backs.get(number)
+        if back is None:
             written = self.program.written[number]
-            plan = self._plans[number] = Plan(written, self._own, self._metadata)
-        return plan
+            back = WriteBack(written, self._own, self._metadata)
+            self._write_backs[number] = back
+        return back
 
-    def _fits(self, variables: Sequence[Any], plain: Sequence[Any]) -> bool:
+    def _fit(self, variables: Sequence[Any], plain: Sequence[Any]) -> bool:
         """Whether kinds and metadata are the same, and nothing stands twice.
 
         An object without Variables that stands twice is told by its other leaves.
@@ -387,62 +408,73 @@ class Recipe:
             tuple(map(type, variables)) == self._kinds
             and _are_different(variables)
             and tuple(map(get_metadata, variables)) == self._metadata
-            and _are_different([plain[place] for place in self._inner])
+            and self._are_unshared(plain)
         )
+
+    def _are_unshared(self, plain: Sequence[Any]) -> bool:
+        return _are_different([plain[place] for place in self._inner])
 
     def _remember(self, tree: Any, variables: Any, plain: Any, change: object) -> None:
         """Keeps objects for the next call, while the outermost ones live."""
         if self._first < 0:
             return
-        tops = self._tops(tree)
-        held = held_by([tops[number] for number in self._roots])
-        if held is None or last_change[0] is not change:
+        outermost = self._outermost(tree)
+        contents = contents_of([outermost[number] for number in self._roots])
+        if contents is None or last_change[0] is not change:
             return
-        key, known = id(tops[self._first]), self._known
+        key, cache = id(outermost[self._first]), self._verified
         values = last_values  # the room itself may be gone when Python ends
 
         def forget(_: Any) -> None:
-            known.pop(key, None)
+            cache.discard(key)
             values[None] = None
 
-        roots = [
-            (number, weakref.ref(tops[number], forget), _read_flat(tops[number]))
-            for number in self._roots
-        ]
+        roots: list[tuple[int, Any, Any]] = []
+        for number in self._roots:
+            root = outermost[number]
+            roots.append((number, weakref.ref(root, forget), _read_flat(root)))
         trace = current_trace()
-        same = all(map(is_, map(get_trace, variables), repeat(trace)))
+        is_one_level = all(map(is_, map(get_trace, variables), repeat(trace)))
         kept = [*plain]
-        for place, _ in self._waits:
+        for place, _ in self._given:
             kept[place] = None  # given anew by each call
-        if len(known) >= MAX_KNOWN:
-            known.pop(list(known)[0], None)  # noqa: RUF015 - threads may change it
-        level = trace if same else None
-        known[key] = Known(variables, kept, level, roots, held, change)
+        cache.discard(key)
+        verified = VerifiedArguments(
+            variables,
+            list(map(get_metadata, variables)),
+            kept,
+            trace if is_one_level else None,
+            roots,
+            contents,
+            change,
+        )
+        cache.add(key, verified)
+
+    @classmethod
+    def of(
+        cls, tree: Any, inputs: Inputs, program: Any, make_packed: Any = None
+    ) -> "CachedCall | None":
+        """For arguments that went the long way; None if there can be none.
+
+        Shared parts are only found on the long way. So where they are allowed, calls
+        are cached only if there are none, and none could appear without a Variable that
+        stands twice.
+        """
+        if inputs.definition.graph and not _is_open_tree(tree, inputs):
+            return None
+        leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
+        if len(leaves) != len(inputs.leaves):
+            return None
+        if any(map(is_not, leaves, inputs.leaves)):
+            return None
+        cached = cls(tree, leaves, program, make_packed)
+        return cached if cached._are_unshared(cached._pick_plain(leaves)) else None
 
 
 def _check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
     for variable in variables:
         if variable._trace is not trace:
             raise refuse_foreign_variable(type(variable).__name__)
-
-
-def recipe_for(
-    tree: Any, inputs: Inputs, program: Any, packer: Any = None
-) -> Recipe | None:
-    """A recipe for arguments that went the long way; None if there can be none.
-
-    Shared parts are only found on the long way. So where they are allowed, there is a
-    recipe only if there are none, and none could appear without a Variable that stands
-    twice.
-    """
-    if inputs.definition.graph and not _is_open_tree(tree, inputs):
-        return None
-    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
-    if len(leaves) != len(inputs.leaves) or any(map(is_not, leaves, inputs.leaves)):
-        return None
-    recipe = Recipe(tree, leaves, program, packer)
-    plain = [leaf for leaf in leaves if not _is_variable(leaf)]
-    return recipe if _are_different([plain[place] for place in recipe._inner]) else None
 
 
 def _is_open_tree(tree: Any, inputs: Inputs) -> bool:

@@ -50,6 +50,6 @@ def same_carry(
 
 def described(inside: Inside, carry: Any) -> GraphDef | None:
     """What a carried value must be again, statics and all, with graph updates."""
-    if inside.grafts is None:
+    if inside.structure is None:
         return None
     return take_leaves({"carry": carry}, True, inside.name)[0]

@@ -2,7 +2,9 @@
 """Compiled functions: what `jit` and `jit_partial` make, and its stages.
 
 There is a `jax.jit` for each structure of the arguments; the values travel in two flat
-lists, those to be donated and the rest. Calls after the first go by a recipe.
+lists, those to be donated and the rest: see `program`. Calls after the first are cached
+calls: see `call_cache`. A call tries, in this order, the cached call that served last,
+the other ones with the same signature, and the long way.
 """
 
 import functools
@@ -11,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import regrow
 from treetap._core.trees.layout import kinds_of
@@ -22,13 +25,13 @@ from treetap._transforms.lift.arguments import (
     put_statics,
     take_statics,
 )
-from treetap._transforms.lift.call_cache import MISFIT, Left, Recipe, recipe_for
-from treetap._transforms.lift.lift import (
-    Inputs,
-    Lift,
-    Options,
+from treetap._transforms.lift.call_cache import (
+    NOT_APPLICABLE,
+    CachedCall,
+    UnwrittenResult,
 )
-from treetap._transforms.lift.prefixes import check_prefix, spread
+from treetap._transforms.lift.lift import Inputs, Lift, Options
+from treetap._transforms.lift.prefixes import PrefixGroups, check_prefix, spread
 from treetap._transforms.lift.program import (
     MAX_PROGRAMS,
     Key,
@@ -36,9 +39,8 @@ from treetap._transforms.lift.program import (
     refuse_changing_statics,
 )
 from treetap._transforms.lift.results import Results
-from treetap._transforms.lift.structure_updates import Lanes
 
-MAX_RECIPES = 16  # for arguments of the same types
+MAX_CACHED_CALLS = 16  # for arguments of the same types
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,16 +87,17 @@ class Jit(Generic[P, R]):
         self._statics = chosen("static", "static")
         self._donated = chosen("donate", "donated")
         self._options = given
-        self._programs: dict[Key, Program] = {}
-        self._recipes: dict[Any, list[Recipe]] = {}
-        self._packer: Callable[..., Any] | None = None
+        self._programs: BoundedCache[Key, Program] = BoundedCache(
+            MAX_PROGRAMS, self._forget
+        )
+        # By the signature of a call, those used last first.
+        self._cached_calls: dict[Any, list[CachedCall]] = {}
+        self._make_packed: Callable[..., Any] | None = None
         if (pack := given.pop("pack", False)) is not False:
-            from treetap._transforms.lift.packed_calls import (
-                packer_for,  # few ask for it
-            )
+            from treetap._transforms.lift import packed_calls  # few ask for it
 
-            self._packer = packer_for(pack, lift.name)
-        self._recent: Recipe | None = None  # what served the last call
+            self._make_packed = packed_calls.maker_for(pack, lift.name)
+        self._latest: CachedCall | None = None  # what served the last call
         self._has_more = bool(self._statics)  # than what a call is given
         check_prefix(self.in_shardings, lift.name, "in_shardings", lift.mode)
         self._results = Results(
@@ -107,7 +110,7 @@ class Jit(Generic[P, R]):
             put_statics(self.fun, key.statics),
             key.definition,
             values,
-            key.lanes,
+            key.groups,
             keep=key.kept(),
             results=self._results,
         )
@@ -119,11 +122,11 @@ class Jit(Generic[P, R]):
             return program
         refuse_changing_statics(key.definition, self.lift.name)
         options = dict(self._options)
-        lanes = key.lanes
-        if lanes is not None:
-            options["in_shardings"] = lanes.by_leaf()
+        groups = key.groups
+        if groups is not None:
+            options["in_shardings"] = groups.by_leaf()
         if self.in_shardings is not None or self.out_shardings is not None:
-            prefixes = tuple(lanes.prefixes if lanes else (None,))
+            prefixes = tuple(groups.prefixes if groups else (None,))
             options["out_shardings"] = (prefixes, self._results.for_jax, None)
         traced: Any = functools.partial(self._traced)
         traced.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
@@ -132,17 +135,15 @@ class Jit(Generic[P, R]):
             # Given away, they would only have to come out again.
             less = key.without_donating(idle)
             program = Program(less, leaves, traced, program.options)
-        while len(self._programs) >= MAX_PROGRAMS:
-            old = self._programs.pop(next(iter(self._programs)))
-            self._forget(old)
-        self._programs[key] = program
-        return program
+        return self._programs.add(key, program)
 
     def _forget(self, program: Program) -> None:
-        """Drops the recipes of a program that is no longer kept."""
-        self._recent = None
-        for recipes in self._recipes.values():
-            recipes[:] = [recipe for recipe in recipes if recipe.program is not program]
+        """Drops the cached calls of a program that is no longer kept."""
+        self._latest = None
+        for signature, calls in [*self._cached_calls.items()]:
+            calls[:] = [cached for cached in calls if cached.program is not program]
+            if not calls:
+                self._cached_calls.pop(signature, None)
 
     def _inputs(self, tree: Any) -> Inputs:
         """Arguments taken apart the long way."""
@@ -154,18 +155,11 @@ class Jit(Generic[P, R]):
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
         return (args, kwargs), statics
 
-    def _learn(self, recipe: Recipe | None, tree: Any, statics: Any) -> None:
-        """Keeps a recipe for the next call with such arguments."""
-        if recipe is not None:
-            recipes = self._recipes.setdefault(_sort(tree, statics), [])
-            recipes.insert(0, recipe)
-            del recipes[MAX_RECIPES:]
-
     def _prepared(self, tree: Any, statics: Any) -> tuple[Inputs, Program, Any]:
         """Arguments taken apart the long way, and the program for them."""
         inputs = self._inputs(tree)
         donated = self._donated_leaves(inputs)
-        key = Key(inputs.definition, statics, donated, self._lanes(inputs))
+        key = Key(inputs.definition, statics, donated, self._groups(inputs))
         program = self._program(key, inputs.leaves)
         return inputs, program, program.parted(*_parted(inputs.leaves))
 
@@ -187,7 +181,7 @@ class Jit(Generic[P, R]):
             for flag, leaf in zip(flags, inputs.leaves)
         )
 
-    def _lanes(self, inputs: Inputs) -> Lanes | None:
+    def _groups(self, inputs: Inputs) -> PrefixGroups | None:
         if self.in_shardings is None:
             return None
         chosen = self.in_shardings
@@ -198,15 +192,17 @@ class Jit(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the compiled function and writes changed Variables back."""
-        return self._told(args, kwargs)
+        return self._call_naming_lost_buffers(args, kwargs)
 
-    def _told(self, args: Any, kwargs: Any, stage: Any = None) -> Any:
+    def _call_naming_lost_buffers(
+        self, args: Any, kwargs: Any, stage: Any = None
+    ) -> Any:
         """A call that tells, if it fails, what is gone."""
         try:
-            recipe = self._recent
-            if recipe is not None and stage is None:  # what served last
-                out = recipe.again(args, kwargs, recipe.program.run)
-                if out is not MISFIT:
+            cached = self._latest
+            if cached is not None and stage is None:  # what served last
+                out = cached.again(args, kwargs, cached.program.run)
+                if out is not NOT_APPLICABLE:
                     return self._finished((args, kwargs), out)
             return self._call(args, kwargs, stage)
         except BaseException as error:
@@ -215,37 +211,43 @@ class Jit(Generic[P, R]):
             raise
 
     def _call(self, args: Any, kwargs: Any, stage: Any) -> Any:
-        """A call by a recipe, or the long way; of a compiled stage if there is one."""
+        """A cached call, or the long way; of a compiled stage if there is one."""
         tree, statics = (args, kwargs), ()
         if self._has_more:
             tree, statics = self._given(args, kwargs)
-        for recipe in self._recipes.get(_sort(tree, statics), ()):
-            program = recipe.program
+        for cached in self._cached_calls.get(_call_signature(tree, statics), ()):
+            program = cached.program
             if stage is not None and program is not stage.program:
                 continue
             run = program.run if stage is None else stage.run
-            out = recipe(tree, run)
-            if out is not MISFIT:
+            out = cached(tree, run)
+            if out is not NOT_APPLICABLE:
                 if stage is None and not self._has_more:
-                    self._recent = recipe
+                    self._latest = cached
                 return self._finished(tree, out)
         return self._call_anew(tree, statics, stage)
 
     def _finished(self, tree: Any, out: Any) -> Any:
         """The result, after what takes the long way has been written."""
-        return out if type(out) is not Left else self._inputs(tree).finish(*out)
+        if type(out) is UnwrittenResult:
+            return self._inputs(tree).finish(*out)
+        return out
 
     def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:
-        """A call the long way, which leaves a recipe."""
+        """A call the long way, which leaves a cached call."""
         inputs, program, given = self._prepared(tree, statics)
         if stage is not None:
             stage.check(program)
             program = stage.program
         # Before anything is written:
-        recipe = recipe_for(tree, inputs, program, self._packer)
+        cached = CachedCall.of(tree, inputs, program, self._make_packed)
         news, out, note = (program if stage is None else stage).run(*given)
         out = inputs.finish(out, program.updates(news, note))
-        self._learn(recipe, tree, statics)
+        if cached is not None:
+            signature = _call_signature(tree, statics)
+            calls = self._cached_calls.setdefault(signature, [])
+            calls.insert(0, cached)
+            del calls[MAX_CACHED_CALLS:]
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -269,7 +271,7 @@ class Jit(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
 
-def _sort(tree: Any, statics: Any) -> tuple[Any, ...]:
+def _call_signature(tree: Any, statics: Any) -> tuple[Any, ...]:
     """What tells calls apart at a glance: types, names, static arguments."""
     args, kwargs = tree
     if not statics:
@@ -318,4 +320,4 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a compiled stage and writes changed Variables back."""
-        return self._jit._told(args, kwargs, self)
+        return self._jit._call_naming_lost_buffers(args, kwargs, self)

@@ -8,15 +8,16 @@ the result together with the values of the Variables that changed; which ones di
 their metadata, are static, so they cost nothing when the compiled program runs. Outside
 again, `Inputs.finish` puts them into the caller's Variables, all in one step.
 
-Changed Variables come back in *lanes*, one for each different prefix (an axis of vmap,
-a sharding of jit) among the inputs, because a transform must know where its outputs lie
-before it runs. With graph updates, objects whose structure changed ride along.
+A transform must know where its outputs lie before it runs. So changed Variables come
+back in groups, one for each different prefix (an axis of vmap, a sharding of jit) among
+the inputs: see `PrefixGroups`. With graph updates, objects whose structure changed ride
+along: see `structure_updates`.
 """
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -38,18 +39,17 @@ from treetap._core.trees.sharing import first_two_places, places
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values, write_boxes
-from treetap._transforms.lift.prefixes import Spread, filter_values
-from treetap._transforms.lift.results import WHOLE, Results, has_packed, unpack
+from treetap._transforms.lift.prefixes import PrefixGroups, Spread, filter_values
+from treetap._transforms.lift.results import WHOLE, Results, has_flat_parts, rebuild
 from treetap._transforms.lift.structure_updates import (
-    Graft,
-    Grafts,
-    Lanes,
-    plant,
+    ObjectUpdate,
+    StructureUpdates,
+    apply,
     refuse_captured,
 )
 from treetap._transforms.lift.structure_watch import (
     Policy,
-    Structure,
+    StructureWatch,
     check_policy,
 )
 
@@ -103,7 +103,7 @@ class Lift:
         fn: Callable[..., Any],
         source: "Inputs | GraphDef",
         values: Sequence[Any],
-        lanes: Lanes | None = None,
+        groups: PrefixGroups | None = None,
         **choices: Any,
     ) -> "tuple[Any, Updates]":
         """The traced side of most transforms: rebuild, call, check, collect.
@@ -112,7 +112,7 @@ class Lift:
             fn: The function.
             source: Its arguments, or their description: see `Inside`.
             values: Their values at this level.
-            lanes: As for `Inside.finish`, which takes the further arguments.
+            groups: As for `Inside.finish`, which takes the further arguments.
             **choices: `keep`, `only`, `results` and `force`.
 
         Returns:
@@ -121,7 +121,7 @@ class Lift:
         inside = Inside(source, values, self)
         with inside.watched():
             out = fn(*inside.tree["args"], **inside.tree["kwargs"])
-        return inside.finish(out, lanes, **choices)
+        return inside.finish(out, groups, **choices)
 
     def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
         """The result of a call with abstract leaves; nothing is computed or written."""
@@ -129,7 +129,7 @@ class Lift:
         def pure(values: list[Any]) -> Any:
             return self.run(fn, inputs, values)[0]
 
-        return unpack(jax.eval_shape(pure, inputs.values()), {})
+        return rebuild(jax.eval_shape(pure, inputs.values()), {})
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -208,21 +208,30 @@ def _open_signature(fn: Any) -> inspect.Signature:
 @register_static
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What changed: Variables by lane (number and metadata), and objects.
+    """What a call changed; static, so that it costs nothing when a program runs.
 
-    `is_packed` says whether a part of the result came packed.
+    Attributes:
+        groups: For each prefix, the Variables that come out: number and metadata.
+        objects: The objects whose structure changed.
+        has_flat_parts: Whether a part of the result is a `FlatPart`.
     """
 
-    lanes: tuple[tuple[tuple[int, Any], ...], ...]
-    grafts: tuple[Graft, ...] = ()
-    is_packed: bool = True
+    groups: tuple[tuple[tuple[int, Any], ...], ...]
+    objects: tuple[ObjectUpdate, ...] = ()
+    has_flat_parts: bool = True
 
     def __hash__(self) -> int:
-        return hash(tuple(tuple(number for number, _ in lane) for lane in self.lanes))
+        return hash(
+            tuple(tuple(number for number, _ in group) for group in self.groups)
+        )
+
+    def numbers(self) -> set[int]:
+        """The Variables that come out."""
+        return {number for group in self.groups for number, _ in group}
 
 
 class Updates(NamedTuple):
-    """What comes back beside the result: values by lane, and whose they are."""
+    """What comes back beside the result: values by group, and whose they are."""
 
     values: tuple[list[Any], ...]
     written: Written
@@ -254,13 +263,13 @@ class Inputs:
         """The raw values for JAX."""
         return raw_values(self.leaves)
 
-    def spread(self, prefix: Any, argument: str) -> Lanes:
-        """The lanes that a prefix makes of the leaves."""
+    def spread(self, prefix: Any, argument: str) -> PrefixGroups:
+        """The groups that a prefix makes of the leaves."""
         work = Spread(self.name, argument)
         work.follow(prefix, self.tree, ())
         if self.definition.graph is not Mode.UPDATES:
             work.owners, work.known = {}, {}
-        return Lanes(work, self.numbers, filter_values(prefix))
+        return PrefixGroups(work, self.numbers, filter_values(prefix))
 
     def outline(self) -> "Inputs | GraphDef":
         """What `run` needs of them, without a value: for functions that JAX keeps."""
@@ -273,10 +282,10 @@ class Inputs:
         return bare
 
     def finish(self, out: Any, updates: Updates) -> Any:
-        """Writes what changed into the caller's objects, and unpacks the result."""
+        """Writes what changed into the caller's objects, and rebuilds the result."""
         made = dict(self.owners)
         self.write_back(updates, made)
-        return unpack(out, made) if updates.written.is_packed else out
+        return rebuild(out, made) if updates.written.has_flat_parts else out
 
     def with_leaves(self, leaves: list[Any]) -> Any:
         """The arguments with other leaves: around the caller's Variables, new objects.
@@ -298,8 +307,8 @@ class Inputs:
         boxes: list[tuple[Any]] = []
         changes: list[tuple[Variable[Any], Any]] = []
         supplies = [iter(values) for values in updates.values]
-        for lane, supply in zip(updates.written.lanes, supplies):
-            for (number, metadata), value in zip(lane, supply):
+        for group, supply in zip(updates.written.groups, supplies):
+            for (number, metadata), value in zip(group, supply):
                 variable = self.leaves[number]
                 if variable._trace is not trace:
                     raise refuse_foreign_variable(type(variable).__name__)
@@ -307,7 +316,7 @@ class Inputs:
                 boxes.append((value,))
                 if metadata is not variable._metadata:
                     changes.append((variable, metadata))
-        steps = plant(updates.written.grafts, supplies, self.leaves, made)
+        steps = apply(updates.written.objects, supplies, self.leaves, made)
         write_boxes(variables, boxes)
         for variable, metadata in changes:
             variable._replace_metadata(metadata)
@@ -355,42 +364,31 @@ class Inside:
         lift: The lift.
     """
 
-    __slots__ = [
-        "before",
-        "definition",
-        "grafts",
-        "leaves",
-        "lift",
-        "mode",
-        "name",
-        "nodes",
-        "tree",
-    ]
-
     def __init__(self, source: Inputs | GraphDef, values: Sequence[Any], lift: Lift):
         self.lift = lift
         self.name = lift.name
-        self.mode = lift.mode
-        definition = source if isinstance(source, GraphDef) else source.definition
+        self.definition = source if isinstance(source, GraphDef) else source.definition
         members: dict[int, Any] = {}
-        self.definition = definition
         self.nodes: list[Any] = []
-        self.tree, self.leaves = regrow(definition, values, members, nodes=self.nodes)
+        self.tree, self.leaves = regrow(
+            self.definition, values, members, nodes=self.nodes
+        )
         self.before = [
             (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
             for leaf in self.leaves
         ]
-        self.grafts = Grafts(members, lift.name) if self.mode is Mode.UPDATES else None
+        has_updates = lift.mode is Mode.UPDATES
+        self.structure = StructureUpdates(members, lift.name) if has_updates else None
         if listening.value is not None:
-            if self.mode is not Mode.TREE:
+            if lift.mode is not Mode.TREE:
                 name_shared(self.tree)
             if isinstance(source, Inputs):
                 put_in_place(source.tree, self.tree)
 
-    def watched(self) -> Structure:
+    def watched(self) -> StructureWatch:
         """A block in which changes of structure that would be lost are noticed."""
-        policy = self.lift.policy if self.grafts is None else "ignore"
-        return Structure(self.nodes, self.definition, self.name, policy)
+        policy = self.lift.policy if self.structure is None else "ignore"
+        return StructureWatch(self.nodes, self.definition, self.name, policy)
 
     def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
@@ -408,7 +406,7 @@ class Inside:
                     f"{type(value).__name__} at {show_path(path)} was made outside the "
                     "function. Pass it as an argument, or return its value."
                 )
-        if self.mode is Mode.TREE:
+        if self.lift.mode is Mode.TREE:
             take_leaves({"out": out}, False, self.name, _no_aliases(self.name))
 
     def changed(self, number: int) -> bool:
@@ -419,7 +417,7 @@ class Inside:
     def finish(
         self,
         out: Any,
-        lanes: Lanes | None = None,
+        groups: PrefixGroups | None = None,
         *,
         keep: Collection[int] = (),
         only: Callable[[int], bool] = lambda number: True,
@@ -430,50 +428,54 @@ class Inside:
 
         Args:
             out: What the function returned.
-            lanes: The lanes of the leaves; one for all by default.
+            groups: The groups of the leaves; one for all by default.
             keep: Leaves, by number, that come out even if nobody changed them.
             only: Tells which Variables come out at all.
             results: Where the results lie.
             force: Objects, by number, that come out as if they had changed.
         """
-        count = len(lanes.prefixes) if lanes else 1
-        of_leaf = lanes.of_leaf if lanes else [0] * len(self.leaves)
+        count = len(groups.prefixes) if groups else 1
+        of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
         values: list[list[Any]] = [[] for _ in range(count)]
         written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
-        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
-            if before is None:
-                continue
-            box, metadata = before
-            is_same = leaf._box is box and leaf._metadata is metadata
-            if (is_same and number not in keep) or is_ref(leaf._box[0]):
-                continue
-            if only(number) and (number in keep or has_changed(leaf, *before)):
-                values[of_leaf[number]].append(leaf._box[0])
-                written[of_leaf[number]].append((number, leaf._metadata))
-        lists = tuple(map(tuple, written))
-        if self.grafts is None:
+        for number, leaf in self._written(keep, only):
+            values[of_leaf[number]].append(leaf._box[0])
+            written[of_leaf[number]].append((number, leaf._metadata))
+        objects: list[ObjectUpdate] = []
+        structure, known = self.structure, 0
+        work = Spread(self.name, "the out prefix")
+        if structure is None:
             self.check_output(out)
-            walk = Flattening(out, self.mode, self.name, states=False)
-            packed = results.pack(out, walk, Spread(self.name, "the out prefix"))
-            return packed, Updates(
-                tuple(values), Written(lists, (), has_packed(packed))
-            )
-        walk = self.grafts.walk()
-        known = len(walk.members)
-        stay = not force  # where all branches must give alike, all gives all
-        own = {id(x): n for n, x in enumerate(self.leaves) if stay and n not in keep}
-        grafts: list[Graft] = []
-        for graft, leaves in self.grafts.collect(walk, lanes, own, force):
-            grafts.append(graft)
-            sent = [lane for lane in graft.lanes if lane >= 0]
-            for lane, value in zip(sent, raw_values(leaves)):
-                values[lane].append(value)
-        walk.root = out
-        work = self.grafts.spread(lanes, "the out prefix") if lanes else None
-        packed = results.pack(out, walk, work or Spread(self.name, "the out prefix"))
-        refuse_captured(walk, self.name, known)
-        note = Written(lists, tuple(grafts), has_packed(packed))
-        return packed, Updates(tuple(values), note)
+            walk = Flattening(out, self.lift.mode, self.name, states=False)
+        else:
+            walk = structure.walk()
+            known = len(walk.members)
+            own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
+            if force:  # all branches must return the same, so return every leaf
+                own = {}
+            for update, leaves in structure.collect(walk, groups, own, force):
+                objects.append(update)
+                sent = [place for place in update.places if place >= 0]
+                for place, value in zip(sent, raw_values(leaves)):
+                    values[place].append(value)
+            walk.root = out
+            if groups:
+                work = structure.spread(groups, "the out prefix")
+        flat = results.flatten(out, walk, work)
+        if structure is not None:
+            refuse_captured(walk, self.name, known)
+        note = Written(tuple(map(tuple, written)), tuple(objects), has_flat_parts(flat))
+        return flat, Updates(tuple(values), note)
+
+    def _written(
+        self, keep: Collection[int], only: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Variable[Any]]]:
+        """The Variables that come out; a Ref is changed where it is."""
+        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
+            if before is None or not only(number) or is_ref(leaf._box[0]):
+                continue
+            if number in keep or has_changed(leaf, *before):
+                yield number, leaf
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:

@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: calls of a compiled function in which small Variables travel in packs.
+"""Packed calls: calls of a compiled function in which small Variables travel together.
 
-The program takes the buffers of packs, cuts the values out, runs the function, and puts
-what it changed into new buffers. What is large, or is no plain array, travels by itself
-as ever. A call that does not fit is made the usual way.
+**The idea.** Each buffer that goes into a program or comes out of it takes time, and a
+model may have hundreds of small ones. So the small Variables of an object share one
+buffer for each dtype: a `Pack`. The program takes the buffers of packs, cuts the values
+out, runs the function, and puts what it changed into new buffers. What is large, or is
+no plain array, travels by itself as ever.
+
+**The invariant.** A program for packs gives the results of the program it is made from,
+for it traces the same function; only the way of the values is another. A `PackedCall`
+is one way to call that, for Variables that are in packs; it stands with the verified
+arguments of a cached call, so that it is used for those objects only.
+
+**Why it is sound.** Whether the buffers hold what the Variables hold is looked at in
+each call (`Pack.buffers`); if they cannot, the call is `NOT_APPLICABLE` and made the
+usual way. All that a program changed, buffers and other values, is written in one step,
+under the locks of the packs. A function that changes more than values raises
+`Unpackable` while it is traced, before anything has run.
 """
 
 import contextlib
@@ -20,12 +33,15 @@ from treetap._core.trees.layout import getter
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.packed_values import Contents, Group, Pack, layout_of
 from treetap._core.variables.variable import Variable, pack_of, write_boxes
-from treetap._transforms.lift.call_cache import MISFIT, Known, Recipe
+from treetap._transforms.lift.call_cache import (
+    NOT_APPLICABLE,
+    CachedCall,
+    VerifiedArguments,
+)
 from treetap._transforms.lift.lift import Updates
 from treetap._transforms.lift.program import refuse_donated_twice
 
 SMALL = 4096  # bytes
-MAX_PROGRAMS = 16  # kept by a recipe, one for each layout of packs
 
 Layout = tuple[Group, ...]
 Home = tuple[int, int, int]  # number of the pack, of the group, place in it
@@ -48,26 +64,23 @@ class Note(NamedTuple):
 
 
 class PackedProgram:
-    """A program of a recipe, for packs of some layouts.
+    """The program of a cached call, for packs of some layouts.
 
     Args:
-        recipe: The recipe.
+        cached: The cached call.
         layouts: The layouts of the packs.
         homes: For each leaf of the arguments, where it is packed, or None.
     """
 
-    __slots__ = (
-        *("_donates", "_homes", "_layouts", "_numbers", "_recipe", "_takes"),
-        *("donated", "notes", "rest", "run"),
-    )
-
-    def __init__(self, recipe: Recipe, layouts: Sequence[Layout], homes: Sequence[Any]):
-        program = recipe.program
+    def __init__(
+        self, cached: CachedCall, layouts: Sequence[Layout], homes: Sequence[Any]
+    ):
+        program = cached.program
         flags = program.key.donated
-        self._recipe, self._layouts, self._homes = recipe, layouts, homes
+        self._cached, self._layouts, self._homes = cached, layouts, homes
         self.notes: list[Note] = []
         # What is not packed: Variables first.
-        own = recipe.numbers
+        own = cached.numbers
         alone = [n for n, home in enumerate(homes) if home is None]
         self.rest = sorted(alone, key=lambda n: n not in own)
         given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
@@ -98,7 +111,7 @@ class PackedProgram:
 
     def _results(self, out: Any, updates: Updates, buffers: Any, held: Any) -> Any:
         written = updates.written
-        if written.grafts or written.is_packed or len(written.lanes) != 1:
+        if written.objects or written.has_flat_parts or len(written.groups) != 1:
             raise Unpackable
         news: dict[tuple[int, int], dict[int, Any]] = {
             (number, place): {}
@@ -106,8 +119,8 @@ class PackedProgram:
             for place in range(len(layout) if self.donated[number] else 0)
         }
         alone: dict[int, Any] = {}
-        for (number, facts), value in zip(written.lanes[0], updates.values[0]):
-            if not self._recipe.has_metadata(number, facts):
+        for (number, facts), value in zip(written.groups[0], updates.values[0]):
+            if not self._cached.has_metadata(number, facts):
                 raise Unpackable
             home = self._homes[number]
             if home is not None and _is_alike(value, held[home[0]][home[1]][home[2]]):
@@ -129,7 +142,7 @@ class PackedProgram:
         if not self._donates:
             return ({}, []), (dict(pairs), values)
         first, second = (list(take(values)) for take in self._takes)
-        definition = self._recipe.program.key.definition
+        definition = self._cached.program.key.definition
         refuse_donated_twice(definition, self._numbers, first, second)
         given = {n: x for n, x in pairs if self.donated[n]}
         kept = {n: x for n, x in pairs if not self.donated[n]}
@@ -160,15 +173,13 @@ def _renewed(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
 
 
 class PackedCall:
-    """Calls with objects that a recipe knows, their small Variables packed.
+    """Calls with objects that were verified, their small Variables packed.
 
     Args:
         program: The program.
         packs: The packs, and the members of each.
         owners: All Variables, by the number of the leaf.
     """
-
-    __slots__ = ("_locks", "_owners", "_packs", "_program", "_rest")
 
     def __init__(
         self,
@@ -184,15 +195,15 @@ class PackedCall:
         self._rest = [owners[n] for n in program.rest if n in owners]
 
     def __call__(self, plain: Sequence[Any]) -> Any:
-        """The result; `MISFIT` if something is there that packs cannot hold."""
+        """The result; `NOT_APPLICABLE` if something is there that packs cannot hold."""
         if current_trace() is not EAGER:
-            return MISFIT
+            return NOT_APPLICABLE
         program = self._program
         buffers: list[tuple[Any, ...]] = []
         for pack, members in self._packs:
             held = pack.buffers(members)
             if held is None:
-                return MISFIT
+                return NOT_APPLICABLE
             buffers.append(held)
         values = [variable._box[0] for variable in self._rest]
         values += plain
@@ -200,7 +211,7 @@ class PackedCall:
         try:
             made, alone, out, note = program.run(*program.parted(buffers, values))
         except Unpackable:
-            return MISFIT
+            return NOT_APPLICABLE
         groups, numbers = program.notes[len(note)]
         changed: dict[int, list[Any]] = {}
         for (number, place), buffer in zip(groups, made):
@@ -218,12 +229,19 @@ class PackedCall:
 
 
 def packed_call(
-    recipe: Recipe, known: Known, roots: Sequence[Any], limit: int
+    cached: CachedCall, verified: VerifiedArguments, roots: Sequence[Any], limit: int
 ) -> PackedCall | None:
-    """A way to call with packs; None if there is nothing to pack."""
-    if known.trace is not EAGER:
+    """A way to call with packs; None if there is nothing to pack.
+
+    Args:
+        cached: The cached call.
+        verified: The arguments.
+        roots: The outermost objects in them; each gets a pack of its own.
+        limit: What is small, in bytes.
+    """
+    if verified.trace is not EAGER:
         return None
-    owners = recipe.by_number(known.variables)
+    owners = cached.by_number(verified.variables)
     packs: list[tuple[Pack, tuple[Variable[Any], ...]]] = []
     homes: dict[int, Home] = {}
     for root in roots:
@@ -243,19 +261,15 @@ def packed_call(
     if not packs:
         return None
     layouts = tuple(pack.layout for pack, _ in packs)
-    count = len(recipe.program.key.donated)
+    count = len(cached.program.key.donated)
     leaf_homes = tuple(homes.get(number) for number in range(count))
-    key = layouts, leaf_homes
-    program = recipe.packed.get(key)
-    if program is None:
-        if len(recipe.packed) >= MAX_PROGRAMS:
-            recipe.packed.clear()
-        program = recipe.packed[key] = PackedProgram(recipe, layouts, leaf_homes)
+    make = functools.partial(PackedProgram, cached, layouts, leaf_homes)
+    program = cached.packed_programs.made((layouts, leaf_homes), make)
     return PackedCall(program, packs, owners)
 
 
-def packer_for(pack: Any, name: str) -> Callable[..., PackedCall | None] | None:
-    """What makes calls with packs, for the option of `jit`; None if none are wanted."""
+def maker_for(pack: Any, name: str) -> Callable[..., PackedCall | None] | None:
+    """What makes packed calls, for the option of `jit`; None if none are wanted."""
     if not isinstance(pack, bool | int) or pack < 0:
         raise TypeError(
             f"{name}: `pack` is True, False or a number of bytes, got {pack!r}."

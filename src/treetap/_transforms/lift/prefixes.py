@@ -6,7 +6,7 @@ leaf of the arguments its own value, in the order of `take_leaves`. Where object
 shared, all ways to a Variable must give the same value.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -203,6 +203,55 @@ class Spread:
                 f"  {show_path(path)}: {prefix}\nGive all places the same value, or "
                 "pass copies."
             )
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order of appearance; they need not be hashable."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+class PrefixGroups:
+    """The leaves of a call in groups: those with the same prefix are together.
+
+    A program returns one list of changed values for each group, because JAX is told
+    where outputs lie before anybody knows which Variables will change.
+
+    Args:
+        work: The prefix spread over the arguments.
+        numbers: The arguments' objects by identity.
+        others: Prefixes that leaves made inside may have.
+
+    Attributes:
+        prefixes: The prefix of each group.
+        of_leaf: The group of each leaf.
+        carried: Groups whose plain values are passed on to the next step of a loop.
+        owners: By number, the rule for an object, and the path it was met at.
+        known: By number, the path and the prefix of a Variable.
+    """
+
+    def __init__(self, work: Spread, numbers: dict[int, int], others: Sequence[Any]):
+        self.prefixes = distinct((*work.values, *others))
+        self.of_leaf = [self.prefixes.index(value) for value in work.values]
+        self.carried: set[int] = set()
+        self.owners = {numbers[key]: value for key, value in work.owners.items()}
+        self.known = {numbers[key]: value for key, value in work.known.items()}
+
+    def by_leaf(self) -> list[Any]:
+        """The prefix of each leaf."""
+        return [self.prefixes[group] for group in self.of_leaf]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, PrefixGroups)
+            and self.of_leaf == other.of_leaf
+            and self.prefixes == other.prefixes
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - compared only
 
 
 def _is_end(prefix: Any) -> bool:

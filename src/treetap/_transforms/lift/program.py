@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs: a `jax.jit` for each structure of the arguments of a function.
 
-A `Key` is what a program depends on beside the types of values. A `Program` takes the
-values in two flat lists, those to be donated and the rest, and returns changed values,
-the result, and which they are.
+**The idea.** `jax.jit` looks at the structure of what it is given in each call. A model
+of a thousand objects would be walked each time; two flat lists of arrays are not. So
+the structure is a `Key`, which is looked up once, and a `Program` takes and returns
+lists.
+
+**The invariant.** A key is everything that tracing a function depends on beside the
+types of the values: the description of the arguments, static arguments, what is
+donated, and prefixes. Equal keys give the same program; so all that is in one must be
+unable to change, which `refuse_changing_statics` sees to.
+
+**Donation.** What is donated stands in the first list, Variables first in both. A
+donated Variable that the function does not write would only have to come out again; so
+the function is traced once to see which ones those are (`find_idle`), and they are not
+donated.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +37,7 @@ from treetap._core.trees.layout import getter, kinds_of
 from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.lift import Updates, Written
-from treetap._transforms.lift.structure_updates import Lanes
+from treetap._transforms.lift.prefixes import PrefixGroups
 
 MAX_PROGRAMS = 256  # kept for a function, one for each structure of its arguments
 
@@ -34,18 +45,16 @@ MAX_PROGRAMS = 256  # kept for a function, one for each structure of its argumen
 class Key:
     """What a compiled program depends on beside the values' types; hashable."""
 
-    __slots__ = ("_hash", "definition", "donated", "lanes", "statics")
-
-    def __init__(self, definition: GraphDef, statics: Any, donated: Any, lanes: Any):
+    def __init__(self, definition: GraphDef, statics: Any, donated: Any, groups: Any):
         self.definition = definition
         self.statics = statics
         self.donated = donated
-        self.lanes: Lanes | None = lanes
+        self.groups: PrefixGroups | None = groups
         self._hash = hash((definition, statics, donated))
 
     def _parts(self) -> Any:
         kinds = kinds_of(tuple(value for _, value in self.statics))
-        return self.definition, self.statics, kinds, self.donated, self.lanes
+        return self.definition, self.statics, kinds, self.donated, self.groups
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and self._parts() == other._parts()
@@ -64,14 +73,14 @@ class Key:
     def without_donating(self, leaves: Collection[int]) -> "Key":
         """The same with some leaves not donated."""
         donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
-        return Key(self.definition, self.statics, donated, self.lanes)
+        return Key(self.definition, self.statics, donated, self.groups)
 
     def kept(self) -> Collection[int]:
         """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
-        lanes = self.lanes
+        groups = self.groups
         found = {number for number, flag in enumerate(self.donated) if flag}
-        if lanes is not None and self.definition.graph is Mode.UPDATES:
-            found |= {n for n, x in enumerate(lanes.by_leaf()) if x is not None}
+        if groups is not None and self.definition.graph is Mode.UPDATES:
+            found |= {n for n, x in enumerate(groups.by_leaf()) if x is not None}
         return found
 
 
@@ -89,11 +98,6 @@ class Program:
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
-    __slots__ = (
-        *("_donates", "_idle", "_numbers", "_takes"),
-        *("key", "options", "run", "traced", "written"),
-    )
-
     def __init__(
         self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
     ):
@@ -102,20 +106,19 @@ class Program:
         self.options = dict(options)
         self.written: list[Written] = []
         self._idle: list[int] = []
-        own = [isinstance(leaf, Variable) for leaf in leaves]
-        numbers = range(len(leaves))
-        mine = [n for n in numbers if own[n]]
-        others = [n for n in numbers if not own[n]]
-        flags = key.donated
+        numbers, flags = range(len(leaves)), key.donated
+        mine = [n for n in numbers if isinstance(leaves[n], Variable)]
+        others = [n for n in numbers if not isinstance(leaves[n], Variable)]
         self._donates = any(flags)
-        # (Variables first, then the rest) of (donated, kept), and where they are there
-        groups: list[list[int]] = [[], [], mine, others]
-        if self._donates:
-            groups = [[n for n in x if flags[n]] for x in (mine, others)]
-            groups += [[n for n in x if not flags[n]] for x in (mine, others)]
-            place = {n: i for x in (mine, others) for i, n in enumerate(x)}
-            self._takes = tuple(getter([place[n] for n in group]) for group in groups)
-        donated, kept = groups[0] + groups[1], groups[2] + groups[3]
+        # (donated, kept), and in each (Variables, the rest).
+        parts = [
+            [n for n in leaves_of_kind if bool(flags[n]) is flag]
+            for flag in (True, False)
+            for leaves_of_kind in (mine, others)
+        ]
+        place = {n: i for x in (mine, others) for i, n in enumerate(x)}
+        self._takes = tuple(getter([place[n] for n in part]) for part in parts)
+        donated, kept = parts[0] + parts[1], parts[2] + parts[3]
         self._numbers = donated + kept
         places = {number: i for i, number in enumerate(self._numbers)}
         arrange = getter([places[number] for number in numbers])
@@ -124,9 +127,9 @@ class Program:
             values = arrange([*donated, *kept])
             out, updates = traced(key, values)
             if self._donates:
-                lanes = zip(updates.written.lanes, updates.values)
-                pairs = (pair for lane, news in lanes for pair in zip(lane, news))
-                changed = {n for (n, _), new in pairs if new is not values[n]}
+                pairs = zip(updates.written.groups, updates.values)
+                news = chain.from_iterable(zip(*pair) for pair in pairs)
+                changed = {n for (n, _), new in news if new is not values[n]}
                 self._idle = [n for n in mine if flags[n] and n not in changed]
             # Which ones were written is static. The number of a note of it stands for
             # it, as so many empty tuples: JAX makes those without a call into Python.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results on their way through JAX.
 
-A result that is a plain tree goes as it is. Parts that share something, among each
-other or with the arguments, go *packed*: as lists of values, with a static description
-that puts them together again outside. So do parts whose prefix speaks leaf by leaf:
-their values are sorted into one list for each prefix value.
+A result that is a plain tree goes as it is. A part that shares something, with another
+part or with the arguments, goes as a `FlatPart`: lists of values, and a static
+description that puts them together again outside. So does a part whose prefix speaks
+leaf by leaf: its values are sorted into one list for each prefix value.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.prefixes import (
     Spread,
     check_prefix,
+    distinct,
     is_entry,
     is_whole,
     values_in,
@@ -29,22 +30,22 @@ from treetap._transforms.lift.prefixes import (
 
 
 @register_static
-class Packing(NamedTuple):
-    """How to unpack a part of a result: its description, and the lane of each leaf."""
+class PartDef(NamedTuple):
+    """How to rebuild a part of a result: a description, and the group of each leaf."""
 
     graphdef: GraphDef
     of_leaf: tuple[int, ...]
 
 
-class Packed(NamedTuple):
-    """A part of a result as values by lane, and how to put them together."""
+class FlatPart(NamedTuple):
+    """A part of a result as values, grouped by prefix, and how to put them together."""
 
-    packing: Any
-    lanes: tuple[Any, ...]
+    definition: Any  # a PartDef; in a prefix, that of what has no leaves
+    groups: tuple[Any, ...]
 
 
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, Packed)
+def _is_flat_part(value: Any) -> bool:
+    return isinstance(value, FlatPart)
 
 
 class Results:
@@ -68,18 +69,20 @@ class Results:
     ):
         check_prefix(prefix, name, argument, mode)
         self.prefix = prefix
-        self._is_packing = bool(mode) and any(
+        self._goes_flat = bool(mode) and any(
             map(is_whole, jax.tree.leaves(prefix, is_leaf=is_entry))
         )
 
         def for_jax(part: Any) -> Any:
-            return Packed(nothing, tuple(_lanes(part))) if is_whole(part) else part
+            if not is_whole(part):
+                return part
+            return FlatPart(nothing, tuple(distinct(values_in(part))))
 
         self.for_jax = prefix
-        if self._is_packing:
+        if self._goes_flat:
             self.for_jax = jax.tree.map(for_jax, prefix, is_leaf=is_entry)
 
-    def pack(self, out: Any, walk: Flattening, work: Spread) -> Any:
+    def flatten(self, out: Any, walk: Flattening, work: Spread) -> Any:
         """A result as JAX can carry it.
 
         Args:
@@ -87,22 +90,22 @@ class Results:
             walk: A walk that numbers objects, those of the arguments first.
             work: A spreading that knows the arguments' prefixes.
         """
-        if not self._is_packing and (not walk.graph or _is_plain(out, walk)):
+        if not self._goes_flat and (not walk.graph or _is_plain(out, walk)):
             return out
 
-        def pack(prefix: Any, part: Any) -> Any:
+        def flatten(prefix: Any, part: Any) -> Any:
             before = len(work.values)
             if self.prefix is not None:  # all ways to a shared part give it one prefix
                 work.follow(prefix, part, ("out",))
-            if self._is_packing and is_whole(prefix):
-                return _packed(part, walk, _lanes(prefix), work.values[before:])
+            if self._goes_flat and is_whole(prefix):
+                return _flat(
+                    part, walk, distinct(values_in(prefix)), work.values[before:]
+                )
             return jax.tree.map(
-                lambda x: _packed(x, walk) if is_object(x) else x,
-                part,
-                is_leaf=is_object,
+                lambda x: _flat(x, walk) if is_object(x) else x, part, is_leaf=is_object
             )
 
-        return jax.tree.map(pack, self.prefix, out, is_leaf=is_entry)
+        return jax.tree.map(flatten, self.prefix, out, is_leaf=is_entry)
 
 
 def _is_plain(out: Any, walk: Flattening) -> bool:
@@ -116,86 +119,76 @@ def _is_plain(out: Any, walk: Flattening) -> bool:
     return True
 
 
-def _lanes(prefix: Any) -> list[Any]:
-    """The distinct values of a prefix for one object."""
-    found: list[Any] = []
-    for value in values_in(prefix):
-        if value not in found:
-            found.append(value)
-    return found
-
-
-def _packed(
+def _flat(
     part: Any, walk: Flattening, prefixes: list[Any] | None = None, values: Any = ()
-) -> Packed:
-    """One part, its values in one lane, or in one for each of some prefixes.
+) -> FlatPart:
+    """One part, its values in one group, or in one for each of some prefixes.
 
     Args:
         part: The part.
         walk: Numbers objects.
-        prefixes: The prefixes that make lanes.
+        prefixes: The prefixes that make groups.
         values: The prefix of each leaf.
     """
     before = len(walk.leaves)
     graphdef = walk.definition(part)
     raw = raw_values(walk.leaves[before:])
     if prefixes is None:
-        return Packed(Packing(graphdef, (0,) * len(raw)), (raw,))
+        return FlatPart(PartDef(graphdef, (0,) * len(raw)), (raw,))
     of_leaf = tuple(map(prefixes.index, values))
-    lanes: list[list[Any]] = [[] for _ in prefixes]
-    for lane, value in zip(of_leaf, raw):
-        lanes[lane].append(value)
-    return Packed(Packing(graphdef, of_leaf), tuple(lanes))
+    groups = tuple(
+        [value for number, value in zip(of_leaf, raw) if number == group]
+        for group in range(len(prefixes))
+    )
+    return FlatPart(PartDef(graphdef, of_leaf), groups)
 
 
-def repack(like: Any, tree: Any, name: str) -> Any:
+def flatten_like(like: Any, tree: Any, name: str) -> Any:
     """A tree like a result, in the form that the result came from JAX in.
 
     Args:
-        like: The result, packed.
+        like: The result, with its flat parts.
         tree: The tree.
         name: The transform.
     """
     walk = Flattening(tree, Mode.GRAPH, name)
 
-    def repacked(packed: Any, part: Any) -> Any:
-        if not _is_packed(packed):
+    def flattened(form: Any, part: Any) -> Any:
+        if not _is_flat_part(form):
             return part
-        before = len(walk.leaves)
-        walk.definition(part)
-        values = raw_values(walk.leaves[before:])
-        if len(values) != len(packed.packing.of_leaf):
+        flat = _flat(part, walk)
+        count, wanted = len(flat.groups[0]), len(form.definition.of_leaf)
+        if count != wanted:
             raise StructureError(
-                f"{name}: the cotangent of a part of the result has {len(values)} "
-                f"leaves, the part has {len(packed.packing.of_leaf)}. Give a tree like "
-                "the result."
+                f"{name}: the cotangent of a part of the result has {count} leaves, "
+                f"the part has {wanted}. Give a tree like the result."
             )
-        return packed._replace(lanes=(values,))
+        return form._replace(groups=flat.groups)
 
-    return jax.tree.map(repacked, like, tree, is_leaf=_is_packed)
-
-
-def has_packed(out: Any) -> bool:
-    """Whether a result has packed parts."""
-    return any(map(_is_packed, jax.tree.leaves(out, is_leaf=_is_packed)))
+    return jax.tree.map(flattened, like, tree, is_leaf=_is_flat_part)
 
 
-def unpack(out: Any, made: dict[int, Any]) -> Any:
-    """A result with its packed parts put together.
+def has_flat_parts(out: Any) -> bool:
+    """Whether parts of a result went flat."""
+    return any(map(_is_flat_part, jax.tree.leaves(out, is_leaf=_is_flat_part)))
+
+
+def rebuild(out: Any, made: dict[int, Any]) -> Any:
+    """A result with its flat parts put together.
 
     Args:
         out: What came back from JAX.
         made: Objects by number: the caller's, and those made so far.
     """
 
-    def unpacked(part: Any) -> Any:
-        if not _is_packed(part):
+    def rebuilt(part: Any) -> Any:
+        if not _is_flat_part(part):
             return part
-        supplies = [iter(lane) for lane in part.lanes]
-        values = [next(supplies[lane]) for lane in part.packing.of_leaf]
-        return regrow(part.packing.graphdef, values, made)[0]
+        supplies = [iter(group) for group in part.groups]
+        values = [next(supplies[group]) for group in part.definition.of_leaf]
+        return regrow(part.definition.graphdef, values, made)[0]
 
-    return jax.tree.map(unpacked, out, is_leaf=_is_packed)
+    return jax.tree.map(rebuilt, out, is_leaf=_is_flat_part)
 
 
 WHOLE = Results(None, Mode.TREE)

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grafts: what became of the structure of the arguments, carried out to the caller.
+"""Structure updates: what became of the arguments' objects, carried out to the caller.
 
-With graph updates a function may change the objects it is given in any way: set, remove
-and swap attributes, share parts, refer to itself. Inside, every object is described
-before and after, with the other arguments' objects standing as numbers; those whose
-description changed are *grafts*. Outside, a graft's children are regrown (numbers of
-arguments mean the caller's own objects) and put into the caller's object.
+**The idea.** With graph updates a function may change the objects it is given in any
+way: set, remove and swap attributes, share parts, refer to itself. JAX carries values
+out of a traced function, and nothing else. So every object of the arguments is
+described before the function runs and once more when it has run. An object whose
+description is another one gives an `ObjectUpdate`: its new description, which is
+static, and the leaves that it holds itself, which are values. Outside, `apply` builds
+its new children and puts them into the caller's object.
+
+**The invariant.** A number means the same object on both sides. `Inputs` numbers the
+caller's objects in the order of its walk, and what `Inside` rebuilds from that
+description has the same numbers. In a description, an object of the arguments is its
+number alone; one that the function made is described in full where it is met first and
+gets the next number. Outside, `made` is filled in that very order.
+
+**Why it is sound.** An object is described one level deep, as far as the next object of
+the arguments. That is enough: a change further down is a change of that other object,
+which is described itself. Leaves are compared by identity, and inside a traced function
+every leaf is an object of its own, so two different values are never taken for one.
+Outside, everything that can fail is done before the first object is changed: `apply`
+returns steps, and only assigns attributes when they are called.
 """
 
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, NamedTuple
@@ -21,57 +37,23 @@ from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import ObjectSpec
 from treetap._core.trees.pytree import flat_of
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.prefixes import Spread
+from treetap._transforms.lift.prefixes import PrefixGroups, Spread
 
 
-class Lanes:
-    """Distinct prefixes among the leaves of a call, in order of appearance.
+class ObjectUpdate(NamedTuple):
+    """The new content of an object.
 
-    Args:
-        work: The prefix spread over the arguments.
-        numbers: The arguments' objects by identity.
-        others: Prefixes that leaves made inside may have.
-    """
-
-    __slots__ = ("carried", "known", "of_leaf", "owners", "prefixes")
-
-    def __init__(self, work: Spread, numbers: dict[int, int], others: Sequence[Any]):
-        self.prefixes: list[Any] = []
-        for prefix in (*work.values, *others):
-            if prefix not in self.prefixes:
-                self.prefixes.append(prefix)
-        self.of_leaf = [self.prefixes.index(value) for value in work.values]
-        self.carried: set[int] = set()  # lanes whose plain values are passed on
-        # By number, the rule for an object and the prefix of a Variable, with paths.
-        self.owners = {numbers[key]: value for key, value in work.owners.items()}
-        self.known = {numbers[key]: value for key, value in work.known.items()}
-
-    def by_leaf(self) -> list[Any]:
-        """The prefix of each leaf."""
-        return [self.prefixes[lane] for lane in self.of_leaf]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Lanes)
-            and self.of_leaf == other.of_leaf
-            and self.prefixes == other.prefixes
-        )
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - compared only
-
-
-class Graft(NamedTuple):
-    """The new content of an object: its description, and where its leaves come from.
-
-    A leaf comes out in a lane; or, with a negative number, it is the caller's own leaf:
-    `~n` is the n-th of the arguments.
+    Attributes:
+        spec: Its description.
+        places: Where each of its leaves comes from: the number of a group of values
+            that come out; or `~n`, below zero, for the caller's own n-th leaf.
     """
 
     spec: ObjectSpec
-    lanes: tuple[int, ...]
+    places: tuple[int, ...]
 
 
-class Grafts:
+class StructureUpdates:
     """Watches the objects of a call while a function runs.
 
     Args:
@@ -110,20 +92,20 @@ class Grafts:
     def collect(
         self,
         walk: Flattening,
-        lanes: Lanes | None,
+        groups: PrefixGroups | None,
         own: dict[int, int],
         force: Container[int] = (),
-    ) -> Iterator[tuple[Graft, list[Any]]]:
+    ) -> Iterator[tuple[ObjectUpdate, list[Any]]]:
         """The objects that changed, and their leaves that must come out.
 
         Args:
             walk: A walk that knows the arguments' objects.
-            lanes: The lanes of the call.
+            groups: The leaves of the call by prefix.
             own: Plain leaves of the arguments that stay with the caller: their numbers
                 by identity.
             force: Objects, by number, that count as changed.
         """
-        work = self.spread(lanes, "the prefix") if lanes else None
+        work = self.spread(groups, "the prefix") if groups else None
         if work is not None:
             work.stops |= {id(node) for node in self.nodes.values()}
         for number, node in self.nodes.items():
@@ -133,32 +115,30 @@ class Grafts:
             if same and number not in force and all(id(x) in own for x in leaves):
                 continue
             places = [0] * len(leaves)
-            if lanes is not None and work is not None:
-                places = self._places(number, lanes, work)
+            if groups is not None and work is not None:
+                places = self._places(number, groups, work)
                 new = {p for x, y, p in zip(leaves, old_leaves, places) if x is not y}
-                if spec == old_spec and new and new <= lanes.carried:
+                if spec == old_spec and new and new <= groups.carried:
                     continue  # another value for the next step, and nothing else
             kept = [~own[id(x)] if id(x) in own else n for x, n in zip(leaves, places)]
-            yield (
-                Graft(spec, tuple(kept)),
-                [x for x, place in zip(leaves, kept) if place >= 0],
-            )
+            sent = [x for x, place in zip(leaves, kept) if place >= 0]
+            yield ObjectUpdate(spec, tuple(kept)), sent
 
-    def _places(self, number: int, lanes: Lanes, work: Spread) -> list[int]:
-        """The lane of each leaf of a changed object: that of the object's prefix."""
+    def _places(self, number: int, groups: PrefixGroups, work: Spread) -> list[int]:
+        """The group of each leaf of a changed object, by the object's own prefix."""
         before = len(work.values)
-        rule, path = lanes.owners[number]
+        rule, path = groups.owners[number]
         children, (layout, *_) = flat_of(self.nodes[number])
         for key, child in zip(layout.keys, children):
             work.cover(rule, child, (*path, key))
-        return list(map(lanes.prefixes.index, work.values[before:]))
+        return list(map(groups.prefixes.index, work.values[before:]))
 
-    def spread(self, lanes: Lanes, argument: str) -> Spread:
+    def spread(self, groups: PrefixGroups, argument: str) -> Spread:
         """A spreading for which the objects of the arguments are known already."""
         work = Spread(self.name, argument)
         work.entered |= {id(node) for node in self.nodes.values()}
         work.known |= {
-            id(self.members[number]): known for number, known in lanes.known.items()
+            id(self.members[number]): known for number, known in groups.known.items()
         }
         return work
 
@@ -185,28 +165,26 @@ def refuse_captured(walk: Flattening, name: str, known: int = 0) -> None:
             )
 
 
-def plant(
-    grafts: Sequence[Graft],
+def apply(
+    updates: Sequence[ObjectUpdate],
     supplies: Sequence[Iterator[Any]],
     leaves: Sequence[Any],
     made: dict[int, Any],
 ) -> Iterable[Callable[[], None]]:
-    """Regrows what changed and gives, for each object, the step that puts it there.
+    """Builds the new content of objects; gives, for each, the step that puts it there.
 
     Args:
-        grafts: What changed.
-        supplies: What is left in each lane.
+        updates: What changed.
+        supplies: What is left in each group.
         leaves: The caller's leaves.
         made: The caller's objects by number; new ones are added.
     """
     steps: list[Callable[[], None]] = []
-    for spec, lanes in grafts:
+    for spec, places in updates:
         node = made[spec.number]  # pyright: ignore[reportArgumentType] - numbered, as all are here
         if is_foreign(node._pytree__trace):
             raise refuse_foreign_object(type(node).__name__)
-        values = [
-            next(supplies[lane]) if lane >= 0 else leaves[~lane] for lane in lanes
-        ]
+        values = [next(supplies[n]) if n >= 0 else leaves[~n] for n in places]
         children = regrow_children(spec, values, made)
-        steps.append(lambda n=node, s=spec, c=children: refill(n, s.structure, c))
+        steps.append(functools.partial(refill, node, spec.structure, children))
     return steps

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of structure inside a transform, which would otherwise be lost silently.
 
-A transform carries out the values of Variables and nothing else. A data attribute that
-is created, removed or replaced on an argument is therefore an error, found when the
-function is traced. A changed static attribute stays local to the call; it draws a
-warning, unless `train`, `eval` or `set_attributes` made it.
+A transform without graph updates carries out the values of Variables and nothing else.
+A data attribute that is created, removed or replaced on an argument is therefore an
+error, found when the function is traced. A changed static attribute stays local to the
+call; it draws a warning, unless `train`, `eval` or `set_attributes` made it.
+
+**The idea.** An object drops the cached tuple of its children when an attribute is
+changed. So the tuples are taken when the function starts, and when it returns only
+those objects are looked at whose tuple is another one: tracing pays one comparison by
+identity for each object. What an object was like before is read off its old tuple; an
+object that has no cache has its attributes copied instead.
+
+**Why it is sound.** Nothing sets an attribute of a Module without dropping the tuple. A
+Variable that changes is no change of structure: it is the same child before and after.
 """
 
 import warnings
@@ -57,33 +66,18 @@ def structure_policy(policy: Policy) -> Iterator[None]:
         _policy.reset(token)
 
 
-class Structure:
+class StructureWatch:
     """Watches the objects in the arguments of a function while it runs.
 
     Args:
         nodes: The objects, in the order of their description.
         definition: The description of the arguments.
         name: The transform, for messages.
-        policy: What to do; as set for the block or the process by default.
+        policy: What to do; None for what is set for the block or the process.
     """
 
-    __slots__ = (
-        "definition",
-        "flats",
-        "kept",
-        "name",
-        "nodes",
-        "noted",
-        "policy",
-        "token",
-    )
-
     def __init__(
-        self,
-        nodes: list[Any],
-        definition: GraphDef,
-        name: str,
-        policy: Policy | None = None,
+        self, nodes: list[Any], definition: GraphDef, name: str, policy: Policy | None
     ):
         self.name = name
         self.policy: Policy = policy or _policy.get() or _process[0]
@@ -135,7 +129,9 @@ class Structure:
                 what = "was replaced" if new is not MISSING else "was removed"
                 self._refuse(where, "was created" if old is MISSING else what)
             elif old != new:
-                self._warn(f"the static attribute {where} changed")
+                text = f"{self.name}: the static attribute {where} changed inside the "
+                text += "function; the change stays inside."
+                warnings.warn(text, UserWarning, stacklevel=3)
 
     def _refuse(self, where: str, what: str) -> None:
         text = (
@@ -146,10 +142,3 @@ class Structure:
         if self.policy == "error":
             raise StructureError(text)
         warnings.warn(text, UserWarning, stacklevel=2)
-
-    def _warn(self, what: str) -> None:
-        warnings.warn(
-            f"{self.name}: {what} inside the function; the change stays inside.",
-            UserWarning,
-            stacklevel=2,
-        )
