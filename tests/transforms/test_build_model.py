@@ -11,6 +11,7 @@ from zoo import rows, streams
 
 import treetap as tt
 from meshes import mesh_of
+from treetap._core.bounded_cache import BoundedCache
 from treetap._transforms import build_model
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -317,7 +318,7 @@ def test_equal_blocks_are_compiled_once():
 
 
 def test_programs_are_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(build_model, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(build_model, "_programs", BoundedCache(2))
     check(tt.LinearGeneral, 3, (2, 2))
     assert len(build_model._programs) == 2
 
@@ -353,7 +354,7 @@ def test_shards_are_the_same(kind):
     with jax.set_mesh(mesh_of((2, 4), ("data", "model"), kind)):
         build_model._programs.clear()
         model = check(Sharded)
-    made = [key[-1] for key in build_model._programs if key[-1] is not None]
+    made = [each for each in build_model._programs if each.sharding is not None]
     assert len(made) == 12  # linear 2; heads, turned and moved 3 each; unit 1
     assert model.linear.kernel.sharding.spec == PartitionSpec(None, "model")
     assert model.linear.kernel.addressable_shards[0].data.shape == (16, 16)
@@ -392,7 +393,8 @@ def test_a_mesh_of_ones_own_is_enough():
 def memory_of_programs():
     """The bytes a device holds in each of the programs that make shards."""
     sizes = []
-    for (_, avals, sharding), program in build_model._programs.items():
+    for program in build_model._programs:
+        sharding = program.sharding
         if sharding is not None:
             with jax.set_mesh(sharding.mesh):
                 specs = [
@@ -401,7 +403,7 @@ def memory_of_programs():
                         aval.dtype,
                         sharding=sharding if aval.ndim > 1 else None,
                     )
-                    for aval in avals
+                    for aval in program.avals
                 ]
                 stats = program.run.lower(*specs).compile().memory_analysis()
             sizes.append(stats.output_size_in_bytes + stats.temp_size_in_bytes)

@@ -8,11 +8,11 @@ equal operations are compiled once, different ones at the same time, and what is
 sharded is made in its shards, as is what it is made from, where that changes no bit.
 """
 
+import functools
 import math
 import os
-import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -34,6 +34,7 @@ from treetap._capture.walk.jax_compat import (
     setting_of,
 )
 from treetap._capture.walk.operations import operation_of
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
@@ -93,13 +94,14 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
         )
     if not is_eager():
         return make(*args, **kwargs)
-    given = _Given(args, kwargs)
-    inputs = _LIFT.inputs((given.objects,), {})
+    given = [*args, *kwargs.values()]
+    objects = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
+    inputs = _LIFT.inputs((objects,), {})
 
     def called(objects: list[Any]) -> M:
         made: Callable[..., M] = make
-        args, kwargs = given.with_objects(objects)
-        return made(*args, **kwargs)
+        values = _with_objects(given, objects)
+        return made(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
 
     try:
         plan = _planned(called, inputs)
@@ -112,28 +114,18 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     return inputs.finish(*plan.tree.unflatten(_Run(plan.body).results(plan)))
 
 
-class _Given:
-    """The arguments of a call, and the objects among them that it may change."""
+def _with_objects(values: Sequence[Any], objects: Iterable[Any]) -> list[Any]:
+    """Arguments with other objects in place of theirs; what holds none is as it was."""
+    supply = iter(objects)
 
-    def __init__(self, args: Any, kwargs: Any):
-        self.whole = [*args, *kwargs.values()]
-        self.names = tuple(kwargs)
-        self.parts = [jax.tree.flatten(x, is_leaf=is_object) for x in self.whole]
-        self.objects = [
-            leaf for leaves, _ in self.parts for leaf in leaves if is_object(leaf)
-        ]
+    def replaced(value: Any) -> Any:
+        if not any(map(is_object, jax.tree.leaves(value, is_leaf=is_object))):
+            return value
+        return jax.tree.map(
+            lambda x: next(supply) if is_object(x) else x, value, is_leaf=is_object
+        )
 
-    def with_objects(self, objects: list[Any]) -> Any:
-        """The arguments with other objects."""
-        supply = iter(objects)
-        values = [
-            tree.unflatten([next(supply) if is_object(x) else x for x in leaves])
-            if any(map(is_object, leaves))
-            else whole
-            for whole, (leaves, tree) in zip(self.whole, self.parts)
-        ]
-        count = len(values) - len(self.names)
-        return values[:count], dict(zip(self.names, values[count:]))
+    return list(map(replaced, values))
 
 
 _MADE = object()  # stands where the next result of a plan's body belongs
@@ -172,7 +164,6 @@ class _Step(NamedTuple):
 
     eqn: Any
     goal: Any = None  # the sharding that it gives its operand, which has it already
-    sharding: Any = None  # how its result is to lie from the start
     program: Any = None  # what does it; without one it is done as JAX does it eagerly
 
 
@@ -198,7 +189,9 @@ class _Run:
         sharding = self.shardings.get(eqn.outvars[0]) if eqn.outvars else None
         if sharding is None and not _is_worth_compiling(eqn):
             return _Step(eqn)
-        return _Step(eqn, None, sharding, _program(eqn, sharding))
+        avals = tuple(atom.aval for atom in eqn.invars)
+        make = functools.partial(_Program, eqn, avals, sharding)
+        return _Step(eqn, program=_programs.made((key_of(eqn), avals, sharding), make))
 
     def results(self, plan: _Plan) -> list[Any]:
         """Everything that the call gives."""
@@ -225,10 +218,11 @@ class _Run:
             with in_context_of(eqn):
                 values = [read(env, atom) for atom in eqn.invars]
                 return bind(eqn.primitive, values, eqn.params)
-        if step.sharding is None:
+        sharding = step.program.sharding
+        if sharding is None:
             return step.program.run(*_operands(eqn, env))
-        with jax.set_mesh(step.sharding.mesh):
-            places = self._places(eqn, step.sharding)
+        with jax.set_mesh(sharding.mesh):
+            places = self._places(eqn, sharding)
             return step.program.run(*map(put, _operands(eqn, env), places))
 
     def _places(self, eqn: Any, sharding: Any) -> list[Any]:
@@ -264,10 +258,11 @@ class _Run:
     def _compile(self) -> None:
         """Compiles what is new, at the same time where there is more than one."""
         lowered: list[Any] = []
-        for eqn, _, sharding, program in self.steps:
+        for eqn, _, program in self.steps:
             if program is None or not program.is_new:
                 continue
             program.is_new = False
+            sharding = program.sharding
             places = sharding and self._places(eqn, sharding)
             specs = map(_spec, eqn.invars, places or [None] * len(eqn.invars))
             with jax.set_mesh(sharding.mesh) if sharding else nullcontext():
@@ -318,9 +313,7 @@ def _spec(atom: Any, place: NamedSharding | None) -> Any:
 class _Program:
     """One operation, compiled; with a sharding, its result is made in its shards."""
 
-    __slots__ = ("is_new", "run")
-
-    def __init__(self, eqn: Any, sharding: NamedSharding | None):
+    def __init__(self, eqn: Any, avals: Any, sharding: NamedSharding | None):
         def as_it_is(*values: Any) -> list[Any]:
             with in_context_of(eqn):
                 return bind(eqn.primitive, values, eqn.params)
@@ -330,25 +323,14 @@ class _Program:
                 return _bind_freely(eqn, values)
 
         self.is_new = True
+        self.avals = avals
+        self.sharding = sharding
         self.run: Any = jax.jit(as_it_is)
         if sharding is not None:
             self.run = jax.jit(in_shards, out_shardings=[sharding])
 
 
-_programs: OrderedDict[Any, _Program] = OrderedDict()
-
-
-def _program(eqn: Any, sharding: NamedSharding | None) -> _Program:
-    """The program of an operation; equal ones share it."""
-    key = (key_of(eqn), tuple(atom.aval for atom in eqn.invars), sharding)
-    program = _programs.get(key)
-    if program is None:
-        program = _programs[key] = _Program(eqn, sharding)
-        while len(_programs) > MAX_PROGRAMS:
-            _programs.popitem(last=False)
-    else:
-        _programs.move_to_end(key)
-    return program
+_programs: BoundedCache[Any, _Program] = BoundedCache(MAX_PROGRAMS)
 
 
 def _is_worth_compiling(eqn: Any) -> bool:
@@ -370,20 +352,17 @@ def _is_key(aval: Any) -> bool:
 
 # Operations whose every element depends on one element of each operand, or on a key:
 # any part of the result is the same, bit for bit, whoever computes it.
-_LOCAL = {
-    *re.findall(
-        r"\w+",
-        """abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type
-        broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy
-        copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1
-        floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max
-        min mul ne neg nextafter not or population_count pow random_clone
-        random_fold_in random_unwrap random_wrap real reduce_precision rem
-        reshape round rsqrt select_n shift_left shift_right_arithmetic
-        shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan
-        tanh transpose xor""",
-    )
-}
+_LOCAL_NAMES = """
+    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p
+    cos cosh digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
+    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter not or population_count pow random_clone random_fold_in random_unwrap
+    random_wrap real reduce_precision rem reshape round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
+    stop_gradient sub tan tanh transpose xor
+"""
+_LOCAL = frozenset(_LOCAL_NAMES.split())
 
 
 def _is_local(eqn: Any) -> bool:

@@ -29,6 +29,8 @@ from treetap._transforms.lift.lift import Lift, refuse_bound_method
 
 T = TypeVar("T")
 
+NOWHERE = PartitionSpec()  # no axis is split
+
 
 def _spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
     """The spec that an annotation asks for, with names of mesh axes; None if none."""
@@ -98,6 +100,20 @@ def _with_value(variable: Variable[Any], value: Any) -> Any:
     return make(type(variable), value, variable._metadata)
 
 
+def _with_specs(tree: T, name: str, made: Callable[[PartitionSpec, Any], Any]) -> T:
+    """The tree with what is made of spec and value in place of each value."""
+
+    def leaf(value: Any) -> Any:
+        return made(NOWHERE, value) if hasattr(value, "shape") else None
+
+    def variable(found: Variable[Any]) -> Any:
+        raw = found.get_raw_value()
+        spec = _spec_of(found._metadata)
+        return _with_value(found, leaf(raw) if spec is None else made(spec, raw))
+
+    return _mapped(tree, name, variable, leaf)
+
+
 def get_partition_spec(tree: T) -> T:
     """The tree with each Variable's value replaced by its PartitionSpec.
 
@@ -119,16 +135,7 @@ def get_partition_spec(tree: T) -> T:
         >>> tuple(specs["w"].get_raw_value())
         ('model', None)
     """
-
-    def leaf(value: Any) -> Any:
-        return PartitionSpec() if hasattr(value, "shape") else None
-
-    def variable(found: Variable[Any]) -> Any:
-        spec = _spec_of(found._metadata)
-        value = leaf(found.get_raw_value()) if spec is None else spec
-        return _with_value(found, value)
-
-    return _mapped(tree, "get_partition_spec", variable, leaf)
+    return _with_specs(tree, "get_partition_spec", lambda spec, value: spec)
 
 
 def get_named_sharding(tree: T, mesh: Mesh | AbstractMesh) -> T:
@@ -151,16 +158,10 @@ def get_named_sharding(tree: T, mesh: Mesh | AbstractMesh) -> T:
         P('model',)
     """
 
-    def leaf(value: Any) -> Any:
-        return NamedSharding(mesh, PartitionSpec()) if hasattr(value, "shape") else None
+    def made(spec: PartitionSpec, value: Any) -> NamedSharding:
+        return _sharding_of(spec, mesh, value)
 
-    def variable(found: Variable[Any]) -> Any:
-        raw = found.get_raw_value()
-        spec = _spec_of(found._metadata)
-        value = leaf(raw) if spec is None else _sharding_of(spec, mesh, raw)
-        return _with_value(found, value)
-
-    return _mapped(tree, "get_named_sharding", variable, leaf)
+    return _with_specs(tree, "get_named_sharding", made)
 
 
 def with_partitioning(
@@ -228,23 +229,18 @@ def get_abstract_model(
     def traced() -> Any:
         return lift.abstract(init_fn, lift.inputs((), {}))
 
-    def placed(raw: Any, spec: PartitionSpec) -> Any:
-        def one(value: Any) -> Any:
-            if not isinstance(value, jax.ShapeDtypeStruct):
-                return value
-            return value.update(sharding=_sharding_of(spec, mesh, value))
-
-        return jax.tree.map(one, raw)
+    def placed(value: Any, spec: PartitionSpec = NOWHERE) -> Any:
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            return value
+        return value.update(sharding=_sharding_of(spec, mesh, value))
 
     def variable(found: Variable[Any]) -> Any:
-        spec = _spec_of(found._metadata) or PartitionSpec()
-        return _with_value(found, placed(found.get_raw_value(), spec))
+        spec = _spec_of(found._metadata) or NOWHERE
+        raw = jax.tree.map(lambda x: placed(x, spec), found.get_raw_value())
+        return _with_value(found, raw)
 
     def annotated(model: Any) -> Any:
-        def leaf(value: Any) -> Any:
-            return placed(value, PartitionSpec())
-
-        return _mapped(model, "get_abstract_model", variable, leaf, is_graph)
+        return _mapped(model, lift.name, variable, placed, is_graph)
 
     try:
         with _under(mesh):
