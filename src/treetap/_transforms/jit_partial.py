@@ -102,7 +102,9 @@ def cached_partial(
     inputs = lift.inputs(cached_args, {})
     owners: dict[int, Any] = {}
     tree, _ = regrow(inputs.definition, inputs.leaves, owners)
-    nodes = {n: x for n, x in owners.items() if not isinstance(x, Variable)}
+    nodes: dict[int | None, Any] = {
+        n: x for n, x in owners.items() if not isinstance(x, Variable)
+    }
     fixed = tree["args"]
 
     @functools.wraps(f)

@@ -132,7 +132,9 @@ class MergeContext:
                 context.put_inside(self._made)
             return node
         outside = context.outside or []
-        owners = {number: outside[origin] for number, origin in graphdef.origins}
+        owners: dict[int | None, Any] = {
+            number: outside[origin] for number, origin in graphdef.origins
+        }
         return put_together(graphdef, whole, name, made=self._made, owners=owners)
 
 

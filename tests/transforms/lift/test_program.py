@@ -163,7 +163,7 @@ def test_packs_that_are_gone_are_named():
     step = tt.jit(grow_pair, pack=True, donate_argnums=0)
     for _ in range(3):
         step(model)
-    for buffer in pack_of(model.a.w).state.buffers:
+    for buffer in pack_of(model.a.w).contents.buffers:
         buffer.delete()
     with pytest.raises(Exception, match="deleted") as failure:
         step(model)

@@ -9,7 +9,8 @@ so to its pack, which cuts the value out and gives the member a box. A write giv
 box, too: it knows nothing of packs.
 
 **The invariant.** The buffers hold what a member holds, as long as the member has no
-box, or has the box that the pack gave it (`Contents.boxes`). Any other box was written.
+box, or has the box that the pack gave it (`PackContents.boxes`). Any other box was
+written.
 
 **Why it is sound.** It is looked at before each use, not believed. `Pack.buffers`
 counts the references that members hold, in C: one more for each that has a box. If the
@@ -19,7 +20,7 @@ and the boxes are taken away (`_take_in`). The count is taken again at the end: 
 that another thread gave in the meantime makes the call go the usual way. A value that
 no longer fits its place (another shape, dtype or device) does that, too.
 
-New buffers come as a new `Contents`, in one write, as a Variable gets a new box: a
+New buffers come as a new `PackContents`, in one write, as a Variable gets a new box: a
 reader sees the old contents or the new, never half of each. A member that was read
 while a program ran has a box with the value from before; `settle` takes that away.
 """
@@ -132,7 +133,7 @@ def layout_of(
 
 
 @dataclass(slots=True, eq=False)
-class Contents:
+class PackContents:
     """What a pack holds at one time.
 
     Attributes:
@@ -172,7 +173,7 @@ class Pack:
         )
         # A cell like a Variable, so that one call writes those and packs alike.
         self.cell = bare_variable()
-        set_box(self.cell, (Contents(buffers),))
+        set_box(self.cell, (PackContents(buffers),))
         for member in members:
             before = pack_of(member)
             if before is not None:
@@ -183,7 +184,7 @@ class Pack:
         self._is_broken = False
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> PackContents:
         """What it holds now."""
         return self.cell._box[0]
 
@@ -227,7 +228,7 @@ class Pack:
                     return False
                 buffers.append(_with(group, buffer, new) if new else buffer)
             if changed:
-                set_box(self.cell, (Contents(tuple(buffers)),))
+                set_box(self.cell, (PackContents(tuple(buffers)),))
             else:
                 contents.boxes = {}
             for member, box in zip(members, boxes.values()):
@@ -245,7 +246,7 @@ class Pack:
                 set_box(member, box)
             return box
 
-    def _value(self, contents: Contents, place: int) -> Any:
+    def _value(self, contents: PackContents, place: int) -> Any:
         if contents.values is not None:
             return contents.values[place]
         pairs = list(zip(self.layout, contents.buffers))
@@ -262,7 +263,7 @@ class Pack:
         contents.values = values
         return values[place]
 
-    def settle(self, members: Sequence[Variable[Any]], before: Contents) -> None:
+    def settle(self, members: Sequence[Variable[Any]], before: PackContents) -> None:
         """Takes away boxes with values from before, given while a program ran."""
         for place, box in before.boxes.items():
             if own_box(members[place]) is box:

@@ -292,7 +292,9 @@ class Inputs:
 
         With graph updates, the caller's own objects.
         """
-        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
+        owned: dict[int | None, Any] = {
+            n: x for n, x in self.owners.items() if isinstance(x, Node)
+        }
         return regrow(self.definition, leaves, owners=owned)[0]
 
     def write_back(self, updates: Updates, made: dict[int, Any]) -> None:

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from treetap._core.trace_level import EAGER, current_trace
 from treetap._core.trees.layout import getter
 from treetap._core.trees.pytree import variables_below
-from treetap._core.variables.packed_values import Contents, Group, Pack, layout_of
+from treetap._core.variables.packed_values import Group, Pack, PackContents, layout_of
 from treetap._core.variables.variable import Variable, pack_of, write_boxes
 from treetap._transforms.lift.call_cache import (
     NOT_APPLICABLE,
@@ -218,7 +218,7 @@ class PackedCall:
             changed.setdefault(number, list(buffers[number]))[place] = buffer
         targets = [self._owners[n] for n in numbers]
         targets += [self._packs[number][0].cell for number in changed]
-        news = [*alone, *[Contents(tuple(each)) for each in changed.values()]]
+        news = [*alone, *[PackContents(tuple(each)) for each in changed.values()]]
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
