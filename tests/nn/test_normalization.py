@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import treetap as tt
 from meshes import mesh_of
-from treetap._nn.normalization import Across, checked_mask, mean_square, moments, wide
+from treetap._nn.normalization import checked_mask, wide
 
 P = PartitionSpec
 X = (2, 5, 3)
@@ -366,18 +366,18 @@ def test_a_sharded_batch_keeps_its_sharding():
 def test_moments_of_an_array():
     x = array(*X)
     for is_fast in (True, False):
-        mean, var = moments(x, [0, 1], Across(is_fast=is_fast), None)
+        layer = made(tt.LayerNorm, 3, use_fast_variance=is_fast)
+        mean, var = layer._moments(x, [0, 1], None)
         expected = moments_of(numbers(*X), (0, 1))
         close(mean, expected[0])
         close(var, expected[1])
-    close(
-        mean_square(x, (2,), Across(), None), (numbers(*X) ** 2).mean(2, keepdims=True)
-    )
+        square = layer._mean_square(x, (2,), None)
+        close(square, (numbers(*X) ** 2).mean(2, keepdims=True))
 
 
 def test_the_fast_variance_is_never_negative():
     x = jnp.full((3, 4), 1000.1)
-    _, var = moments(x, (1,), Across(), None)
+    _, var = made(tt.LayerNorm, 4)._moments(x, (1,), None)
     assert (np.asarray(var) >= 0).all()
 
 

@@ -9,7 +9,7 @@ a bias in that dtype, and only then go back to the dtype asked for.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,27 +48,6 @@ Axes = int | Sequence[int]
 Groups = Sequence[Sequence[int]] | None
 
 
-class Across(NamedTuple):
-    """How to take moments.
-
-    Attributes:
-        axis_name: An axis of a surrounding mapping to take the mean over as well.
-        axis_index_groups: Which of its indices belong together.
-        is_fast: Whether to take the variance from the mean square.
-    """
-
-    axis_name: str | None = None
-    axis_index_groups: Groups = None
-    is_fast: bool = True
-
-    def mean(self, *values: jax.Array) -> list[jax.Array]:
-        """Return means over the named axis as well, in one collective."""
-        if self.axis_name is None:
-            return list(values)
-        stacked, groups = jnp.stack(values), self.axis_index_groups
-        return list(lax.pmean(stacked, self.axis_name, axis_index_groups=groups))
-
-
 def wide(x: Any) -> jax.Array:
     """Return the array in float32, or in what is wider."""
     x = jnp.asarray(x)
@@ -94,56 +73,51 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(jnp.abs(x)) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
-def mean_square(
-    x: jax.Array, axes: Sequence[int], across: Across, mask: Any
-) -> jax.Array:
-    """Return the mean of the squares over axes, which stay with size 1."""
-    taken = jnp.mean(_square(x), axis=tuple(axes), keepdims=True, where=mask)
-    return across.mean(taken)[0]
-
-
-def moments(
-    x: jax.Array, axes: Sequence[int], across: Across, mask: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Return mean and biased variance over axes, which stay with size 1."""
-    taken = tuple(axes)
-    mean = jnp.mean(x, axis=taken, keepdims=True, where=mask)
-    if across.is_fast:
-        square = jnp.mean(_square(x), axis=taken, keepdims=True, where=mask)
-        mean, square = across.mean(mean, square)
-        return mean, jnp.maximum(0.0, square - _square(mean))
-    (mean,) = across.mean(mean)
-    spread = jnp.mean(_square(x - mean), axis=taken, keepdims=True, where=mask)
-    return mean, across.mean(spread)[0]
-
-
 class Normalizing(Layer):
-    """Base of layers that normalize: what they are told, and what follows moments."""
+    """Base of layers that normalize: how moments are taken, and what follows them."""
 
     num_features: int
-    epsilon: float
-    axis_name: str | None
-    axis_index_groups: Groups
-    use_fast_variance: bool
     scale: Param[Any] | None
     bias: Param[Any] | None
 
-    def _take_moments(self, axis_name: str | None, groups: Groups, fast: bool) -> None:
+    def _set_up(
+        self, epsilon: float, axis_name: str | None, groups: Groups, is_fast: bool
+    ) -> None:
         """Keep how to take moments, as static attributes."""
+        self.epsilon = float(epsilon)
         self.axis_name = axis_name
         self.axis_index_groups = None if groups is None else tuple(map(tuple, groups))
-        self.use_fast_variance = fast
+        self.use_fast_variance = is_fast
 
-    def _across(self) -> Across:
-        """Return how to take moments."""
-        return Across(self.axis_name, self.axis_index_groups, self.use_fast_variance)
+    def _over_mapping(self, *means: jax.Array) -> list[jax.Array]:
+        """Return means over the named axis as well, in one collective."""
+        if self.axis_name is None:
+            return list(means)
+        stacked, groups = jnp.stack(means), self.axis_index_groups
+        return list(lax.pmean(stacked, self.axis_name, axis_index_groups=groups))
+
+    def _mean_square(self, x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
+        """Return the mean of the squares over axes, which stay with size 1."""
+        taken = jnp.mean(_square(x), axis=tuple(axes), keepdims=True, where=mask)
+        return self._over_mapping(taken)[0]
 
     def _moments(
-        self, x: jax.Array, axes: Sequence[int], mask: Array | None
+        self, x: jax.Array, axes: Sequence[int], mask: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Return mean and variance over axes, of the elements that count."""
-        counted = checked_mask(self, mask, x.shape)
-        return moments(x, axes, self._across(), counted)
+        """Return mean and biased variance over axes, which stay with size 1.
+
+        The fast variance is the mean square less the square of the mean: one pass over
+        the array, and one collective. Rounding may leave it below 0, where there is no
+        variance, so it is cut off there.
+        """
+        taken = tuple(axes)
+        mean = jnp.mean(x, axis=taken, keepdims=True, where=mask)
+        if self.use_fast_variance:
+            square = jnp.mean(_square(x), axis=taken, keepdims=True, where=mask)
+            mean, square = self._over_mapping(mean, square)
+            return mean, jnp.maximum(0.0, square - _square(mean))
+        (mean,) = self._over_mapping(mean)
+        return mean, self._mean_square(x - mean, taken, mask)
 
     def _normalized(
         self,
@@ -262,11 +236,10 @@ class BatchNorm(Normalizing):
             )
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self.epsilon = float(epsilon)
         self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
-        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
         scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
         bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
@@ -296,7 +269,8 @@ class BatchNorm(Normalizing):
             var = jnp.reshape(self.var.get_value().astype(inputs.dtype), shape)
         else:
             axes = [i for i in range(inputs.ndim) if i != axis]
-            mean, var = self._moments(inputs, axes, mask)
+            counted = checked_mask(self, mask, inputs.shape)
+            mean, var = self._moments(inputs, axes, counted)
             self._remember(mean, var)
         return self._normalized(inputs, mean, var, x, shape)
 
@@ -373,13 +347,12 @@ class LayerNorm(Normalizing):
     ):
         shape = check_sizes(self, num_features=num_features)
         (self.num_features,) = shape
-        self.epsilon = float(epsilon)
         self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
         self.reduction_axes = static_axes(reduction_axes)
         self.feature_axes = static_axes(feature_axes)
-        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
         scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
         bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
@@ -394,7 +367,8 @@ class LayerNorm(Normalizing):
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        mean, var = self._moments(inputs, axes, mask)
+        counted = checked_mask(self, mask, inputs.shape)
+        mean, var = self._moments(inputs, axes, counted)
         return self._normalized(inputs, mean, var, x, shape)
 
 
@@ -446,12 +420,11 @@ class RMSNorm(Normalizing):
     ):
         shape = check_sizes(self, num_features=num_features)
         (self.num_features,) = shape
-        self.epsilon = float(epsilon)
         self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_scale = use_scale
         self.reduction_axes = static_axes(reduction_axes)
         self.feature_axes = static_axes(feature_axes)
-        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
         scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
         make_parameters(self, rngs, param_dtype, scale=scale)
         self.bias = data(None)
@@ -467,7 +440,7 @@ class RMSNorm(Normalizing):
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
         counted = checked_mask(self, mask, inputs.shape)
-        square = mean_square(inputs, axes, self._across(), counted)
+        square = self._mean_square(inputs, axes, counted)
         return self._normalized(inputs, None, square, x, shape)
 
 
@@ -533,14 +506,13 @@ class GroupNorm(Normalizing):
         self.feature_axis = -1
         self.num_groups = groups
         self.group_size = size
-        self.epsilon = float(epsilon)
         self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
         self.reduction_axes = (
             None if reduction_axes is None else static_axes(reduction_axes)
         )
-        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
         scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
         bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
@@ -570,7 +542,7 @@ class GroupNorm(Normalizing):
             counted = jnp.reshape(counted, split)
         last = inputs.ndim - 1
         taken = [*(axis for axis in axes if axis != last), last + 1]
-        mean, var = moments(grouped, taken, self._across(), counted)
+        mean, var = self._moments(grouped, taken, counted)
         shape = (1,) * last + (self.num_groups, self.group_size)
         out = self._normalized(grouped, mean, var, x, shape)
         return jnp.reshape(out, inputs.shape)
@@ -648,12 +620,11 @@ class InstanceNorm(Normalizing):
     ):
         shape = check_sizes(self, num_features=num_features)
         (self.num_features,) = shape
-        self.epsilon = float(epsilon)
         self._compute_in(dtype, param_dtype, promote_dtype)
         self.use_bias = use_bias
         self.use_scale = use_scale
         self.feature_axes = static_axes(feature_axes)
-        self._take_moments(axis_name, axis_index_groups, use_fast_variance)
+        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
         scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
         bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
         make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
@@ -679,5 +650,6 @@ class InstanceNorm(Normalizing):
                 f"{where(self)}: {typed(x)} has no axis between batch and features "
                 "to normalize over."
             )
-        mean, var = self._moments(inputs, axes, mask)
+        counted = checked_mask(self, mask, inputs.shape)
+        mean, var = self._moments(inputs, axes, counted)
         return self._normalized(inputs, mean, var, x, shape)
