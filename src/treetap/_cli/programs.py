@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
 from treetap._core.trees.attributes import Node
+from treetap._observe.handlers import owner_of
 from treetap._transforms.grad import value_and_grad
 from treetap._transforms.jit import jit
 
@@ -58,7 +59,7 @@ def program_of(
     elif how == "eager":
         made = Program(case.call, inputs.args, inputs.kwargs)
     else:
-        args = (_owner(case), *inputs.args)
+        args = (owner_of(case.call), *inputs.args)
         made = Program(_applied(case), args, inputs.kwargs)
     if how == "eager":
         return made
@@ -68,7 +69,7 @@ def program_of(
 
 def _differentiated(case: Case, inputs: Inputs) -> Program:
     """The value and gradient of a case's loss."""
-    owner = _owner(case)
+    owner = owner_of(case.call)
     if case.loss is None:
         call = case.call if owner is None else _applied(case)
         loss, told = mean_square(call), MEAN_SQUARE
@@ -121,15 +122,9 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _owner(case: Case) -> Any:
-    """The Module that is called, or whose method is; None for a plain function."""
-    owner = case.call.__self__ if inspect.ismethod(case.call) else case.call
-    return owner if isinstance(owner, Node) else None
-
-
 def _applied(case: Case) -> Callable[..., Any]:
     """The call as a function of the Module, or of None, and its inputs."""
-    if _owner(case) is None:
+    if owner_of(case.call) is None:
         return lambda _, *args, **kwargs: case.call(*args, **kwargs)
     if inspect.ismethod(case.call):
         return case.call.__func__

@@ -303,21 +303,17 @@ def compare(
     aligner = Aligner(rename, layout, name)
     sides = [side_of(a, "a", name), side_of(b, "b", name)]
     aligner.refuse_unused(sides[0])
-    chosen = None if select is None else as_select(select)
-    ours = sides[0]
-    if chosen is not None:
-        ours = [entry for entry in ours if chosen(entry.site)]
-        if not ours:
-            raise refuse_nothing(chosen, [e.text for e in sides[0]], name)
+    chosen = as_select("**" if select is None else select)
+    ours = [entry for entry in sides[0] if chosen(entry.site)]
+    if not ours:
+        raise refuse_nothing(chosen, [e.text for e in sides[0]], name)
     aligned = aligner.align(ours, sides[1])
     if not aligned.pairs:
         raise _refuse_strangers(ours, sides[1], name)
     pairs = aligned.pairs
     if noise is not None:
         pairs = _with_floor(aligned, ours, noise, aligner, name)
-    rest = aligned.only_b
-    if chosen is not None:
-        rest = [entry for entry in rest if chosen(entry.site)]
+    rest = [entry for entry in aligned.only_b if chosen(entry.site)]
     allowed = as_select([*ignore] if isinstance(ignore, list | tuple) else ignore)
     return Comparison(
         tuple(_difference(pair, limits) for pair in in_order(pairs)),
@@ -361,10 +357,8 @@ def _with_floor(
         floors = {(p.a.text, p.a.part): p.b for p in found if not p.reason}
         missing.append([text for text, part in wanted if (text, part) not in floors])
         if not missing[-1]:
-            return [
-                pair._replace(floor=floors.get((pair.a.text, pair.a.part)))
-                for pair in aligned.pairs
-            ]
+            keyed = [((p.a.text, p.a.part), p) for p in aligned.pairs]
+            return [pair._replace(floor=floors.get(key)) for key, pair in keyed]
     raise refuse_noise(min(missing, key=len), name)
 
 
