@@ -197,12 +197,12 @@ def _listing(lines: Sequence[Difference]) -> Listing:
         columns.append(Column("in b", others, rank=5, least=16))
     columns += [
         Column("type", [_types_text(line) for line in lines], rank=6, least=18),
-        number("max abs", (_number(line.max_abs) for line in lines), 2),
+        number("max abs", (_number(line.max_abs) for line in lines), 3),
         number("relative", (_number(line.relative) for line in lines), 1),
         number("cosine", (_cosine(line.cosine) for line in lines), 8),
         number("ulp", (_steps(line.ulp) for line in lines), 7),
-        number("limit", (_number(line.limit) for line in lines), 3),
-        Column("", [line.reason for line in lines], least=9),
+        number("limit", (_number(line.limit) for line in lines), 4),
+        Column("", [line.reason for line in lines], rank=2, least=14),
     ]
     far = {n: "bold red" for n, line in enumerate(lines) if line.reason}
     return Listing(columns, far)

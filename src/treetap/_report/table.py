@@ -156,9 +156,9 @@ class Listing:
         while len(kept) > 1 and _width(kept) > options.max_width:
             kept.remove(max(kept, key=lambda column: column.rank))
         yield self._table(kept, options.max_width)
-        left_out = [each.head for each in self.columns if each not in kept]
-        if left_out:
-            told = f"Too narrow to show: {', '.join(left_out)}{self.remedy}."
+        gone = [each.head for each in self.columns if each.head and each not in kept]
+        if gone:
+            told = f"Too narrow to show: {', '.join(gone)}{self.remedy}."
             yield Text(told, "dim")
 
     def _table(self, kept: Sequence[Column], width: int) -> "Table":
