@@ -282,15 +282,14 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
             return _inside(folder, found[0], folder, name)
         if found:
             raise WeightsError(
-                f"{name}: {folder} has several weights: {', '.join(found[:8])}. "
+                f"{name}: {folder} has several weights: {first_few(found)}. "
                 "Name one of them."
             )
     others = [n for n in names if pathlib.Path(n).suffix in _PICKLES | _OTHERS]
     if others:
         refuse_other_formats(folder / others[0], name)
-    raise WeightsError(
-        f"{name}: {folder} has no .safetensors file; it has {names[:8]}."
-    )
+    told = first_few([*map(quoted, names)]) or "nothing"
+    raise WeightsError(f"{name}: {folder} has no .safetensors file; it has {told}.")
 
 
 def _inside(
