@@ -16,7 +16,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 import induction
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
-FILE = DATA / "models" / "induction.safetensors"
+FILE = DATA / "induction.safetensors"
 
 
 def kept() -> induction.Model:
