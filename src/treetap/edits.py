@@ -119,11 +119,11 @@ def _together(fn: Callable[..., Any], value: Any, other: Any) -> Any:
     return jax.tree.map(lambda x: fn(x, _broadcast(other, x)), value)
 
 
-def _broadcast(array: Any, value: Any) -> Any:
+def _broadcast(array: Any, value: Any) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(array), jnp.shape(value))
 
 
-def _cast(array: Any, value: Any) -> Any:
+def _cast(array: jax.Array, value: Any) -> jax.Array:
     return array.astype(jnp.result_type(value))
 
 
@@ -234,7 +234,7 @@ class _Apply(Edit):
 @dataclass(frozen=True, eq=False)
 class _Where(Edit):
     edit: Edit
-    mask: Any
+    mask: jax.Array
 
     def __call__(self, value: Any) -> Any:
         new = self.edit(value)
@@ -254,7 +254,7 @@ class _Where(Edit):
 @dataclass(frozen=True, eq=False)
 class _At(Edit):
     edit: Edit
-    iteration: tuple[Any, ...]
+    iteration: tuple[jax.Array, ...]
 
     def __call__(self, value: Any) -> Any:
         raise CaptureError(
@@ -280,7 +280,9 @@ class _At(Edit):
         return _Where(edit, mask), [*axes, Axes(loops=True)]
 
 
-def _one_of(number: Any, size: int, place: int, shape: Shape, text: str) -> Any:
+def _one_of(
+    number: jax.Array, size: int, place: int, shape: Shape, text: str
+) -> jax.Array:
     """A mask that is true at one place along an axis."""
     if not isinstance(number, Tracer) and not -size <= int(number) < size:
         raise CaptureError(

@@ -35,8 +35,8 @@ class PatchGrid:
         places: The sites; `"h[2]"` is the third iteration of one.
     """
 
-    effects: Any
-    baseline: Any
+    effects: jax.Array
+    baseline: jax.Array
     places: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def top(self, count: int = 5) -> list[tuple[str, int | None, float]]:
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
     """The patches of one site: the scans around it, and the axis it is cut along."""
 
     site: Site
-    value: Any
+    value: jax.Array
     target: edits.Target
     axis: int | None
 
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
         """A shape that broadcasts to the value and tells indices apart."""
         return tuple(n if i == self.axis else 1 for i, n in enumerate(self.base))
 
-    def patch(self, value: Any, place: Any, index: Any) -> edits.Edit:
+    def patch(self, value: jax.Array, place: jax.Array, index: jax.Array) -> edits.Edit:
         """The clean value at one place and index; with a place below 0 nowhere."""
         mask = jnp.full(self.cut, place >= 0)
         if self.axis is not None:
@@ -145,7 +145,14 @@ class _Ask(edits.Edit):
 class _Patches:
     """What is to be patched, and what is run."""
 
-    def __init__(self, fn: Any, args: Any, chosen: Record, axis: Any, what: str):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        chosen: Record,
+        axis: int | None,
+        what: str,
+    ):
         values = [_array_at(site, what) for site in chosen]
         asked = [_Ask() for _ in chosen]
         changes = dict(zip(map(_key, chosen), asked))
@@ -165,14 +172,14 @@ class _Patches:
         self.places = tuple(place for part in self.parts for place in part.places)
         self.size = sizes.pop()
 
-    def grid(self, effects: Any, baseline: Any) -> PatchGrid:
+    def grid(self, effects: jax.Array, baseline: jax.Array) -> PatchGrid:
         """The effects of all patches, in order."""
         lead = (len(self.places),) if self.size is None else (-1, self.size)
         shape = (*lead, *jnp.shape(effects)[1:])
         return PatchGrid(jnp.reshape(effects, shape), baseline, self.places)
 
 
-def _array_at(site: Site, what: str) -> Any:
+def _array_at(site: Site, what: str) -> jax.Array:
     """The value of a site that can be patched."""
     leaves = jax.tree.leaves(site.value)
     if site.how == "sow" or len(leaves) != 1:
@@ -197,7 +204,7 @@ def _key(site: Site) -> Callable[[Any], bool]:
     return lambda heard: heard.text == site.text
 
 
-def _numbers(patches: _Patches) -> tuple[Any, Any]:
+def _numbers(patches: _Patches) -> tuple[jax.Array, jax.Array]:
     """For each patch the place in each site, and the index; the first is no patch."""
     size = patches.size or 1
     counts = [len(part.places) for part in patches.parts]
