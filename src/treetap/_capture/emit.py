@@ -5,7 +5,7 @@ While nobody listens nothing is emitted: the program is the same as without.
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -40,12 +40,16 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
+_CARRIED = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+
+
+def _is_carried(leaf: Any) -> bool:
+    """Whether JAX can carry a value out of a traced function."""
+    return isinstance(leaf, _CARRIED)
 
 
 def _bound(label: Label, leaves: list[Any]) -> list[Any]:
-    arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    arrays = _as_arrays(leaves)
     trace = find_top_trace(None)
     if isinstance(trace, Through) and trace.is_outermost:
         return trace.hear(label, arrays)  # no need to go through JAX
@@ -73,7 +77,7 @@ def _note(label: Label, leaves: list[Any], partly: bool = False) -> bool:
 
 def _emit(label: Label, leaves: list[Any], partly: bool) -> None:
     """Marks leaves for a capture further out; `partly` leaves out what cannot go."""
-    carried = [_is_array(leaf) or _is_number(leaf) for leaf in leaves]
+    carried = list(map(_is_carried, leaves))
     if not all(carried) and not partly:
         raise refuse_uncarried(label, leaves)
     kept = [leaf if flag else None for leaf, flag in zip(leaves, carried)]
@@ -91,10 +95,12 @@ def refuse_uncarried(label: Label, leaves: list[Any]) -> CaptureError:
     )
 
 
-def _editable(label: Label, leaves: list[Any]) -> list[Any]:
-    """Leaves that flow on, marked so that they may be edited."""
-    arrays = [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
-    return editable(label, arrays)
+def _as_arrays(leaves: list[Any]) -> list[Any]:
+    return [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any]:
+    return ([value], LEAF) if _is_array(value) else jax.tree.flatten(value)
 
 
 def tap(value: T, name: str) -> T:
@@ -119,15 +125,15 @@ def tap(value: T, name: str) -> T:
     asked = listening.value
     if asked is None or not (asked.taps or asked.edits):
         return value
-    if asked.edits:
-        value = _edited_tap(value, name)
-        if not asked.taps:
-            return value
-    if _is_array(value):
-        return _bound(Label(name, None, "tap", LEAF), [value])[0]
-    leaves, tree = jax.tree.flatten(value)
+    leaves, tree = _flattened(value)
     label = Label(name, None, "tap", tree)
-    if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
+    is_carried = bool(leaves) and all(map(_is_carried, leaves))
+    if asked.edits and is_carried:
+        leaves = editable(label, _as_arrays(leaves))
+        value = jax.tree.unflatten(tree, leaves)
+    if not asked.taps:
+        return value
+    if not is_carried:
         if not _note(label, leaves):
             raise refuse_uncarried(label, leaves)
         return value
@@ -136,50 +142,29 @@ def tap(value: T, name: str) -> T:
     return jax.tree.unflatten(tree, kept)
 
 
-def _edited_tap(value: T, name: str) -> T:
-    """A tapped value that may be edited, if it is made of arrays."""
-    leaves, tree = jax.tree.flatten(value)
-    if not leaves or not all(_is_array(x) or _is_number(x) for x in leaves):
-        return value
-    out = _editable(Label(name, None, "tap", tree), leaves)
-    return jax.tree.unflatten(tree, out)
-
-
 def output(name: str, value: Any) -> Any:
-    """Marks the result of a method; what flows on is the marked value."""
+    """Marks the result of a method; what flows on is the marked value.
+
+    A result that is not made of arrays alone flows on as it is.
+    """
     asked = listening.value
+    leaves, tree = _flattened(value)
+    label = Label(name, None, "output", tree)
+    flows = tree is LEAF or (
+        bool(leaves)
+        and all(map(_is_array, leaves))
+        and not any(map(is_object, jax.tree.leaves(value, is_leaf=is_object)))
+    )
     if asked.edits > 1:
-        value = _edited_output(name, value)
+        if flows:
+            leaves = editable(label, leaves)
+            value = jax.tree.unflatten(tree, leaves)
         if asked.outputs is None:
             return value
-    if _is_array(value):
-        return _bound(Label(name, None, "output", LEAF), [value])[0]
-    leaves, tree = jax.tree.flatten(value)
-    if not all(map(_is_array, leaves)):
-        _record_only(name, leaves, tree)
-        return value
-    objects = jax.tree.leaves(value, is_leaf=is_object)
-    if not leaves or any(map(is_object, objects)):
-        _record_only(name, leaves, tree)
-        return value
-    return jax.tree.unflatten(tree, _bound(Label(name, None, "output", tree), leaves))
-
-
-def _edited_output(name: str, value: Any) -> Any:
-    """A result that may be edited, if it is made of arrays alone."""
-    leaves, tree = jax.tree.flatten(value)
-    objects = jax.tree.leaves(value, is_leaf=is_object)
-    if not leaves or not all(map(_is_array, leaves)) or any(map(is_object, objects)):
-        return value
-    out = _editable(Label(name, None, "output", tree), leaves)
-    return jax.tree.unflatten(tree, out)
-
-
-def _record_only(name: str, leaves: list[Any], tree: Any) -> None:
-    """Records a result that flows on as it is; what JAX cannot carry is left out."""
-    if _note(Label(name, None, "output", tree), leaves, partly=True):
-        return
-    _emit(Label(name, None, "output", tree), leaves, partly=True)
+    if flows:
+        return jax.tree.unflatten(tree, _bound(label, leaves))
+    _record(label, leaves, partly=True)
+    return value
 
 
 def kind_given(variable_type: Any, what: str) -> Any:
@@ -201,33 +186,29 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
     asked = listening.value
     if asked is None:
         return _sow_outside(module, kind, name, value, reduce)
-    if asked.edits:
-        with nullcontext() if is_inside(module) else inside(module):
-            _mark_sown(name, kind, value)
-    if not asked.hears(kind):
+    is_heard = asked.hears(kind)
+    if not (is_heard or asked.edits):
         return False
-    leaves, tree = ([value], LEAF) if _is_array(value) else jax.tree.flatten(value)
+    leaves, tree = _flattened(value)
     label = Label(name, kind, "sow", tree, reduce)
-    if is_inside(module):
-        _say(label, leaves)
-    else:
-        with inside(module):
-            _say(label, leaves)
-    return True
+    with _scope_of(module):
+        if asked.edits and leaves and all(map(_is_carried, leaves)):
+            # It does not flow on: it is marked so that an edit of it can be refused.
+            marked = label._replace(reduce=None, is_edit=True)
+            tap_p.bind(*_as_arrays(leaves), label=marked, order=0, rows=0)
+        if is_heard:
+            _record(label, leaves)
+    return is_heard
 
 
-def _mark_sown(name: str, kind: Any, value: Any) -> None:
-    """Marks what does not flow on, so that an edit of it can be refused."""
-    leaves, tree = jax.tree.flatten(value)
-    if leaves and all(_is_array(leaf) or _is_number(leaf) for leaf in leaves):
-        label = Label(name, kind, "sow", tree, is_edit=True)
-        tap_p.bind(*map(jnp.asarray, leaves), label=label, order=0, rows=0)
+def _scope_of(module: Any) -> AbstractContextManager[None]:
+    return nullcontext() if is_inside(module) else inside(module)
 
 
-def _say(label: Label, leaves: list[Any]) -> None:
-    """Records leaves that do not flow on."""
-    if not _note(label, leaves):
-        _emit(label, leaves, partly=False)
+def _record(label: Label, leaves: list[Any], partly: bool = False) -> None:
+    """Records leaves that do not flow on; `partly` leaves out what cannot go out."""
+    if not _note(label, leaves, partly):
+        _emit(label, leaves, partly)
 
 
 def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
@@ -237,19 +218,20 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
     asked = listening.value
     if asked is None:
         return _perturb_outside(module, kind, name, value)
-    if not asked.hears(kind) and not asked.edits:
+    is_heard = asked.hears(kind)
+    if not (is_heard or asked.edits):
         return value
     leaves, tree = jax.tree.flatten(value)
-    if not all(_is_array(leaf) or _is_number(leaf) for leaf in leaves):
+    if not all(map(_is_carried, leaves)):
         raise CaptureError(
             f"perturb: the value {name!r} of {type(module).__name__} is a "
             f"{type(value).__name__}; only arrays can be perturbed."
         )
     label = Label(name, kind, "perturb", tree)
-    with nullcontext() if is_inside(module) else inside(module):
+    with _scope_of(module):
         if asked.edits:
-            leaves = _editable(label, leaves)
-        if asked.hears(kind):
+            leaves = editable(label, _as_arrays(leaves))
+        if is_heard:
             leaves = _bound(label, leaves)
         return jax.tree.unflatten(tree, leaves)
 
@@ -299,7 +281,7 @@ def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> 
         _store(module, name, kind(reduce_fn(init_fn(), value)))
         return True
     held = getattr(module, name)
-    _check_held(module, held, kind, name, exact=True)
+    _check_held(module, held, kind, name, type(held) is kind)
     held.set_value(reduce_fn(held.get_value(), value))
     return True
 
@@ -311,20 +293,17 @@ def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
     if not hasattr(module, name):
         _store(module, name, kind(jax.tree.map(jnp.zeros_like, value)))
     held = getattr(module, name)
-    _check_held(module, held, kind, name, exact=False)
+    _check_held(module, held, kind, name, isinstance(held, kind))
     return jax.tree.map(jnp.add, held.get_value(), value)
 
 
-def _check_held(module: Any, held: Any, kind: Any, name: str, exact: bool) -> None:
+def _check_held(module: Any, held: Any, kind: Any, name: str, is_kind: bool) -> None:
     """Refuses an attribute that is something else than what would be stored."""
-    where = f"{type(module).__name__}.{name}"
-    if not isinstance(held, Variable):
-        raise StructureError(
-            f"Expected {where} to be a Variable, got {type(held).__name__}. Choose "
-            "another name."
-        )
-    if type(held) is not kind if exact else not isinstance(held, kind):
-        raise StructureError(
-            f"Expected {where} to be of type {kind.__name__}, got "
-            f"{type(held).__name__}. Choose another name."
-        )
+    if is_kind:
+        return
+    is_variable = isinstance(held, Variable)
+    wanted = f"of type {kind.__name__}" if is_variable else "a Variable"
+    raise StructureError(
+        f"Expected {type(module).__name__}.{name} to be {wanted}, got "
+        f"{type(held).__name__}. Choose another name."
+    )

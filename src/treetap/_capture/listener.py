@@ -155,17 +155,9 @@ class Listener(Through):
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
-        self,
-        primitive: Any,
-        fun: Any,
-        jvp: Any,
-        tracers: Any,
-        /,
-        *,
-        symbolic_zeros: Any,
+        self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **options: Any
     ) -> Any:
         """Runs a function with a rule of its own, keeping the rule where it matters."""
-        options = {"symbolic_zeros": symbolic_zeros}
         return self._custom(primitive, (fun, jvp), tracers, options)
 
     def process_custom_vjp_call(
@@ -176,38 +168,22 @@ class Listener(Through):
         bwd: Any,
         tracers: Any,
         /,
-        *,
-        out_trees: Any,
-        symbolic_zeros: Any,
+        **options: Any,
     ) -> Any:
         """As `process_custom_jvp_call`."""
-        options = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
         return self._custom(primitive, (fun, fwd, bwd), tracers, options)
 
     def process_call(
         self, primitive: Any, fun: Any, tracers: Any, params: Any, /
     ) -> Any:
         """Runs a function that JAX hands over as a call."""
-
-        def bound(*values: Any) -> Any:
-            return primitive.bind(*values, subfuns=(fun,), **params)
-
-        return self._traced(bound, tracers)
+        return self._bound(primitive, (fun,), tracers, params)
 
     def process_shard_map(
         self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
     ) -> Any:
         """Runs a function on shards."""
-        shapes: list[Any] = []  # of the result, without what is traced
-
-        def bound(*values: Any) -> Any:
-            out = primitive.bind(*values, subfuns=(fun,), **params)
-            flat = jax_compat.flat_values(out)
-            shapes.append(jax_compat.with_values(out, [None] * len(flat)))
-            return flat
-
-        outs = self._traced(bound, tracers)
-        return jax_compat.with_values(shapes[0], outs)
+        return self._bound(primitive, (fun,), tracers, params)
 
     def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
         if not any(isinstance(value, Tracer) for value in values):
@@ -215,12 +191,22 @@ class Listener(Through):
             with set_current_trace(self):
                 return funs[0].call_wrapped(*values)
 
-        def bound(*values: Any) -> Any:
-            return primitive.bind(*values, subfuns=funs, **options)
-
-        outs = self._traced(bound, values)
+        outs = self._bound(primitive, funs, values, options)
         jax_compat.settle_results(*funs[:2])
         return outs
+
+    def _bound(self, primitive: Any, funs: Any, values: Any, params: Any) -> Any:
+        """Runs an operation of Python functions: by tracing it, and then as always."""
+        shapes: list[Any] = []  # of the result, without what is traced
+
+        def bound(*values: Any) -> Any:
+            out = primitive.bind(*values, subfuns=funs, **params)
+            flat = jax_compat.flat_values(out)
+            shapes.append(jax_compat.with_values(out, [None] * len(flat)))
+            return flat
+
+        outs = self._traced(bound, values)
+        return jax_compat.with_values(shapes[0], outs)
 
     def _traced(self, bound: Any, values: Any) -> Any:
         """Runs an operation whose jaxpr is not there yet: by tracing it."""

@@ -13,7 +13,9 @@ tickets one: so each is made an array of its own when it comes out. Gradients co
 later operation, or the same one, with the ticket as an operand: that tells their call.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +32,6 @@ from treetap._capture.module_paths import (
     resolve,
 )
 from treetap._capture.name_stacks import scopes_in
-from treetap._capture.statistics.reduced import Reduction
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.plans import Adding, Choice, Fed, Found
 from treetap._capture.walk.run import recorded
@@ -41,57 +42,52 @@ from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.variable import raw_values
 
+WHOLE = Choice(True)
 
+
+@dataclass(slots=True, eq=False)
 class Session:
     """What one capture asks for and has heard.
 
-    Args:
+    Attributes:
         asked: Which taps are to be emitted.
         roots: The Modules among the arguments.
         wants: Whether the value of a call is to be recorded.
         feeds: What is to be fed into the value of a call, see `plans`; or None.
-        gradients: Whether gradients are to be recorded.
-        iterations: How many iterations of a `while` loop to keep; 0 for the last one.
-        values: Whether values and gradients themselves come out.
-        reduction: What is measured of them, if anything.
-        edits: Whether it edits, and hears the marks of what may be edited.
         on_call: Told of each call that was recorded.
+        taking: What comes out of each call that is wanted.
+        gradients: Whether gradients are to be recorded.
+        edits: Whether it edits, and hears the marks of what may be edited.
+        calls: What was heard.
+        counts: How many calls there were, by path and name.
+        places: Where scopes led to.
+        tickets: What is known of tickets, by `id`.
+        edited: Names of values that are edited.
+        unmatched: Names of gradients whose values were not found.
+        is_forward: Whether something is differentiated forward.
+        keep: Whether a capture further out listens, too.
+        known: What it knows of the model, from when it opens.
+        depth: How many scopes were open then.
     """
 
-    def __init__(
-        self,
-        asked: Listening,
-        roots: tuple[Root, ...] = (),
-        *,
-        wants: Callable[[Call], bool] = lambda call: True,
-        feeds: Callable[[Call], Fed | None] = lambda call: None,
-        gradients: bool = False,
-        iterations: int = 0,
-        values: bool = True,
-        reduction: Reduction | None = None,
-        edits: bool = False,
-        on_call: Callable[[Call], None] = lambda call: None,
-    ):
-        self.asked = asked
-        self.roots = roots
-        self.wants = wants
-        self.feeds = feeds
-        self.gradients = gradients
-        self.values = values
-        self.reduction = reduction
-        self.edits = edits
-        self.on_call = on_call
-        self.taking = Choice(values, None, iterations, reduction)
-        self.calls: list[Call] = []
-        self.counts: dict[Any, int] = {}
-        self.places: dict[tuple[Any, ...], Where] = {}
-        self.tickets: dict[int, Ticket] = {}
-        self.keep = False
-        self.is_forward = False  # whether something is differentiated forward
-        self.unmatched: set[str] = set()  # gradients whose values were not found
-        self.edited: set[str] = set()  # names of values that are edited
-        self.known = Roots(())  # until it opens
-        self.depth = 0
+    asked: Listening
+    roots: tuple[Root, ...] = ()
+    wants: Callable[[Call], bool] = lambda call: True
+    feeds: Callable[[Call], Fed | None] = lambda call: None
+    on_call: Callable[[Call], None] = lambda call: None
+    taking: Choice = WHOLE
+    gradients: bool = False
+    edits: bool = False
+    calls: list[Call] = field(default_factory=list)
+    counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
+    places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
+    tickets: "dict[int, Ticket]" = field(default_factory=dict)
+    edited: set[str] = field(default_factory=set)
+    unmatched: set[str] = field(default_factory=set)
+    is_forward: bool = False
+    keep: bool = False
+    known: Roots = field(default_factory=lambda: Roots(()))
+    depth: int = 0
 
     def scopes(self) -> tuple[str, ...]:
         """The scopes that are open, inside the capture."""
@@ -137,10 +133,9 @@ class Session:
             where = self.places[key] = resolve(scopes, self.known, roots)
         if label.how == "output":
             label = label._replace(kind=self.asked.outputs)
-        key = (where.path, label.name)
-        index = self.counts.get(key, 0)
-        self.counts[key] = index + 1
-        return Call(spot, label, where, index)
+        key = where.path, label.name
+        self.counts[key] += 1
+        return Call(spot, label, where, self.counts[key] - 1)
 
     def add(self, call: Call) -> None:
         """Keeps a call that is complete but for its gradients."""

@@ -22,6 +22,7 @@ from treetap._capture.session import Call
 from treetap._capture.statistics.reduced import Reduction, measured
 from treetap._capture.statistics.reducers import as_reducers
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.plans import Choice
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
 from treetap._core.trace_level import is_eager
@@ -101,7 +102,7 @@ class _Observation(Handler):
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
         tree, states = call.label.tree, call.states
-        is_kept = self.grads and self.session.values
+        is_kept = self.grads and self.session.taking.record
         is_measured = self.grads and states is not None
         return site_of(
             call,
@@ -244,9 +245,7 @@ def observe(
     reduction = None if reduce is None else Reduction(as_reducers(reduce))
     keeps = reduction is None if values is None else values
     options = {
-        "iterations": max_iterations,
-        "values": keeps or reduction is None,
-        "reduction": reduction,
+        "taking": Choice(keeps or reduction is None, None, max_iterations, reduction),
         "gradients": grads,
     }
 
