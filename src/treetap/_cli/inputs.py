@@ -22,8 +22,9 @@ from treetap._core.trees.attributes import Node
 from treetap._core.wording import quoted
 from treetap._io.safetensors_file import is_shape, stored_tensors
 from treetap._io.weights import load_weights
+from treetap._report.table import SHORT_TYPES
 
-_SHORT = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
+_LONG_TYPES = {short: name for name, short in SHORT_TYPES.items()}
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*(?:_\w+)?)"
     r"\[(?P<sizes>[\d,\s]*)\](?:<(?P<below>\d{1,20}))?"
@@ -56,14 +57,13 @@ def spec_of(text: str) -> Spec:
         raise Failure(f"--shape {text!r} is not understood. It is written {FORM}.")
     short = re.fullmatch(r"([a-z]+?)(\d+)", found["dtype"])
     name = found["dtype"]
-    if short and short[1] in _SHORT:
-        name = _SHORT[short[1]] + short[2]
+    if short and short[1] in _LONG_TYPES:
+        name = _LONG_TYPES[short[1]] + short[2]
     try:
         dtype = jnp.dtype(name)
     except TypeError as error:
-        raise Failure(f"--shape {text!r}: there is no type {found['dtype']!r}.") from (
-            error
-        )
+        message = f"--shape {text!r}: there is no type {found['dtype']!r}."
+        raise Failure(message) from error
     if not _is_known(dtype):
         raise Failure(f"--shape {text!r}: JAX has no type {found['dtype']!r}.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
