@@ -3,10 +3,28 @@
 
 While somebody edits, a value that flows on is marked by a tap of its own, which gives a
 ticket, and then goes through `edit_p`, an identity that holds the ticket. The walk puts
-a function in the place of the identity. So that derivatives taken before are those of
-the edited program, `edit_p` is differentiated and transposed by name only: its `recipe`
-lists what was done to it, and it has all operands that this needs. `derived` does the
-same to any function: to the identity where nothing is edited, else to the edit.
+a function in the place of the identity.
+
+*Recipes.* When the walk comes to a program it may have been differentiated already, as
+in `edit(jax.grad(loss), ...)`: what was one identity is now several operations, in the
+forward and the backward pass, and an edit must go into all of them, each time with the
+derivative that belongs there. If `edit_p` were differentiated as an identity is, this
+would be lost: the derivative of the identity does not know what will be in its place.
+
+So it is differentiated by name only. A derivative of `edit_p` is another `edit_p`, with
+one more step in its `recipe`: `Forward` for a derivative along tangents, `Backward` for
+the transpose. Its operands are those before, and what the step adds (tangents, or
+cotangents in the place of what it is linear in). The invariant: *an `edit_p` computes
+what its recipe makes of the function at the edit point, from its operands.* `derived`
+reads the recipe with any function f, of leaves to as many leaves: first f, then for
+each step `jax.jvp` or `jax.vjp` of what there is so far. With the identity that is the
+program as it was; with an edit it is the edited program, whose derivatives are JAX's
+own. It is sound because derivatives of a composition depend on a part of it only by the
+values and derivatives of that part, which are what the recipe asks for. It costs
+operands that an identity would not need: they are kept only while somebody edits.
+
+All operands of a recipe have the type of some leaf of the value, since tangents and
+cotangents have (`Derived.ins`, `Derived.outs`): so a result's type is known unasked.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,8 +5,10 @@
 says only which kinds of taps to emit. What follows from it is imported when needed.
 `around_methods` is another: who runs the methods of Modules, while somebody listens.
 
-Who opens one opens it twice, first with what it is: an interrupt that comes where the
-inner block ends, before it is undone, is made good where the outer one does.
+Whoever sets one of them opens two blocks: an outer one with the value that it has
+already, and in it one with the new value. If a KeyboardInterrupt arrives just as the
+inner block ends, before the value is put back, then the end of the outer block puts it
+back.
 """
 
 from typing import Any, NamedTuple

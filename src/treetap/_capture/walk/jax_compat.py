@@ -267,9 +267,6 @@ def zero_tangent(value: Any) -> Any:
     return np.zeros(np.shape(value), jax.dtypes.float0)
 
 
-zero_cotangent = zero_tangent
-
-
 def cotangent_for(given: Any, value: Any) -> Any:
     """A cotangent that a rule gave, zeros for one that it did not give."""
     return given if hasattr(given, "dtype") else zero_tangent(value)
