@@ -17,7 +17,7 @@ from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree, attributes_of
 from treetap._core.variables.kinds import RngCount, RngKey
 from treetap._core.variables.variable import Variable
-from treetap._core.wording import near_to
+from treetap._core.wording import near_to, typed
 
 C = TypeVar("C", bound=type)
 Shape = int | tuple[int, ...]
@@ -87,7 +87,7 @@ def as_key(key: Any) -> jax.Array:
     if key.dtype == jnp.uint32 and key.ndim > 0:
         return jax.random.wrap_key_data(key)
     raise ValueError(
-        f"RngStream: expected a key, got an array of {key.dtype}{list(key.shape)}. "
+        f"RngStream: expected a key, got an array of {typed(key)}. "
         "Pass an int as the seed, or make a key with `jax.random.key`."
     )
 

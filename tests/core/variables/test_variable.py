@@ -277,7 +277,7 @@ def test_raw_access_passes_overrides():
 
 @pytest.mark.parametrize("name", ["value", "raw_value"])
 def test_the_deprecated_properties_work_with_a_warning(name):
-    variable = tt.Param(1.0)
+    variable = tt.nnx.Param(1.0)  # they come with NNX's namespace
     with pytest.warns(DeprecationWarning, match=f"Variable.{name}.*deprecated; use"):
         assert getattr(variable, name) == 1
     with pytest.warns(DeprecationWarning, match=f"Variable.{name} = x.*deprecated"):

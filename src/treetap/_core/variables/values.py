@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from treetap._core.errors import StructureError
+from treetap._core.wording import typed
 
 
 class Marked:
@@ -76,8 +77,8 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
         value = jnp.asarray(value)
         if value.shape != current.shape or value.dtype != current.dtype:
             raise StructureError(
-                f"An abstract {current.dtype}{list(current.shape)} cannot become "
-                f"{value.dtype}{list(value.shape)}. Use `set_value` for another shape."
+                f"An abstract {typed(current)} cannot become {typed(value)}. Use "
+                "`set_value` for another shape."
             )
         return value
     if isinstance(current, np.ndarray):
