@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of whole programs: issue 4's list, their cost, what they leave."""
+"""Captures of whole programs: what comes out, what it costs, what it leaves behind."""
 
 import threading
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marked values under `checkpoint`: computed again, and the same numbers throughout."""
+"""Marks: values under `checkpoint`: computed again, and the same numbers throughout."""
 
 import jax
 import jax.numpy as jnp
