@@ -10,8 +10,6 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "fuzz")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -37,7 +35,6 @@ def star_tuples(code: str) -> list[int]:
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="some are left in src")
 def test_no_literal_is_unpacked_in_place():
     found = [
         f"{place}:{line}" for place, code in programs() for line in star_tuples(code)
