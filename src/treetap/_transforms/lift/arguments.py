@@ -93,18 +93,13 @@ def take_statics(
     """The arguments with static ones replaced by a hole, and those, hashable."""
     if not statics:
         return args, kwargs, ()
-    taken: list[tuple[Any, Any]] = []
-    rest = list(args)
-    for number, value in enumerate(args):
-        if statics.has(number, len(args)):
-            taken.append((number, value))
-            rest[number] = HOLE
-    named = dict(kwargs)
-    for name in kwargs:
-        if name in statics.names:
-            taken.append((name, named[name]))
-            named[name] = HOLE
-    for where, value in taken:
+    taken: dict[Any, Any] = {
+        number: value
+        for number, value in enumerate(args)
+        if statics.has(number, len(args))
+    }
+    taken |= {name: value for name, value in kwargs.items() if name in statics.names}
+    for where, value in taken.items():
         try:
             hash(value)
         except TypeError:
@@ -112,7 +107,9 @@ def take_statics(
                 f"{statics.what}: {where!r} is a {type(value).__name__}, which cannot "
                 "be hashed. Pass something hashable, such as a tuple."
             ) from None
-    return tuple(rest), named, tuple(taken)
+    rest = tuple(HOLE if n in taken else value for n, value in enumerate(args))
+    named = {name: HOLE if name in taken else kwargs[name] for name in kwargs}
+    return rest, named, tuple(taken.items())
 
 
 def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:

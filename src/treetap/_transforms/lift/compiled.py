@@ -145,11 +145,6 @@ class Jit(Generic[P, R]):
             if not calls:
                 self._cached_calls.pop(signature, None)
 
-    def _inputs(self, tree: Any) -> Inputs:
-        """Arguments taken apart the long way."""
-        args, kwargs = tree
-        return self.lift.inputs(args, kwargs)
-
     def _given(self, args: Any, kwargs: Any) -> Any:
         """All arguments: as a tree without static ones, and the static ones."""
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
@@ -157,7 +152,7 @@ class Jit(Generic[P, R]):
 
     def _prepared(self, tree: Any, statics: Any) -> tuple[Inputs, Program, Any]:
         """Arguments taken apart the long way, and the program for them."""
-        inputs = self._inputs(tree)
+        inputs = self.lift.inputs(*tree)
         donated = self._donated_leaves(inputs)
         key = Key(inputs.definition, statics, donated, self._groups(inputs))
         program = self._program(key, inputs.leaves)
@@ -230,7 +225,7 @@ class Jit(Generic[P, R]):
     def _finished(self, tree: Any, out: Any) -> Any:
         """The result, after what takes the long way has been written."""
         if type(out) is UnwrittenResult:
-            return self._inputs(tree).finish(*out)
+            return self.lift.inputs(*tree).finish(*out)
         return out
 
     def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:

@@ -157,24 +157,13 @@ def transform(fn: F) -> F:
     name = fn.__name__
 
     @functools.wraps(fn)
-    def call(
-        f: Any = MISSING,
-        *args: Any,
-        graph: bool | None = None,
-        graph_updates: bool | None = None,
-        on_structure_change: Policy | None = None,
-        **options: Any,
-    ) -> Any:
-        mode = resolve_mode(graph, graph_updates)
-        given = Options(
-            graph=bool(mode),
-            graph_updates=mode is Mode.UPDATES,
-            on_structure_change=on_structure_change,
-        )
+    def call(f: Any = MISSING, *args: Any, **options: Any) -> Any:
+        mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
+        options |= {"graph": bool(mode), "graph_updates": mode is Mode.UPDATES}
         if f is MISSING:
-            return functools.partial(call, **given, **options)
+            return functools.partial(call, **options)
         refuse_bound_method(f, name)
-        made = fn(f, *args, **given, **options)
+        made = fn(f, *args, **options)
         if getattr(made, "__wrapped__", None) is f:  # not a result: a function
             made.__treetap_mode__ = mode
         return made

@@ -63,15 +63,14 @@ class PrefixFilter(Mapping[Any, Any]):
         shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
         return f"{type(self).__name__}({{{shown}}})"
 
+    def _parts(self) -> Any:
+        return type(self), self.filters, self.given
+
     def __eq__(self, other: object) -> bool:
-        return (
-            type(self) is type(other)
-            and self.filters == other.filters  # pyright: ignore[reportAttributeAccessIssue] - of the same type
-            and self.given == other.given  # pyright: ignore[reportAttributeAccessIssue] - of the same type
-        )
+        return isinstance(other, PrefixFilter) and self._parts() == other._parts()
 
     def __hash__(self) -> int:
-        return hash((self.filters, self.given))
+        return hash(self._parts())
 
     def at(self, path: Path, leaf: Any, name: str) -> Any:
         """The value for a leaf; the transform is named if there is none."""
