@@ -15,6 +15,14 @@ from treetap._core.bounded_cache import BoundedCache
 from treetap._transforms import build_model
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def mostly(first, then):
+    """For slow tests: one kind of mesh at every change, both in `make test-all`."""
+    later = pytest.param(then, marks=pytest.mark.long)
+    return pytest.mark.parametrize("kind", [first, later], ids=str)
+
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled = [0]
 
@@ -349,7 +357,7 @@ class Sharded(tt.Module):
         self.rows = tt.Param(jnp.ones((8, 3)), out_sharding=("model",))
 
 
-@KINDS
+@mostly(AxisType.Explicit, AxisType.Auto)
 def test_shards_are_the_same(kind):
     with jax.set_mesh(mesh_of((2, 4), ("data", "model"), kind)):
         build_model._programs.clear()
@@ -362,7 +370,7 @@ def test_shards_are_the_same(kind):
     np.testing.assert_array_equal(model.linear.kernel[...], whole.kernel[...])
 
 
-@KINDS
+@mostly(AxisType.Auto, AxisType.Explicit)
 def test_shards_of_stacked_layers(kind):
     def make(*, rngs):
         @tt.vmap
