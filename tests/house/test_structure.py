@@ -213,7 +213,6 @@ def test_files_open_with_licence_and_purpose():
     assert problems == []
 
 
-@pytest.mark.xfail(strict=True, reason="not every folder has its page yet")
 def test_a_folders_page_names_every_file_of_it():
     problems = []
     for folder, units in ORDER.items():
