@@ -33,6 +33,7 @@ from treetap._transforms.lift.lift import (
     Inputs,
     Lift,
     Options,
+    filled,
     transform,
 )
 from treetap._transforms.lift.prefixes import PrefixFilter, spread
@@ -61,19 +62,14 @@ class _Split:
         ]
         values = inputs.values()
         self.active = [value for value, flag in zip(values, self.flags) if flag]
-        self.passive = [value for value, flag in zip(values, self.flags) if not flag]
-
-    def joined(self, active: Sequence[Any], passive: Sequence[Any]) -> list[Any]:
-        """All values in order."""
-        sources = {True: iter(active), False: iter(passive)}
-        return [next(sources[flag]) for flag in self.flags]
+        self.passive = {n: x for n, x in enumerate(values) if not self.flags[n]}
 
     def pure(self, f: Any, has_aux: bool) -> Callable[[Any], Any]:
         """The function of what is differentiated: its value, then all the rest."""
         inputs = self.inputs
 
         def call(active: Any) -> Any:
-            values = self.joined(active, self.passive)
+            values = filled(self.passive, active, len(self.flags))
             out, updates = self.lift.run(f, inputs, values)
             value, aux = pair_of(out, has_aux, inputs.name)
             return value, (aux, updates)
@@ -83,7 +79,8 @@ class _Split:
     def tree_of(self, active: Sequence[Any]) -> Any:
         """Trees like the arguments that hold derivatives; `float0` where none is."""
         inputs = self.inputs
-        values = self.joined(active, [_no_derivative(x) for x in self.passive])
+        passive = {n: _no_derivative(x) for n, x in self.passive.items()}
+        values = filled(passive, active, len(self.flags))
         tree, leaves = regrow(inputs.definition, values)
         if inputs.definition.graph is not Mode.UPDATES:
             return tree["args"]
@@ -103,7 +100,6 @@ class Chosen:
     Args:
         inputs: The arguments.
         argnums: Numbers, or `DiffState`s with graph updates.
-        name: The transform.
         argument: The name of `argnums`, for messages.
     """
 
