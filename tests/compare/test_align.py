@@ -76,3 +76,11 @@ def test_a_folder_of_many_files_is_compared_by_names(tmp_path):
     assert comparison.first.site == "y"
     with pytest.raises(tt.WeightsError, match="is not from `save_record`"):
         tt.load_record(index)
+
+
+def test_dicts_without_an_order_are_refused_wherever_they_come_from():
+    odd = {"x": {1: ONES, "one": ONES}}
+    record = Record((Site({1: ONES, "one": ONES}, name="x"),))
+    for given in (odd, record):
+        with pytest.raises(tt.CaptureError, match=r"x has a dict .* have no order"):
+            compare(given, {"x": ONES})

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,23 +103,26 @@ def side_of(given: Any, what: str, name: str) -> Side:
 def _of_record(record: Record, where: str) -> Side:
     found: Side = []
     for site in record:
-        place = f"{where}: {shown(site.text)}"
         for part in PARTS:
-            for keys, leaf in _leaves(getattr(site, part), place):
-                names = [plain_key(key) for key in keys]
-                text = leaf_text(site.text, names, "value")
-                found.append(_entry(text, part, site, leaf, where))
+            value = getattr(site, part)
+            found += _arrays_in(value, site.text, part, site, where)
     return found
 
 
-def _leaves(value: Any, where: str) -> list[tuple[Any, Any]]:
+def _arrays_in(
+    value: Any, text: str, part: str, site: Site, where: str
+) -> Iterator[Entry]:
+    """What a value holds, each array by its name inside the value."""
     try:
-        return tree_flatten_with_path(value)[0]
+        leaves, _ = tree_flatten_with_path(value)
     except ValueError as error:
         raise CaptureError(
-            f"{where} has a dict that JAX takes no values from: its keys are of "
-            "several types, and have no order."
+            f"{where}: {shown(text)} has a dict that JAX takes no values from: its "
+            "keys are of several types, and have no order."
         ) from error
+    for keys, leaf in leaves:
+        below = leaf_text(text, [plain_key(key) for key in keys], "value")
+        yield _entry(below, part, site, leaf, where)
 
 
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
@@ -160,10 +163,7 @@ def _of_mapping(given: Mapping[Any, Any], where: str) -> Side:
         if not isinstance(key, str):
             raise TypeError(f"{where} maps names to arrays; {key!r:.60} is no name.")
         text, part = _parted(key)
-        site = _site_named(text)
-        for keys, leaf in tree_flatten_with_path(value)[0]:
-            below = leaf_text(text, [plain_key(entry) for entry in keys], "value")
-            found.append(_entry(below, part, site, leaf, where))
+        found += _arrays_in(value, text, part, _site_named(text), where)
     return found
 
 
@@ -218,11 +218,8 @@ def _ordered(stored: Mapping[str, Any], text: str | None) -> list[str]:
         order = json.loads(text or "[]")
     except (ValueError, RecursionError):
         order = []
-    told = (
-        [key for key in order if isinstance(key, str)]
-        if isinstance(order, list)
-        else []
-    )
+    names = order if isinstance(order, list) else []
+    told = [key for key in names if isinstance(key, str)]
     first = [key for key in dict.fromkeys(told) if key in stored]
     known = set(first)
     return first + sorted(key for key in stored if key not in known)
