@@ -52,13 +52,19 @@ from treetap._core.wording import first_few
 
 @dataclass(slots=True, eq=False)
 class _Builder:
-    """One building; see `regrow` for what it is given."""
+    """One building; see `regrow` for what it is given.
+
+    With `recreate` a bare value becomes a Variable where one is described, and the
+    objects and leaves that were made are noted. Without, the leaves stand as they are;
+    `grouped` says that those of an object of Variables come as one tuple.
+    """
 
     values: Iterator[Any]
     made: dict[int, Any]
     owners: Mapping[Any, Any]
     nodes: list[Any]
     recreate: bool
+    grouped: bool = False
     leaves: list[Any] = field(default_factory=list)
     trace: TraceState = field(default_factory=current_trace)
 
@@ -118,19 +124,26 @@ class _Builder:
 
     def object_of_variables(self, spec: ObjectSpec) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
-        kinds, metadata, trace = spec.kinds or (), spec.metadata or (), self.trace
+        structure = spec.structure
+        node = bare(spec.type, self.trace)
+        if self.grouped:
+            fill(node, structure, next(self.values))
+            return node
+        kinds, metadata = spec.kinds or (), spec.metadata or ()
         children = tuple(islice(self.values, len(kinds)))
-        node = bare(spec.type, trace)
-        if self.recreate:
-            made = [
-                x if isinstance(x, Variable) else make(kind, x, facts, trace)
-                for x, kind, facts in zip(children, kinds, metadata)
-            ]
-            are_new = not any(map(is_, made, children))
-            children = tuple(made)
-            if are_new:  # what a walk would find
-                set_spec(node, (children, spec))
-        fill(node, spec.structure, children)
+        if not self.recreate:
+            fill(node, structure, children)
+            return node
+        trace = self.trace
+        made = [
+            x if isinstance(x, Variable) else make(kind, x, facts, trace)
+            for x, kind, facts in zip(children, kinds, metadata)
+        ]
+        are_new = not any(map(is_, made, children))
+        children = tuple(made)
+        if are_new:  # what a walk would find
+            set_spec(node, (children, spec))
+        fill(node, structure, children)
         self.nodes.append(node)
         self.leaves += children
         return node
@@ -163,8 +176,6 @@ def regrow(
     made: dict[int, Any] | None = None,
     owners: Mapping[Any, Any] = NOBODYS,
     nodes: list[Any] | None = None,
-    *,
-    recreate: bool = True,
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
 
@@ -175,8 +186,6 @@ def regrow(
         owners: Objects and Variables by number that are to be filled, instead of new
             ones being made.
         nodes: Gets the objects, as `objects_in` orders them.
-        recreate: Whether a bare value becomes a Variable where one is described;
-            otherwise each value stands in its place as it is.
 
     Returns:
         The object, and its leaves in order: new Variables (or those given), and the
@@ -184,8 +193,22 @@ def regrow(
     """
     made = {} if made is None else made
     nodes = [] if nodes is None else nodes
-    work = _Builder(iter(values), made, owners, nodes, recreate)
+    work = _Builder(iter(values), made, owners, nodes, recreate=True)
     return work.any(graphdef.spec), work.leaves
+
+
+def built_around(
+    graphdef: GraphDef,
+    leaves: Iterable[Any],
+    made: dict[int, Any] | None = None,
+    owners: Mapping[Any, Any] = NOBODYS,
+    *,
+    grouped: bool = False,
+) -> Any:
+    """Builds a new object in which each leaf stands in its place as it is."""
+    made = {} if made is None else made
+    work = _Builder(iter(leaves), made, owners, [], recreate=False, grouped=grouped)
+    return work.any(graphdef.spec)
 
 
 def regrow_children(
@@ -202,7 +225,8 @@ class Merging:
     Attributes:
         copy: Whether Variables are copied.
         recreate: Whether bare values become Variables.
-        leaves: The leaves in the order of the description; of use without problems.
+        leaves: The leaves in the order of the description, those of an object of
+            Variables as one tuple; of use without problems.
         problems: What does not fit.
     """
 
@@ -250,16 +274,33 @@ class Merging:
         self, spec: ObjectSpec | ContainerSpec, state: Any, trail: Trail
     ) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
-        if type(state) is dict and not self.copy and isinstance(spec, ObjectSpec):
-            found = _matching(spec, state)
-            if found:
-                self.leaves += found
-                return
+        if type(state) is dict and not self.copy and type(spec) is ObjectSpec:
+            _, _, structure, _, kinds, _ = spec
+            if kinds and len(state) == len(kinds):
+                found = _matching(structure, kinds, state)
+                if found is not None:
+                    self.leaves.append(found)
+                    return
         if state is MISSING:
             state = {}
         elif type(state) is not dict and not isinstance(state, Mapping):
             self.problem(trail, f"a {type(state).__name__} where a mapping belongs")
             state = {}
+        if type(spec) is ObjectSpec and spec.kinds is not None:
+            outer, self.leaves = self.leaves, []
+            self.entries(spec, state, trail)
+            outer.append(tuple(self.leaves))
+            self.leaves = outer
+        else:
+            self.entries(spec, state, trail)
+
+    def entries(
+        self,
+        spec: ObjectSpec | ContainerSpec,
+        state: Mapping[Any, Any],
+        trail: Trail,
+    ) -> None:
+        """Takes what a mapping has for each child, and nothing else."""
         keys = spec.keys
         absent = 0
         for key, child in zip(keys, spec.children):
@@ -280,16 +321,15 @@ class Merging:
         self.problems.append(f"{show_trail(trail)} is {what}")
 
 
-def _matching(spec: ObjectSpec, state: dict[Any, Any]) -> tuple[Any, ...]:
+def _matching(
+    structure: Structure, kinds: tuple[type, ...], state: dict[Any, Any]
+) -> tuple[Any, ...] | None:
     """The common case, in C: Variables alone, all there and of the right kinds."""
-    kinds = spec.kinds
-    if not kinds or len(state) != len(kinds):
-        return ()
     try:
-        found = spec.structure[0].children_of(state)
+        found = structure[0].children_of(state)
     except KeyError:
-        return ()
-    return found if tuple(map(type, found)) == kinds else ()
+        return None
+    return found if tuple(map(type, found)) == kinds else None
 
 
 def put_together(
@@ -312,7 +352,7 @@ def put_together(
     work.any(graphdef.spec, state, ())
     if work.problems:
         raise StructureError(_complaint(name, graphdef, state, work.problems))
-    return regrow(graphdef, work.leaves, made, owners, recreate=False)[0]
+    return built_around(graphdef, work.leaves, made, owners, grouped=True)
 
 
 def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
@@ -360,7 +400,7 @@ def rebuilt(
         walk = Flattening(root, True, name, states=False)
         definition = walk.definition(root)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
-    return regrow(definition, new, recreate=False)[0]
+    return built_around(definition, new)
 
 
 def clone(
