@@ -65,6 +65,7 @@ def quiet():
     """Nobody is interrupted, before and afterwards; and nobody listens."""
     tt.set_sow_outside_capture("ignore")
     yield
+    tt.set_sow_outside_capture("store")
     Net.moment = Net.passed = 0
     assert listening.value is None
     assert around_methods.value is None
