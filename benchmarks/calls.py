@@ -134,7 +134,7 @@ def packed_call(run: Any, model: Any) -> Callable[[], Any]:
     def call() -> Any:
         run(model)
         pack = pack_of(model.count)
-        return None if pack is None else pack.state.buffers
+        return None if pack is None else pack.contents.buffers
 
     for _ in range(5):  # until it is compiled
         call()

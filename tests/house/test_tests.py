@@ -7,6 +7,7 @@ out of the cases, `hypothesis.assume` rejects an example, and two ways are two t
 
 import ast
 import pathlib
+from collections import Counter
 from collections.abc import Iterator
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -46,3 +47,9 @@ def test_one_that_does_would_be_found():
     early = "def test_a(x):\n    if x:\n        return\n    assert x"
     inner = "def test_b(x):\n    def f():\n        return x\n    assert f()"
     assert returning(f"{early}\n\n{inner}") == ["test_a"]
+
+
+def test_every_file_has_a_name_of_its_own():
+    """Of two with one name, in folders that are no packages, one is not collected."""
+    names = Counter(path.name for path in TESTS.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -57,6 +57,13 @@ def test_part_of_equal_and_of_unequal_pieces():
     np.testing.assert_array_equal(made(source, (2, 1), {"a": a}), a[:, 4:5])
 
 
+def test_the_number_of_parts_costs_nothing():
+    """A file of rules may say any number; only the tensor says what there is."""
+    many = 10**15
+    step = tensor("a").part(many - 1, of=many).steps[0]
+    assert step.before((2, 3)) == (2 * many, 3)
+
+
 def test_part_after_rearrange_takes_what_is_interleaved():
     a = numbered(12, 5)  # heads, (query, key, value), length of a head
     source = tensor("a").rearrange("(h p k) d -> p h k d").part(1, of=3)

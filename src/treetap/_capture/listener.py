@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.core import find_top_trace, set_current_trace
 from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.listening import Listening, listening
@@ -30,20 +30,27 @@ from treetap._core.trace_level import Through
 
 
 def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a function and listens."""
+    """Runs a function and listens.
+
+    The trace and who listens are entered twice, first as they are: an interrupt may
+    come where the inner ones end, before they have put back what was, and then the
+    outer ones do. So the trace is not taken away with `take_current_trace` meanwhile:
+    an interrupt at its end would leave no trace at all.
+    """
     outer = listening.value
     session.keep = outer is not None
     session.depth = len(scopes_in(current_name_stack()))
-    with take_current_trace() as parent:
-        listener = Listener(parent, session)
-        asked = session.asked if outer is None else _united(session.asked, outer)
-        with (
-            listening(outer),  # twice: see `listening`
-            rooted(session.roots) as session.known,
-            set_current_trace(listener),
-            listening(asked),
-        ):
-            return fn(*args, **kwargs)
+    parent = find_top_trace(None)
+    listener = Listener(parent, session)
+    asked = session.asked if outer is None else _united(session.asked, outer)
+    with (
+        set_current_trace(parent),
+        listening(outer),
+        rooted(session.roots) as session.known,
+        set_current_trace(listener),
+        listening(asked),
+    ):
+        return fn(*args, **kwargs)
 
 
 def leave_marked(

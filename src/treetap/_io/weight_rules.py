@@ -140,23 +140,28 @@ class Part:
         """How many pieces there are."""
         return self.of if isinstance(self.of, int) else len(self.of)
 
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """The lengths of all pieces, if this one has such a length."""
-        return (length,) * self.of if isinstance(self.of, int) else self.of
+    def extent(self, length: int) -> tuple[int, int, int]:
+        """Where this piece starts, how long it is, and how long all are together.
+
+        Nothing is made that grows with the number of pieces, which a file may give.
+        """
+        if isinstance(self.of, int):
+            return length * self.index, length, length * self.of
+        return sum(self.of[: self.index]), self.of[self.index], sum(self.of)
 
     def before(self, after: Shape) -> Shape:
         """The shape of all pieces together."""
         axis = _axis_in(self.axis, after, self)
-        sizes = self.sizes(after[axis])
-        if sizes[self.index] != after[axis]:
-            raise Misfit(f"{self} gives {sizes[self.index]} at axis {axis} of {after}")
-        return (*after[:axis], sum(sizes), *after[axis + 1 :])
+        _, length, total = self.extent(after[axis])
+        if length != after[axis]:
+            raise Misfit(f"{self} gives {length} at axis {axis} of {after}")
+        return (*after[:axis], total, *after[axis + 1 :])
 
     def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
         """From the file to the model."""
         axis = _axis_in(self.axis, after, self)
-        start = sum(self.sizes(after[axis])[: self.index])
-        return array[(slice(None),) * axis + (slice(start, start + after[axis]),)]
+        start, length, _ = self.extent(after[axis])
+        return array[(slice(None),) * axis + (slice(start, start + length),)]
 
 
 @dataclass(frozen=True, slots=True)
