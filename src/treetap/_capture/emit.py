@@ -125,6 +125,8 @@ def tap(value: T, name: str) -> T:
     asked = listening.value
     if asked is None or not (asked.taps or asked.edits):
         return value
+    if _is_array(value) and not asked.edits:  # the common case, made quickly
+        return _bound(Label(name, None, "tap", LEAF), [value])[0]
     leaves, tree = _flattened(value)
     label = Label(name, None, "tap", tree)
     is_carried = bool(leaves) and all(map(_is_carried, leaves))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from treetap._capture.callee import keep_name, refuse_uncallable
+from treetap._capture.emit import LEAF
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
 from treetap._capture.session import Call
@@ -37,9 +38,11 @@ NO_OUTPUTS = Listening(None, None, True)
 
 def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
     """A call as a site, with the leaves of its value, if any, and what was found."""
-    tree = call.label.tree
+    tree, value = call.label.tree, None
+    if leaves is not None:  # mostly of one array, which needs no tree
+        value = leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
     return Site(
-        value=None if leaves is None else jax.tree.unflatten(tree, leaves),
+        value=value,
         path=call.where.path,
         name=call.label.name,
         index=call.index,

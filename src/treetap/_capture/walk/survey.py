@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from jax.extend.core import Literal, Primitive
 
@@ -172,12 +173,21 @@ def taps_in(jaxpr: Any) -> Taps:
     return survey(jaxpr, Taps)
 
 
+# Asked for every operation that a capture comes to, so it is one plain look-up.
+_spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
     """Whether an operation is known to hold no taps: a quick look."""
     operation = OPERATIONS.get(primitive.name)
     if operation is None or not operation.holder:
         return is_plain(primitive, params)
-    return not taps_in(jax_compat.opened(params[operation.holder])[0]).spots
+    jaxpr = params[operation.holder]
+    known = _spotless.get(jaxpr)
+    if known is None:
+        spots = taps_in(jax_compat.opened(jaxpr)[0]).spots
+        known = _spotless[jaxpr] = not spots
+    return known
 
 
 def spots_below(

@@ -137,11 +137,16 @@ def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
             yield from parts_of(child, (*path, key))
 
 
-def objects_in(spec: Spec) -> Iterator[tuple[Path, ObjectSpec]]:
+def objects_in(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
-    for path, part in parts_of(spec):
-        if isinstance(part, ObjectSpec):
-            yield path, part
+    if isinstance(spec, ObjectSpec):
+        yield path, spec
+        if spec.kinds is not None:
+            return  # only Variables are below
+    elif not isinstance(spec, ContainerSpec):
+        return
+    for key, child in zip(spec.keys, spec.children):
+        yield from objects_in(child, (*path, key))
 
 
 def leaf_paths(spec: Spec) -> Iterator[Path]:

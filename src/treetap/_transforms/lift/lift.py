@@ -463,9 +463,15 @@ class Inside:
     ) -> Iterator[tuple[int, Variable[Any]]]:
         """The Variables that come out; a Ref is changed where it is."""
         for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
-            if before is None or not only(number) or is_ref(leaf._box[0]):
+            if before is None:
                 continue
-            if number in keep or has_changed(leaf, *before):
+            box, metadata = before
+            is_kept = number in keep
+            if leaf._box is box and leaf._metadata is metadata and not is_kept:
+                continue  # untouched, as most are
+            if not only(number) or is_ref(leaf._box[0]):
+                continue
+            if is_kept or has_changed(leaf, box, metadata):
                 yield number, leaf
 
 
