@@ -285,3 +285,9 @@ def test_removing_items_of_an_outer_list_under_jit_is_refused():
     with pytest.raises(tt.TraceContextError, match="Cannot mutate 'List'"):
         traced(1.0)
     assert len(items) == 2
+
+
+def test_a_transparent_trace_says_itself_what_it_hears():
+    silent = object.__new__(trace_level.Through)
+    with pytest.raises(NotImplementedError):
+        silent.hear(None, [])

@@ -85,3 +85,9 @@ def test_checkpoints_weights_records_and_stores_are_read():
     assert [str(site) for site in record] == [str(site) for site in expected]
     store = tt.Store(FOLDER / "store")
     assert len(store) == 2
+
+
+def test_the_class_of_modules_is_found_where_it_was():
+    assert pickle.loads(b"ctreetap._modules\nModule\n.") is tt.Module
+    with pytest.raises(AttributeError, match="'Modul'"):
+        pickle.loads(b"ctreetap._modules\nModul\n.")

@@ -112,3 +112,8 @@ def test_a_compiled_stage_refuses_another_static_argument(mode):
     compiled = f.lower(1.0, 2).compile()
     with pytest.raises((TypeError, ValueError)):
         compiled(1.0, 5)
+
+
+def test_an_unknown_option_is_refused_when_the_function_is_made():
+    with pytest.raises(TypeError, match="jit: there is no option 'donate'"):
+        tt.jit(lambda x: x, donate=0)
