@@ -41,3 +41,40 @@ PATHS = (
     ("layers", 0, "w"),
     ("scale",),
 )
+
+
+class Noise(tt.Module):
+    """In place of Dropout: a mode, a rate, a stream."""
+
+    def __init__(self, rngs=None):
+        self.rate = 0.5
+        self.deterministic = False
+        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
+
+    def set_view(self, deterministic: bool | None = None):
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Averaging(tt.Module):
+    """In place of BatchNorm."""
+
+    def __init__(self):
+        self.use_running_average = False
+        self.mean = tt.BatchStat(jnp.zeros(2))
+
+
+class Model(tt.Module):
+    """One of both, with their modes."""
+
+    def __init__(self):
+        self.noise = Noise()
+        self.norm = Averaging()
+
+    @property
+    def size(self):
+        return 2
+
+
+def modes_of(model):
+    return model.noise.deterministic, model.norm.use_running_average, model.noise.rate

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from stand_ins import Model, Noise, modes_of
 from treetap import nnx
 
 
@@ -131,41 +132,6 @@ def test_iter_children_yields_modules_only():
     assert [key for key, _ in tt.iter_children(tt.List([Dropout()]))] == [0]
     with pytest.raises(tt.StructureError, match="iter_children: expected a Module"):
         tt.iter_children([Dropout()])
-
-
-class Noise(tt.Module):
-    """A stand-in for Dropout: a mode, a rate, a stream."""
-
-    def __init__(self, rngs=None):
-        self.rate = 0.5
-        self.deterministic = False
-        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
-
-    def set_view(self, deterministic: bool | None = None):
-        if deterministic is not None:
-            self.deterministic = deterministic
-
-
-class Averaging(tt.Module):
-    """A stand-in for BatchNorm."""
-
-    def __init__(self):
-        self.use_running_average = False
-        self.mean = tt.BatchStat(jnp.zeros(2))
-
-
-class Model(tt.Module):
-    def __init__(self):
-        self.noise = Noise()
-        self.norm = Averaging()
-
-    @property
-    def size(self):
-        return 2
-
-
-def modes_of(model):
-    return model.noise.deterministic, model.norm.use_running_average, model.noise.rate
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from stand_ins import Averaging, Model, Noise, modes_of
 
 
 class Norm(tt.Module):
@@ -166,41 +167,6 @@ def test_streams_inside_are_neither_drawn_from_nor_in_the_way():
     assert tt.view_info(model) == ""
 
 
-class Noise(tt.Module):
-    """A stand-in for Dropout: a mode, a rate, a stream."""
-
-    def __init__(self, rngs=None):
-        self.rate = 0.5
-        self.deterministic = False
-        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
-
-    def set_view(self, deterministic: bool | None = None):
-        if deterministic is not None:
-            self.deterministic = deterministic
-
-
-class Averaging(tt.Module):
-    """A stand-in for BatchNorm."""
-
-    def __init__(self):
-        self.use_running_average = False
-        self.mean = tt.BatchStat(jnp.zeros(2))
-
-
-class Model(tt.Module):
-    def __init__(self):
-        self.noise = Noise()
-        self.norm = Averaging()
-
-    @property
-    def size(self):
-        return 2
-
-
-def modes(model):
-    return model.noise.deterministic, model.norm.use_running_average, model.noise.rate
-
-
 def info(set_view):
     Described = type(tt.Module)("Described", (tt.Module,), {"set_view": set_view})
     Described.__qualname__ = "Described"
@@ -322,9 +288,9 @@ def test_set_attributes_checks_before_it_changes():
         model.set_attributes(deterministic=True, unknown=1, zeal=2)
     with pytest.raises(tt.StructureError, match="with_attributes: .*" + message):
         tt.with_attributes(model, deterministic=True, unknown=1, zeal=2)
-    assert modes(model) == (False, False, 0.5)
+    assert modes_of(model) == (False, False, 0.5)
     model.set_attributes(deterministic=True, unknown=1, raise_if_not_found=False)
-    assert modes(model) == (True, False, 0.5)
+    assert modes_of(model) == (True, False, 0.5)
     assert not hasattr(model, "unknown")
 
 
@@ -344,7 +310,7 @@ def test_a_refused_value_leaves_everything_as_it_was(why):
         model.set_attributes(
             deterministic=True, use_running_average=True, **REFUSED[why]
         )
-    assert modes(model) == (False, False, 0.5)
+    assert modes_of(model) == (False, False, 0.5)
 
 
 def test_a_class_annotation_is_checked_before_anything_is_set():
@@ -361,7 +327,7 @@ def test_a_filter_that_finds_nobody_is_an_error():
     model = Model()
     with pytest.raises(tt.StructureError, match=r"\['deterministic'\]"):
         model.set_attributes(Averaging, deterministic=True)
-    assert modes(model) == (False, False, 0.5)
+    assert modes_of(model) == (False, False, 0.5)
 
 
 class Pair(tt.Module):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import treetap as tt
+from stand_ins import Model, Noise
 
 
 class Linear(tt.Module):
@@ -180,37 +181,6 @@ def test_a_variable_of_an_object_that_was_walked_before_may_not_be_elsewhere():
         tt.split({"a": inner.w, "b": inner})
     inner.w = tt.Param(jnp.zeros((2, 3)))
     assert tt.split({"b": inner})[1]["b"]["w"].sum() == 0
-
-
-class Noise(tt.Module):
-    """A stand-in for Dropout: a mode, a rate, a stream."""
-
-    def __init__(self, rngs=None):
-        self.rate = 0.5
-        self.deterministic = False
-        self.rngs = tt.data(None if rngs is None else rngs.dropout.fork())
-
-    def set_view(self, deterministic: bool | None = None):
-        if deterministic is not None:
-            self.deterministic = deterministic
-
-
-class Norm(tt.Module):
-    """A stand-in for BatchNorm."""
-
-    def __init__(self):
-        self.use_running_average = False
-        self.mean = tt.BatchStat(jnp.zeros(2))
-
-
-class Model(tt.Module):
-    def __init__(self):
-        self.noise = Noise()
-        self.norm = Norm()
-
-    @property
-    def size(self):
-        return 2
 
 
 def test_a_module_in_itself_is_a_cycle_error():
