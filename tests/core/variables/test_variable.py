@@ -4,6 +4,8 @@
 import contextlib
 import copy
 import pickle
+import subprocess
+import sys
 import weakref
 
 import jax
@@ -629,3 +631,18 @@ def test_set_raw_value_passes_overrides_but_not_the_trace_check():
     with pytest.raises(tt.TraceContextError, match="Cannot mutate Doubled"):
         traced(1.0)
     assert v.get_raw_value() == 3.0
+
+
+def test_the_older_spelling_of_a_value_is_answered_with_the_present_one():
+    """It comes with `treetap.nnx`, so this is a process that has not imported that."""
+    program = (
+        "import treetap as tt\n"
+        "for name in ('value', 'raw_value'):\n"
+        "    try:\n"
+        "        getattr(tt.Param(1.0), name)\n"
+        "    except AttributeError as error:\n"
+        "        print(error)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("Read and write the value with `v[...]`.") == 2

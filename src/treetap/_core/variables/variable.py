@@ -275,9 +275,12 @@ class Variable(
         except AttributeError:
             if name in metadata:
                 return metadata[name]
+            instead = ""
+            if name in ("value", "raw_value"):  # NNX's older spelling, in `treetap.nnx`
+                instead = " Read and write the value with `v[...]`."
             raise AttributeError(
                 f"{type(self).__name__}: no metadata and no attribute of the value "
-                f"(a {type(value).__name__}) is called {name!r}."
+                f"(a {type(value).__name__}) is called {name!r}.{instead}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

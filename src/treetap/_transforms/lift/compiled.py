@@ -19,6 +19,7 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.layout import kinds_of
 from treetap._core.trees.sharing import name_lost
 from treetap._core.variables.variable import Variable
+from treetap._core.wording import first_few
 from treetap._transforms.lift.arguments import (
     HOLE,
     Positions,
@@ -70,7 +71,10 @@ class Jit(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], lift: Lift, options: JitOptions):
         functools.update_wrapper(self, fn)
         if unknown := options.keys() - JitOptions.__annotations__.keys():
-            raise TypeError(f"{lift.name}: there is no option {min(unknown)!r}.")
+            known = first_few(sorted(JitOptions.__annotations__), 99)
+            raise TypeError(
+                f"{lift.name}: there is no option {min(unknown)!r}; there are {known}."
+            )
         given: dict[str, Any] = {k: x for k, x in options.items() if x is not None}
         for name in Options.__annotations__:
             given.pop(name, None)
