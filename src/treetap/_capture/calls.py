@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls: values that were heard, with what came out of the walk for them.
 
-A spot gives states, leaves and flags, in one list; a `Call` has them by what they are.
 Gradients come later than the value, and from other spots: `Session` brings them here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from treetap._capture.marks import Label
 from treetap._capture.module_paths import Where
-from treetap._capture.walk.plans import Choice, Fed, Feeds, Plan
-from treetap._capture.walk.spots import Spot
+from treetap._capture.statistics.reduced import Placed, arranged, placed
+from treetap._capture.walk.plans import Fed, Feeds, Plan, Recorded
+from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
 
 
@@ -26,77 +27,56 @@ class Call:
         label: What it said of the value.
         where: The Module it was in.
         index: How many with the same path and name came before.
-        values: Its leaves, or None if they were not asked for.
-        flags: What else is known: `"taken"`, `"count"`.
+        values: Its leaves, if they were asked for.
+        flags: What else is known, with its axes: `"taken"`, `"count"`.
         gradients: Cotangents by order of differentiation: a dict from leaf to value.
         states: What was measured of each leaf, or None.
         gradient_states: What was measured of cotangents, as `gradients`.
         parts: The cotangents of values that were computed again, and of the tap.
+        gradient_axes: What is in front of cotangents, as `gradients`.
     """
 
     spot: Spot
     label: Label
     where: Where
     index: int
-    values: list[Any] | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
+    flags: dict[str, Placed] = field(default_factory=dict)
     gradients: dict[int, dict[int, Any]] = field(default_factory=dict)
     states: list[Any] | None = None
     gradient_states: dict[int, dict[int, Any]] = field(default_factory=dict)
     parts: dict[tuple[int, int], dict[bool, Any]] = field(default_factory=dict)
+    gradient_axes: dict[int, dict[int, tuple[Axis, ...]]] = field(default_factory=dict)
 
-    @property
-    def order(self) -> int:
-        """How often it was differentiated."""
-        return self.spot.identity.order
-
-    @property
-    def wraps(self) -> tuple[str, ...]:
-        """The operations around it that shape its value."""
-        return self.spot.geometry.wraps
-
-    @property
-    def own(self) -> tuple[Any, ...]:
-        """Types of its leaves at the tap itself."""
-        return self.spot.geometry.own
-
-    @property
-    def avals(self) -> tuple[Any, ...]:
-        """Types of its leaves as they come out."""
-        geometry = self.spot.geometry
-        return geometry.avals[: len(geometry.avals) - len(geometry.flags)]
-
-    def fill(self, spot: Spot, values: Any, choice: Choice) -> None:
-        """Gives the call what its spot gave: states, leaves, then flags."""
-        states = choice.states_at(spot)
-        if choice.reduce is not None:
-            self.states = choice.reduce.shaped(spot.geometry.own, values[:states])
-            values = values[states:]
-        count = len(self.avals) if choice.record else 0
-        self.values = list(values[:count]) if choice.record else None
-        for flag, value in zip(spot.geometry.flags, values[count:]):
+    def fill(self, found: Recorded) -> None:
+        """Gives the call what came out at its spot."""
+        self.values, self.states = found.leaves, found.states
+        spot = self.spot
+        for flag, value, has in zip(spot.flags, found.flags, spot.flags_have):
+            one = placed(value, has)
             if flag == "taken" and flag in self.flags:
-                self.flags[flag] = jnp.logical_and(self.flags[flag], value)
-            else:
-                self.flags[flag] = value
+                one = _both(self.flags[flag], one, spot.levels)
+            self.flags[flag] = one
 
-    def fill_gradient(self, spot: Spot, values: Any, choice: Choice) -> None:
-        """The same for what a spot of its gradient gave."""
-        leaves, order = spot.identity.leaves or (), spot.identity.order
-        states = choice.states_at(spot)
-        if choice.reduce is not None:
-            found = choice.reduce.shaped(spot.geometry.own, values[:states])
-            self.gradient_states.setdefault(order, {}).update(zip(leaves, found))
+    def fill_gradient(self, spot: Spot, found: Recorded) -> None:
+        """The same for what came out at a spot of its gradient."""
+        leaves, order = spot.leaves or (), spot.order
+        if found.states is not None:
+            states = self.gradient_states.setdefault(order, {})
+            states.update(zip(leaves, found.states))
         held = self.gradients.setdefault(order, {})
-        for leaf, value in zip(leaves, values[states:] or leaves):
+        known = self.gradient_axes.setdefault(order, {})
+        for leaf, value, axes in zip(leaves, found.leaves or leaves, spot.axes()):
             parts = self.parts.setdefault((order, leaf), {})
-            if spot.identity.is_again and True in parts:
+            if spot.is_again and True in parts:
                 raise self._refuse_parts("a `checkpoint` inside another")
-            parts[spot.identity.is_again] = value
-            if choice.record:
-                both = len(parts) > 1
+            parts[spot.is_again] = value
+            both = len(parts) > 1
+            if known.setdefault(leaf, axes) != axes:
+                raise self._refuse_parts("`checkpoint` and mapped in one of them")
+            if found.leaves:
                 held[leaf] = parts[False] + parts[True] if both else value
-            if choice.reduce is not None and len(parts) > 1:
+            if found.states is not None and both:
                 raise self._refuse_parts("`checkpoint`, and has no statistics")
 
     def _refuse_parts(self, where: str) -> CaptureError:
@@ -105,6 +85,14 @@ class Call:
             f"the value is computed again under {where}. Observe it without `reduce`, "
             "or without `checkpoint`."
         )
+
+
+def _both(first: Placed, second: Placed, levels: Sequence[Axis]) -> Placed:
+    """Whether two things are so, along the axes of both."""
+    held = tuple(sorted({*first.levels, *second.levels}))
+    sizes = [levels[n].size for n in held]
+    one, two = (arranged(x.array, x.levels, held, sizes) for x in (first, second))
+    return Placed(jnp.logical_and(one, two), held)
 
 
 class Planned(NamedTuple):

@@ -36,7 +36,14 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from treetap._capture.marks import Label, all_mapped, moving, tap_p
+from treetap._capture.marks import (
+    Label,
+    Maps,
+    all_mapped,
+    moving,
+    note_mapping,
+    tap_p,
+)
 
 edit_p = Primitive("tap_edit")
 edit_p.multiple_results = True
@@ -145,11 +152,11 @@ def unedited(values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
 def editable(label: Label, values: Sequence[Any]) -> list[Any]:
     """Marks values that flow on, so that they may be edited; gives those to use."""
     label = label._replace(is_edit=True, reduce=None)
-    *held, ticket = tap_p.bind(*values, label=label, order=0, rows=0)
-    return edit_p.bind(*held, ticket, label=label, rows=0, recipe=())
+    *held, ticket = tap_p.bind(*values, label=label, moved=(), maps=(), branches=())
+    return edit_p.bind(*held, ticket, label=label, maps=(), branches=(), recipe=())
 
 
-def _type_of(*avals: Any, label: Label, rows: int, recipe: Recipe) -> list[Any]:
+def _type_of(*avals: Any, label: Label, recipe: Recipe, **params: Any) -> list[Any]:
     made = derived(_identity, recipe, label.tree.num_leaves)
     return [avals[made.ins.index(leaf)] for leaf in made.outs]
 
@@ -163,12 +170,17 @@ edit_p.def_abstract_eval(_type_of)
 mlir.register_lowering(edit_p, mlir.lower_fun(_lowered, multiple_results=True))
 
 
-def _batch(values: Any, dims: Any, **params: Any) -> Any:
-    """All operands get the axis, in front; `rows` counts such axes."""
-    moved, _ = all_mapped(values[:-1], dims[:-1])
-    params["rows"] += 1
-    out = edit_p.bind(*moved, values[-1], **params)
-    return out, [0] * len(out)
+def _batch(axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any) -> Any:
+    """All operands get the axis, in front, if one of them has it."""
+    moved, dims = all_mapped(axis, values[:-1], dims[:-1])
+    maps = note_mapping(axis, dims, maps)
+    out = edit_p.bind(*moved, values[-1], maps=maps, **params)
+    return out, [dims[0]] * len(out)
+
+
+def rows_of(maps: Maps) -> int:
+    """How many axes of mappings the operands of an `edit_p` have, all the same."""
+    return sum(one.mapped[0] for one in maps)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -199,6 +211,6 @@ def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return out
 
 
-batching.primitive_batchers[edit_p] = _batch
+batching.fancy_primitive_batchers[edit_p] = _batch
 ad.primitive_jvps[edit_p] = _jvp
 ad.primitive_transposes[edit_p] = _transpose

@@ -15,7 +15,7 @@ from jax.extend.core import find_top_trace, set_current_trace
 
 from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
-from treetap._capture.marks import Label, bind_tap, tap_p
+from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside, is_inside
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.trace_level import Through, set_on_purpose
@@ -197,7 +197,7 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
         if asked.edits and leaves and all(map(_is_carried, leaves)):
             # It does not flow on: it is marked so that an edit of it can be refused.
             marked = label._replace(reduce=None, is_edit=True)
-            tap_p.bind(*_as_arrays(leaves), label=marked, order=0, rows=0)
+            bind_tap(marked, _as_arrays(leaves))
         if is_heard:
             _record(label, leaves)
     return is_heard

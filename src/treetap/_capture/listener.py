@@ -115,22 +115,24 @@ class Listener(Through):
                     return list(tracers[:-1])
             if "donated_invars" in params:
                 params = self.session.sparing(params, tracers)
-            if is_spotless(primitive, params):
-                return parent.process_primitive(primitive, tracers, params)
-            below = spots_below(primitive, params)
+            below: Any = ()
+            if not is_spotless(primitive, params):
+                below = spots_below(primitive, params)
             if below:
                 return self._enter(primitive, list(tracers), params, below)
-            return parent.process_primitive(primitive, tracers, params)
+            out = parent.process_primitive(primitive, tracers, params)
+            if not self.session.are_tickets(tracers):
+                return out
+            outs = list(out) if primitive.multiple_results else [out]
+            self.session.follow(primitive, params, tracers, outs)
+            return outs if primitive.multiple_results else outs[0]
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
         spot = spot_of(primitive, params, values, current_name_stack())
-        is_tap, ticket = spot.identity.is_tap, len(values) - 1
-        spot = Spot(
-            spot.identity._replace(scopes=session.scopes()),
-            spot.geometry._replace(outer=0),
-            Flow(tickets=(len(values),)) if is_tap else Flow(source=ticket),
-        )
+        ticket = len(values) - 1
+        flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
+        spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
         planned = session.planned([spot], values)
         choice, feed = planned.plan[0], planned.feeds[0]
         walk = Walk(session.keep)
@@ -148,17 +150,17 @@ class Listener(Through):
             session.is_forward |= taps_in(body.jaxpr).is_forward
             base = len(spots)
             for spot in seen:
-                flow = spot.flow.moved(base, body.first)
+                flow = spot.flow.shifted(base, body.first)
                 spots.append(spot.seen_from(here, 0, flow))
             inner.append(Inner(body, own, slice(base, len(spots))))
         is_handed = OPERATIONS[primitive.name].is_handed
         planned = session.planned(spots, values, values if is_handed else None)
         parts = [one.part(planned.plan, planned.feeds) for one in inner]
         outs, found = Walk(session.keep).enter(primitive, params, values, parts)
-        flat = [values for part in found for values in part]
-        session.settle(spots, planned, flat, outs, values)
-        if session.edits:
-            session.follow([one.body for one in inner], outs, values)
+        every = [one for part in found for one in part]
+        session.settle(spots, planned, every, outs, values)
+        if session.are_tickets(values):
+            session.follow(primitive, params, values, outs)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
@@ -230,6 +232,6 @@ class Listener(Through):
             part = Part(body, own, planned.plan, planned.feeds)
             outs, found = Walk(session.keep).run(part, list(values))
             session.settle(spots, planned, found, outs, list(values))
-            if session.edits:
-                session.follow([body], outs, values)
+            if session.are_tickets(values):
+                session.hand_on(taps_in(body.jaxpr).handed_on(), values, outs)
             return outs

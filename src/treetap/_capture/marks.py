@@ -21,14 +21,13 @@ from one operation to the next), and need not know what JAX did to it. A tap tha
 dropped takes nothing along, and a call under `stop_gradient` has no mark with its
 ticket: no order is relied upon.
 
-Parameters say what the value is called (`label`), how often it was differentiated
-(`order`) and how many axes of mappings it has in front (`rows`). Nobody listens unless
-a capture is open: see `listening`.
+Parameters say what the value is called (`label`), which of its leaves were
+differentiated, each time (`moved`), and which mappings it went through (`maps`). Nobody
+listens unless a capture is open: see `listening`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,41 +38,12 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 PLAIN_TAPS = ("tap", "scope", "checkpoint_name")  # heard where `tap` is
-TICKET = np.zeros((), np.int32)
-
-
-# The conditions of the branches that are being traced: see `guarded`.
-_guards: ContextVar[tuple[Any, ...]] = ContextVar("guards", default=())
-
-
-def guarded(branch: Callable[..., Any], taken: Any) -> Callable[..., Any]:
-    """A branch whose taps say whether it was taken, also where both branches run.
-
-    Under `vmap` a branch with a mapped condition runs for all rows; the condition, that
-    the taps carry along, is then the mask of the rows that took it.
-    """
-
-    @functools.wraps(branch)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _guards.set((*_guards.get(), taken))
-        try:
-            return branch(*args, **kwargs)
-        finally:
-            _guards.reset(token)
-
-    return call
-
-
-def current_guards() -> list[Any]:
-    """The conditions of the branches around."""
-    return [jnp.asarray(guard) for guard in _guards.get()]
+TICKET = np.zeros((), np.uint16)  # of a type that few other values have
 
 
 def bind_tap(label: "Label", values: Sequence[Any]) -> list[Any]:
-    """Marks values, and the conditions they are under; gives the marked values."""
-    guards = current_guards()
-    out = tap_p.bind(*values, *guards, label=label, order=0, rows=0)
-    return out[: len(values)]
+    """Marks values; gives the marked ones."""
+    return tap_p.bind(*values, label=label, moved=(), maps=(), branches=())[:-1]
 
 
 class Label(NamedTuple):
@@ -96,6 +66,11 @@ class Label(NamedTuple):
     tree: Any
     reduce: Any = None
     is_edit: bool = False
+
+
+def is_like_ticket(aval: Any) -> bool:
+    """Whether a value could be a ticket, or several."""
+    return getattr(aval, "dtype", None) == TICKET.dtype
 
 
 def _primitive(name: str) -> Primitive:
@@ -139,21 +114,56 @@ for pure_p in (linear_p, gradient_p, again_p):
     mlir.register_lowering(pure_p, lowering)
 
 
-# Mappings: a mapped value has the axis in front, and `rows` counts such axes.
+# Mappings. Every `vmap` around a mark is noted in it, the innermost first, also one
+# that maps none of its operands: so the number of mappings that a mark is in is known
+# wherever it goes. An operand that is mapped has the axis in front. So the first axes
+# of an operand are those of the mappings that mapped it, outermost first, and nothing
+# has to be guessed from shapes.
 
 
-def _to_front(values: Any, dims: Any) -> tuple[list[Any], list[Any]]:
+class Mapping(NamedTuple):
+    """A `vmap` that a mark went through.
+
+    Attributes:
+        size: How many rows it has.
+        name: What its axis is called, or None.
+        mapped: For each operand but the ticket, whether it has the axis.
+    """
+
+    size: int
+    name: str | None
+    mapped: tuple[bool, ...]
+
+
+Maps = tuple[Mapping, ...]
+
+
+def note_mapping(axis: Any, dims: Any, maps: Maps) -> Maps:
+    """The mappings of a mark that goes through one more."""
+    name = axis.name if isinstance(axis.name, str) else None
+    return (*maps, Mapping(axis.size, name, tuple(dim is not None for dim in dims)))
+
+
+def of_operands(maps: Maps, places: Sequence[int]) -> Maps:
+    """The mappings of a mark that has only some of the operands."""
+    return tuple(
+        one._replace(mapped=tuple(one.mapped[n] for n in places)) for one in maps
+    )
+
+
+def to_front(values: Any, dims: Any) -> tuple[list[Any], list[Any]]:
     """Values with the axis of a mapping in front, where they have it."""
     pairs = list(zip(values, dims))
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
     return moved, [None if dim is None else 0 for dim in dims]
 
 
-def all_mapped(values: Any, dims: Any) -> tuple[list[Any], list[int]]:
-    """Values that all have the axis of a mapping, in front."""
-    sizes = [x.shape[dim] for x, dim in zip(values, dims) if dim is not None]
+def all_mapped(axis: Any, values: Any, dims: Any) -> tuple[list[Any], list[Any]]:
+    """Values that all have the axis of a mapping, in front; unless none has it."""
+    if all(dim is None for dim in dims):
+        return list(values), list(dims)
     moved = [
-        jnp.broadcast_to(value, (sizes[0], *value.shape))
+        jnp.broadcast_to(value, (axis.size, *value.shape))
         if dim is None
         else jnp.moveaxis(value, dim, 0)
         for value, dim in zip(values, dims)
@@ -161,22 +171,26 @@ def all_mapped(values: Any, dims: Any) -> tuple[list[Any], list[int]]:
     return moved, [0] * len(moved)
 
 
-def _batch_tap(values: Any, dims: Any, **params: Any) -> Any:
-    in_front = all_mapped if params["label"].is_edit else _to_front
-    moved, dims = in_front(values, dims)
-    params["rows"] += 1
-    return tap_p.bind(*moved, **params), [*dims, None]
+def _batch_tap(axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any) -> Any:
+    if params["label"].is_edit:
+        values, dims = all_mapped(axis, values, dims)
+    moved, dims = to_front(values, dims)
+    maps = note_mapping(axis, dims, maps)
+    return tap_p.bind(*moved, maps=maps, **params), [*dims, None]
 
 
-def _batch_pure(primitive: Any, values: Any, dims: Any, **params: Any) -> Any:
-    moved, dims = _to_front(values[:-1], dims[:-1])
-    params["rows"] += 1
-    return primitive.bind(*moved, values[-1], **params), dims
+def _batch_pure(
+    primitive: Any, axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any
+) -> Any:
+    moved, dims = to_front(values[:-1], dims[:-1])
+    maps = note_mapping(axis, dims, maps)
+    return primitive.bind(*moved, values[-1], maps=maps, **params), dims
 
 
-batching.primitive_batchers[tap_p] = _batch_tap
+# A rule of this sort is asked also where nothing is mapped.
+batching.fancy_primitive_batchers[tap_p] = _batch_tap
 for pure_p in (linear_p, gradient_p, again_p):
-    batching.primitive_batchers[pure_p] = functools.partial(_batch_pure, pure_p)
+    batching.fancy_primitive_batchers[pure_p] = functools.partial(_batch_pure, pure_p)
 
 
 # Derivatives: a tap's is `linear_p`, whose transpose is `gradient_p`. What is not
@@ -189,34 +203,37 @@ def moving(tangents: Any) -> tuple[int, ...]:
 
 
 def _marked(
-    primitive: Any, moved: Any, tangents: Any, ticket: Any, **params: Any
+    primitive: Any, places: Any, tangents: Any, ticket: Any, **params: Any
 ) -> Any:
     """Tangents or cotangents, marked where they are not zero."""
     out = list(tangents)
-    if moved:
-        given = [tangents[n] for n in moved]
-        for n, value in zip(moved, primitive.bind(*given, ticket, **params)):
+    if places:
+        given = [tangents[n] for n in places]
+        params["maps"] = of_operands(params["maps"], places)
+        for n, value in zip(places, primitive.bind(*given, ticket, **params)):
             out[n] = value
     return out
 
 
 def _tap_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    moved = moving(tangents)
-    params["order"] += bool(moved)
+    places = moving(tangents)
+    if places:
+        params["moved"] = (*params["moved"], places)
     *out, ticket = tap_p.bind(*primals, **params)
     if not params["label"].is_edit:
-        tangents = _marked(linear_p, moved, tangents, ticket, **params, leaves=moved)
+        tangents = _marked(linear_p, places, tangents, ticket, **params, leaves=places)
     return [*out, ticket], [*tangents, np.zeros((), jax.dtypes.float0)]
 
 
 def _again_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     *tangents, _ = tangents
-    moved = moving(tangents)
-    params["order"] += bool(moved)
+    places = moving(tangents)
+    if places:
+        params["moved"] = (*params["moved"], places)
     out = again_p.bind(*primals, **params)
     if not params["label"].is_edit:
-        params |= {"leaves": moved, "is_again": True}
-        tangents = _marked(linear_p, moved, tangents, primals[-1], **params)
+        params |= {"leaves": places, "is_again": True}
+        tangents = _marked(linear_p, places, tangents, primals[-1], **params)
     return out, tangents
 
 
@@ -225,9 +242,9 @@ def _identity_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) ->
 
 
 def _linear_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
-    moved = moving(cotangents)
-    params["leaves"] = tuple(params["leaves"][n] for n in moved)
-    return [*_marked(gradient_p, moved, cotangents, values[-1], **params), None]
+    places = moving(cotangents)
+    params["leaves"] = tuple(params["leaves"][n] for n in places)
+    return [*_marked(gradient_p, places, cotangents, values[-1], **params), None]
 
 
 def _tap_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from treetap._capture.name_stacks import MARK
+from treetap._capture.name_stacks import ModuleScope
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import adopt, opened
@@ -211,7 +211,7 @@ class inside:
         told = texts[0] if same else ";".join(texts)
         place = module._pytree__place
         text = f"{told}|{captures[-1].kind_of(module)}"
-        self._scope = jax.named_scope(MARK + text)
+        self._scope = jax.named_scope(ModuleScope(told.rpartition("/")[2], text))
         self._token = _frames.set((*frames, (place, text)))
 
     def __enter__(self) -> None:

@@ -4,9 +4,9 @@
 JAX gives every operation of a jaxpr the stack of names it was traced in, outermost
 first. Its parts are of two sorts, told apart by their class:
 
-- *scopes*, from `jax.named_scope`. Those that Modules open begin with `MARK`, and their
-  text says where the Module is (see `module_paths`); all others are of the user, or of
-  another library;
+- *scopes*, from `jax.named_scope`. Those that Modules open have a `ModuleScope` for a
+  name, which says where the Module is (see `module_paths`); all others are of the user,
+  or of another library;
 - *transforms*: `vmap`, `jvp`, `transpose`, left by the transforms that the operation
   went through. A mapping is an axis in front of the operation's values. What was
   `transpose`d, or is computed again for that (the scope `rematted_computation`), is on
@@ -21,8 +21,23 @@ from typing import Any
 
 from treetap._core.paths import Path
 
-MARK = "@"
 AGAIN = "rematted_computation"
+
+
+class ModuleScope(str):
+    """The name of a scope that a Module opened: what to show, and where it is.
+
+    Attributes:
+        where: As in `module_paths`.
+    """
+
+    where: str
+
+    def __new__(cls, shown: str, where: str) -> "ModuleScope":
+        """Makes a name."""
+        self = str.__new__(cls, shown)
+        self.where = where
+        return self
 
 
 def is_transform(part: Any) -> bool:
@@ -32,23 +47,24 @@ def is_transform(part: Any) -> bool:
 
 def is_of_module(part: Any) -> bool:
     """Whether a part of a name stack is a scope that a Module opened."""
-    return part.name.startswith(MARK)
+    return isinstance(part.name, ModuleScope)
 
 
 def scopes_in(name_stack: Any) -> tuple[str, ...]:
     """The texts of the scopes in a name stack that Modules opened."""
-    names = (getattr(part, "name", "") for part in name_stack.stack)
-    return tuple(name[1:] for name in names if name.startswith(MARK))
+    names = (part.name for part in name_stack.stack)
+    return tuple(name.where for name in names if isinstance(name, ModuleScope))
 
 
 def mappings_in(name_stack: Any) -> int:
     """How many mappings (`vmap`) a name stack speaks of."""
-    return sum(getattr(part, "name", "") == "vmap" for part in name_stack.stack)
+    return sum(is_transform(part) and part.name == "vmap" for part in name_stack.stack)
 
 
 def is_transposed(eqn: Any) -> bool:
     """Whether an operation was made by transposing another."""
-    return any(part.name == "transpose" for part in eqn.source_info.name_stack.stack)
+    stack = eqn.source_info.name_stack.stack
+    return any(is_transform(part) and part.name == "transpose" for part in stack)
 
 
 def is_differentiated(eqn: Any) -> bool:

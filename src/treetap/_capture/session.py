@@ -23,7 +23,7 @@ from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.calls import Call, Planned
 from treetap._capture.listening import Listening
-from treetap._capture.marks import PLAIN_TAPS, Label, current_guards, tap_p
+from treetap._capture.marks import PLAIN_TAPS, Label, is_like_ticket, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
@@ -32,10 +32,10 @@ from treetap._capture.module_paths import (
     resolve,
 )
 from treetap._capture.name_stacks import scopes_in
-from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.plans import Adding, Choice, Fed, Found
+from treetap._capture.walk.operations import bodies_of, is_plain
+from treetap._capture.walk.plans import Adding, Choice, Fed, Found, Recorded
 from treetap._capture.walk.run import recorded
-from treetap._capture.walk.spots import Geometry, Identity, Spot
+from treetap._capture.walk.spots import Spot, plain_spot
 from treetap._capture.walk.survey import taps_in
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
@@ -81,7 +81,7 @@ class Session:
     calls: list[Call] = field(default_factory=list)
     counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
     places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
-    tickets: "dict[int, Ticket]" = field(default_factory=dict)
+    tickets: "dict[int, list[Ticket]]" = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
     unmatched: set[str] = field(default_factory=set)
     is_forward: bool = False
@@ -126,7 +126,7 @@ class Session:
 
     def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
         """A call without its value yet."""
-        scopes, label = spot.identity.scopes, spot.identity.label
+        scopes, label = spot.scopes, spot.label
         key: Any = scopes if roots is None else (scopes, *roots)
         where = self.places.get(key)
         if where is None:
@@ -137,30 +137,24 @@ class Session:
         self.counts[key] += 1
         return Call(spot, label, where, self.counts[key] - 1)
 
-    def add(self, call: Call) -> None:
-        """Keeps a call that is complete but for its gradients."""
-        self.calls.append(call)
-        self.on_call(call)
+    def add(self, call: Call | None, found: Recorded | None) -> None:
+        """Keeps a call, complete but for its gradients, if it is wanted."""
+        if call is not None and found is not None:
+            call.fill(found)
+            self.calls.append(call)
+            self.on_call(call)
 
     def heard_here(self, label: Label, leaves: list[Any]) -> list[Any]:
         """Does at once what a tap at the capture's own level leads to."""
         if not self.is_heard(label):
             return leaves
-        guards = current_guards()
-        values = [*leaves, *guards]
-        flags = ("taken",) * len(guards)
-        spot = Spot(
-            Identity(label, 0, open_scopes(self.known)),
-            Geometry(tuple(values), tuple(leaves), flags=flags),
-        )
-        call = self.heard(spot)
+        call = self.heard(plain_spot(label, open_scopes(self.known), tuple(leaves)))
         fed = self.feeds(call)
         if fed is not None and isinstance(fed.how, Adding):
-            values = fed.how.added(values, fed.arrays)
+            leaves = fed.how.added(leaves, fed.arrays)
         if self.wants(call):
-            call.fill(spot, recorded(tap_p, values, self.taking, spot), self.taking)
-            self.add(call)
-        return values[: len(leaves)]
+            self.add(call, recorded(tap_p, leaves, self.taking, call.spot))
+        return leaves
 
     def is_heard(self, label: Label) -> bool:
         """Whether taps of this sort are asked for; they may be for another capture."""
@@ -190,42 +184,44 @@ class Session:
         plan: list[Choice] = []
         held: list[Fed | None] = []  # what is fed, there or where the ticket goes
         for spot in spots:
-            identity = spot.identity
             call, choice, fed = None, Choice(False), None
-            if identity.is_gradient:
+            if spot.is_gradient:
                 if self.gradients:
                     choice = self.taking._replace(iterations=0)
-            elif not identity.is_tap:
+            elif not spot.is_tap:
                 fed = self.fed_again(spot, ins, held)
-            elif self.is_heard(identity.label):
+            elif self.is_heard(spot.label):
                 heard = self.heard(spot, roots)
                 fed = self.feeds(heard)
                 if self.edits and fed is not None:
                     self.edited.add(spot.name)
                 if self.wants(heard):
                     call, choice = heard, self.taking
+                    heard.spot = spot.keeping(choice.iterations)
             calls.append(call)
             held.append(fed)
-            if fed is not None and identity.is_edit == self.edits:
+            if fed is not None and spot.is_edit == self.edits:
                 choice = choice._replace(feed=fed.how)
             plan.append(choice)
         return Planned(calls, tuple(plan), held)
 
     def brought(self, spot: Spot, ins: Sequence[Any]) -> "Ticket | None":
-        """The ticket that an operand brings to a spot, if it is known."""
-        source = spot.flow.source
-        return None if source is None else self.tickets.get(id(ins[source]))
+        """The ticket that operands bring to a spot, if it is known which."""
+        held = {id(ins[n]): ins[n] for n in spot.flow.sources}
+        found = [one for key in held for one in self.tickets.get(key, ())]
+        fitting = [one for one in found if spot.is_of(one.spot)]
+        return fitting[0] if len(fitting) == 1 else None
 
     def fed_again(
         self, spot: Spot, ins: Sequence[Any], held: Sequence[Fed | None]
     ) -> Fed | None:
         """What is fed where a ticket goes: what the tap stands for."""
-        if spot.flow.of is not None:
-            return held[spot.flow.of]
+        if len(spot.flow.of) == 1:
+            return held[spot.flow.of[0]]
         ticket = self.brought(spot, ins)
         if ticket is not None:
             return ticket.fed
-        if spot.identity.is_edit and spot.name in self.edited:
+        if spot.is_edit and spot.name in self.edited:
             raise CaptureError(
                 f"edit: {spot.name!r} is edited, and cannot be followed to where "
                 "it is differentiated. Differentiate outside: `jax.grad(edit(f, ...))`."
@@ -241,75 +237,97 @@ class Session:
         ins: Sequence[Any],
     ) -> None:
         """Keeps what an operation gave: values, then gradients by their tickets."""
-        for spot, call, values in zip(spots, planned.calls, found):
-            if call is not None and values is not None:
-                call.fill(spot, values, self.taking)
-                self.add(call)
+        for call, one in zip(planned.calls, found):
+            self.add(call, one)
+        given: dict[int, list[Ticket]] = {}
         for spot, call, fed in zip(spots, planned.calls, planned.held):
-            if spot.identity.order or spot.identity.label.is_edit:
+            if spot.order or spot.label.is_edit:
                 for n in spot.flow.tickets:
-                    self.remember(outs, n, call, fed)
-        for spot, values in zip(spots, found):
-            if spot.identity.is_gradient and values is not None:
-                self.settle_gradient(spot, values, planned.calls, ins)
+                    given.setdefault(n, []).append(Ticket(spot, call, fed))
+        for n, tickets in given.items():
+            if not self.keep:  # who listens further out has done so, and knows it
+                outs[n] = _of_its_own(outs[n])
+            self.remember(outs[n], tickets)
+        for spot, one in zip(spots, found):
+            if spot.is_gradient and one is not None:
+                self.settle_gradient(spot, one, planned.calls, ins)
 
     def settle_gradient(
         self,
         spot: Spot,
-        values: list[Any],
+        found: Recorded,
         calls: Sequence[Call | None],
         ins: Sequence[Any],
     ) -> None:
         """Gives a cotangent to the call it belongs to."""
-        if spot.flow.of is not None:
-            call = calls[spot.flow.of]
+        if len(spot.flow.of) == 1:
+            call = calls[spot.flow.of[0]]
         elif (ticket := self.brought(spot, ins)) is not None:
             call = ticket.call
         else:
             self.unmatched.add(spot.name)
             return
         if call is not None:
-            call.fill_gradient(spot, values, self.taking)
+            call.fill_gradient(spot, found)
 
-    def remember(
-        self, outs: list[Any], n: int, call: Call | None, fed: Fed | None
-    ) -> None:
-        """Knows from now on what a result stands for, which is a ticket."""
-        if not self.keep:  # who listens further out has done so, and knows it
-            outs[n] = _of_its_own(outs[n])
-        self.tickets[id(outs[n])] = Ticket(outs[n], call, fed)
+    def remember(self, ticket: Any, known: "Sequence[Ticket]") -> None:
+        """Knows from now on what a value stands for, which is a ticket."""
+        held = self.tickets.setdefault(id(ticket), [])
+        held += [one._replace(value=ticket) for one in known]
 
-    def follow(
-        self, bodies: Sequence[Body], outs: list[Any], ins: Sequence[Any]
+    def follow(self, primitive: Any, params: Any, ins: Any, outs: list[Any]) -> None:
+        """Knows tickets again that an operation hands on, in whatever shape."""
+        pairs = [
+            (n, body.first + source)
+            for body in bodies_of(primitive, params)
+            for n, source in taps_in(body.jaxpr).handed_on()
+        ]
+        if is_plain(primitive, params):
+            places = [n for n, out in enumerate(outs) if is_like_ticket(out)]
+            pairs = [(n, source) for n in places for source in range(len(ins))]
+        self.hand_on(pairs, ins, outs)
+
+    def hand_on(
+        self, pairs: Sequence[tuple[int, int]], ins: Any, outs: list[Any]
     ) -> None:
-        """Knows tickets again that an operation hands on."""
-        for body in bodies:
-            for n, source in taps_in(body.jaxpr).handed_on():
-                known = self.tickets.get(id(ins[body.first + source]))
-                if known is not None and id(outs[n]) not in self.tickets:
-                    outs[n] = _of_its_own(outs[n])
-                    self.tickets[id(outs[n])] = known._replace(value=outs[n])
+        """Knows tickets again, by results and the operands that are in them."""
+        known: dict[int, list[Ticket]] = {}
+        for n, source in pairs:
+            known.setdefault(n, []).extend(self.tickets.get(id(ins[source]), ()))
+        for n, tickets in known.items():
+            if tickets and id(outs[n]) not in self.tickets:
+                outs[n] = _of_its_own(outs[n])
+                self.remember(outs[n], tickets)
+
+    def are_tickets(self, values: Sequence[Any]) -> bool:
+        """Whether there is a ticket among values."""
+        return bool(self.tickets) and any(id(value) in self.tickets for value in values)
 
 
 class Ticket(NamedTuple):
     """What is known of a ticket at the level of the capture.
 
     Attributes:
-        value: The ticket.
-        call: The call whose tap gave it; None if nobody wants it.
+        spot: The tap that gave it.
+        call: Its call; None if nobody wants it.
         fed: What is fed there, or None.
+        value: The ticket.
     """
 
-    value: Any
+    spot: Spot
     call: Call | None
     fed: Fed | None
+    value: Any = None
 
 
 def _of_its_own(ticket: Any) -> Any:
-    """Another array: JAX may give one for several equal results."""
-    return jax.lax.neg(ticket)
+    """An equal array that is another object: JAX may give one for several results.
+
+    Its numbers stay, as JAX may keep other values of a branch in the place of a ticket.
+    """
+    return jax.lax.bitwise_not(jax.lax.bitwise_not(ticket))
 
 
 def _is_open(spot: Spot) -> bool:
     """Whether a spot is in a Module that came into a function as an argument."""
-    return any("~" in scope for scope in spot.identity.scopes)
+    return any("~" in scope for scope in spot.scopes)

@@ -108,7 +108,7 @@ class _Capture(Handler):
         if call.label.how != "perturb":
             return None
         key = key_of(call)
-        types = [(aval.shape, aval.dtype) for aval in call.avals]
+        types = [(aval.shape, aval.dtype) for aval in call.spot.avals]
         known = self.shapes.setdefault(key, types)
         if known != types:
             raise CaptureError(
@@ -146,7 +146,7 @@ class _Capture(Handler):
                 found[key] = variable.get_raw_value()
         for key, call in self.perturbed.items():
             if key[2] in self.kinds:
-                zeros = [jax_compat.zeros_of(aval) for aval in call.avals]
+                zeros = [jax_compat.zeros_of(aval) for aval in call.spot.avals]
                 found[key] = jax.tree.unflatten(call.label.tree, zeros)
         for call in self.session.calls:
             key = key_of(call)

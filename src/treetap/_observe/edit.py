@@ -15,7 +15,7 @@ from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing
 from treetap._capture.session import Call
-from treetap._capture.walk.operations import stacked_by
+from treetap._capture.walk.operations import SCAN, SHARD_MAP
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._modules.methods import method_names
@@ -96,16 +96,13 @@ class _Edited(Handler):
 
 
 def _target(call: Call, text: str) -> Target:
-    geometry = call.spot.geometry
-    loops = stacked_by(geometry.wraps)
+    spot = call.spot
+    rows = len(spot.own[0].shape) - len(spot.bases[0]) if spot.own else 0
+    loops = [
+        axis[:2] for axis in spot.levels if axis.kind in (SCAN.name, SHARD_MAP.name)
+    ]
     return Target(
-        text,
-        call.label.tree,
-        geometry.own,
-        call.avals,
-        geometry.rows,
-        geometry.wraps,
-        tuple(zip(loops, geometry.sizes)),
+        text, call.label.tree, spot.own, spot.avals, rows, spot.wraps, tuple(loops)
     )
 
 

@@ -20,7 +20,7 @@ from treetap._capture.emit import LEAF
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
 from treetap._capture.session import Call
-from treetap._capture.statistics.reduced import Reduction, measured
+from treetap._capture.statistics.reduced import Placed, Reduction, measured
 from treetap._capture.statistics.reducers import as_reducers
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Choice
@@ -30,7 +30,7 @@ from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
 from treetap._observe.handlers import Handler, PureCall
-from treetap._observe.records import Record, Site
+from treetap._observe.records import FirstAxes, Record, Site
 
 EVERYTHING = Listening(None, Intermediate, True)
 NO_OUTPUTS = Listening(None, None, True)
@@ -48,7 +48,7 @@ def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
         index=call.index,
         kind=call.label.kind,
         how=call.label.how,
-        wraps=call.wraps,
+        wraps=call.spot.wraps,
         module=call.where.kind,
         **found,
     )
@@ -56,7 +56,7 @@ def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
 
 def heard(call: Call) -> Site:
     """A call in the form that selectors look at: a site of types, not values."""
-    return site_of(call, call.avals)
+    return site_of(call, call.spot.avals)
 
 
 class _Observation(Handler):
@@ -95,8 +95,8 @@ class _Observation(Handler):
                 texts = names_of_all(look) or texts
             raise refuse_nothing(self.chosen, texts, "observe")
         sites = [self.site(call, values) for call in calls]
-        has_gradients = any(call.gradients for call in calls)
-        if self.grads and self.chosen is None and not has_gradients:
+        of_sites = [x for site in sites for x in (site.grad, site.grad_reduced)]
+        if self.grads and self.chosen is None and all(x is None for x in of_sites):
             raise CaptureError(
                 "observe: no value has a gradient. " + _WHY.format(which="them")
             )
@@ -106,6 +106,7 @@ class _Observation(Handler):
         """A call as a site, with what was recorded of it."""
         tree, states = call.label.tree, call.states
         is_kept = self.grads and self.session.taking.record
+        flags = call.flags
         is_measured = self.grads and states is not None
         return site_of(
             call,
@@ -113,14 +114,15 @@ class _Observation(Handler):
             grad=self.gradient(call) if is_kept else None,
             reduced=None if states is None else jax.tree.unflatten(tree, states),
             grad_reduced=self.gradient_states(call) if is_measured else None,
-            taken=call.flags.get("taken"),
-            count=call.flags.get("count"),
+            taken=flags["taken"].array if "taken" in flags else None,
+            count=flags["count"].array if "count" in flags else None,
+            first_axes=_first_axes(call),
         )
 
     def gradient(self, call: Call) -> Any:
         """The gradient of a call's value: zeros where the loss uses nothing of it."""
         return self.by_order(
-            call, call.gradients, lambda n: jax_compat.zeros_of(call.avals[n])
+            call, call.gradients, lambda n: jax_compat.zeros_of(call.spot.avals[n])
         )
 
     def gradient_states(self, call: Call) -> Any:
@@ -140,10 +142,10 @@ class _Observation(Handler):
             found: What was found, by order of differentiation and by leaf.
             missing: What there is for a leaf of which nothing was found.
         """
-        inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.avals]
+        inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.spot.avals]
         if not any(inexact):
             return None
-        if call.order == 0 or call.label.how == "sow":
+        if call.spot.order == 0 or call.label.how == "sow":
             if self.chosen is None:
                 return None
             raise _refuse_gradient(call)
@@ -151,15 +153,37 @@ class _Observation(Handler):
         if is_lost and not call.gradients:
             raise _refuse_gradient(call)
 
-        def tree(given: dict[int, Any]) -> Any:
+        def tree(order: int, moved: tuple[int, ...]) -> Any:
+            given = found.get(order, {})
             leaves = [
-                (given[n] if n in given else missing(n)) if flag else None
+                (given[n] if n in given else missing(n))
+                if flag and n in moved
+                else None
                 for n, flag in enumerate(inexact)
             ]
             return jax.tree.unflatten(call.label.tree, leaves)
 
-        orders = [tree(found.get(n, {})) for n in range(1, call.order + 1)]
+        orders = [tree(n, moved) for n, moved in enumerate(call.spot.moved, 1)]
         return orders[0] if len(orders) == 1 else tuple(orders)
+
+
+def _first_axes(call: Call) -> FirstAxes:
+    """What the first axes of the arrays of a site are."""
+    spot = call.spot
+
+    def numbers(has: Sequence[bool]) -> tuple[int, ...]:
+        return tuple(n for n, flag in enumerate(has) if flag)
+
+    leaves = spot.axes()
+    known = call.gradient_axes.get(1, {})
+    grads = [known.get(n, axes) for n, axes in enumerate(leaves)]
+    return FirstAxes(
+        spot.levels,
+        tuple(map(numbers, spot.has)),
+        call.flags["taken"].levels if "taken" in call.flags else (),
+        call.flags["count"].levels if "count" in call.flags else (),
+        tuple(grads),
+    )
 
 
 def names_of_all(look: Callable[[], Record]) -> list[str]:
@@ -174,7 +198,7 @@ def _of_zeros(call: Call, n: int) -> Any:
     """What is measured of a gradient of zeros, apart as the value's."""
     assert call.states is not None
     like = call.states[n]
-    zeros = measured(like.reducers, jax_compat.zeros_of(call.own[n]), (), 0)
+    zeros = measured(like.reducers, Placed(jax_compat.zeros_of(call.spot.own[n])))
     axes = jnp.shape(like.seen)
     zeros = jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes, *x.shape)), zeros)
     return replace(zeros, seen=like.seen)
@@ -195,7 +219,7 @@ def _refuse_gradient(call: Call) -> CaptureError:
             f"observe: {text} is sown, and a sown value does not flow on, so nothing "
             "has a gradient through it. Use `tap` or `perturb`, and their result."
         )
-    if call.order == 0 and call.label.how in ("scope", "checkpoint_name"):
+    if call.spot.order == 0 and call.label.how in ("scope", "checkpoint_name"):
         return CaptureError(
             f"observe: {text} has no gradient: it depends on nothing that is "
             "differentiated, or `tap_scopes` is outside the differentiation. Put it "

@@ -4,7 +4,7 @@
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax.tree_util import register_dataclass
 from treetap._capture.selectors import as_select, refuse_nothing, site_text
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.measures import Wanted, figures_of_all
-from treetap._capture.statistics.reduced import Reduced
-from treetap._capture.walk.operations import SHARD_MAP, stacked_by
+from treetap._capture.statistics.reduced import Reduced, arranged
+from treetap._capture.walk.operations import SCAN, SHARD_MAP, stacked_by
+from treetap._capture.walk.spots import Axis
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.paths import Path
@@ -29,6 +30,24 @@ from treetap._observe.loggers import (
     scalars_of,
     write,
 )
+
+
+class FirstAxes(NamedTuple):
+    """What the first axes of the arrays of a site are.
+
+    Attributes:
+        levels: The mappings, loops and shards around it, outermost first.
+        leaves: For each leaf of the value, which of these it has an axis of.
+        taken: The same for `taken`.
+        turns: The same for `count`.
+        grads: For each leaf, what its gradient has in front, if it has one.
+    """
+
+    levels: tuple[Axis, ...]
+    leaves: tuple[tuple[int, ...], ...]
+    taken: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
+    grads: tuple[tuple[Axis, ...] | None, ...] = ()
 
 
 @register_dataclass
@@ -52,6 +71,7 @@ class Site:
         wraps: The operations around it that gave it axes (`scan`, `shard_map`) or flags
             (`cond`, `while`), outermost first.
         module: The class of the Module.
+        first_axes: What the first axes of its arrays are; see `axes`.
     """
 
     value: Any
@@ -67,6 +87,24 @@ class Site:
     how: str = field(default="tap", metadata={"static": True})
     wraps: tuple[str, ...] = field(default=(), metadata={"static": True})
     module: str = field(default="", metadata={"static": True})
+    first_axes: FirstAxes | None = field(default=None, metadata={"static": True})
+
+    @property
+    def axes(self) -> Any:
+        """What the first axes of the value are, outermost first: see `Axis`.
+
+        A leaf that is the same for all rows of a `vmap` has no axis of it. If the
+        leaves of a tree differ in this, a tree of such tuples.
+        """
+        if self.first_axes is None:
+            raise CaptureError(
+                f"Site.axes: the record of {self.text} was saved before axes were."
+            )
+        levels, leaves, *_ = self.first_axes
+        found = [tuple(levels[n] for n in numbers) for numbers in leaves]
+        if len(set(found)) < 2:
+            return found[0] if found else ()
+        return jax.tree.unflatten(jax.tree.structure(self.value), found)
 
     @property
     def text(self) -> str:
@@ -202,14 +240,53 @@ def _merged(text: str, first: Any, second: Any) -> Any:
 
 def _wanted(site: Site, what: str = "figures") -> Wanted:
     """What is to be measured of a site's value, or is known of it."""
-    axes = stacked_by(site.wraps)
-    shards = tuple(n for n, name in enumerate(axes) if name == SHARD_MAP.name)
-    flags = [site.taken, None if site.count is None else site.count > 0]
-    held = [flag for flag in flags if flag is not None]
-    masks = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in held)
     where = f"Site.{what}: {site.text}"
-    tree = site.reduced if site.value is None else site.value
-    return Wanted(tree, len(axes), shards, masks, where=where)
+    first = site.first_axes
+    if first is None or site.value is None:
+        kinds = stacked_by(site.wraps)
+        tree, masks = site.reduced if site.value is None else site.value, ()
+    else:
+        loops = _loops_of(first)
+        kinds = [first.levels[n].kind for n in loops]
+        pairs = zip(jax.tree.leaves(site.value), first.leaves)
+        fitted = [_loops_first(site, first, loops, leaf, own) for leaf, own in pairs]
+        tree, masks = [x for x, _ in fitted], [own for _, own in fitted]
+    shards = tuple(n for n, name in enumerate(kinds) if name == SHARD_MAP.name)
+    return Wanted(tree, len(kinds), shards, masks, where=where)
+
+
+def _loops_of(first: FirstAxes) -> list[int]:
+    """The levels whose places are told apart: iterations of scans, and shards."""
+    apart = (SCAN.name, SHARD_MAP.name)
+    return [n for n, axis in enumerate(first.levels) if axis.kind in apart]
+
+
+def _loops_first(
+    site: Site,
+    first: FirstAxes,
+    loops: list[int],
+    leaf: Any,
+    held: tuple[int, ...],
+) -> tuple[Any, list[Any]]:
+    """A leaf with the axes of loops first, and what counts of it."""
+    wanted = [n for n in loops if n in held]
+    wanted += [n for n in held if n not in loops]
+    ran = None if site.count is None else site.count > 0
+    pairs = (site.taken, first.taken), (ran, first.turns)
+    masks = [_mask(flag, own, wanted) for flag, own in pairs if flag is not None]
+    return arranged(leaf, held, wanted), masks
+
+
+def _mask(flag: Any, held: tuple[int, ...], wanted: list[int]) -> Any:
+    """A flag with axes of size 1 where it has none, to broadcast to a leaf."""
+    array = flag if hasattr(flag, "dtype") else np.asarray(flag)
+    over = tuple(n for n, level in enumerate(held) if level not in wanted)
+    kept = [level for level in held if level in wanted]
+    array = arranged(array.any(axis=over) if over else array, kept, sorted(kept))
+    order = [level for level in wanted if level in kept]
+    array = arranged(array, sorted(kept), order)
+    sizes = iter(array.shape)
+    return array.reshape([next(sizes) if n in kept else 1 for n in wanted])
 
 
 def _wanted_gradient(site: Site) -> Wanted | None:
@@ -221,7 +298,30 @@ def _wanted_gradient(site: Site) -> Wanted | None:
     like = site.value if has_grad else site.reduced
     if isinstance(grad, tuple) and grad and _shape_of(grad) != _shape_of(like):
         grad = grad[0]  # of the first order
-    return _wanted(site, "grad_figures")._replace(tree=grad, has_units=False)
+    wanted = _wanted(site, "grad_figures")
+    if not has_grad or site.first_axes is None:
+        return wanted._replace(tree=grad, has_units=False)
+    return _of_gradient(site, grad, wanted)
+
+
+def _of_gradient(site: Site, grad: Any, wanted: Wanted) -> Wanted:
+    """What is to be measured of a gradient, which has its own axes in front."""
+    first = site.first_axes
+    assert first is not None
+    leaves = jax.tree.structure(site.value).flatten_up_to(grad)
+    kinds: list[str] = []
+    arrays: list[Any] = []
+    for leaf, axes in zip(leaves, first.grads):
+        if leaf is None or axes is None:
+            continue
+        loops = [n for n, axis in enumerate(axes) if axis.kind != "vmap"]
+        kinds = [axes[n].kind for n in loops]
+        rest = [n for n in range(len(axes)) if n not in loops]
+        arrays.append(arranged(leaf, range(len(axes)), [*loops, *rest]))
+    shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
+    return wanted._replace(
+        tree=arrays, apart=len(kinds), shards=shards, masks=(), has_units=False
+    )
 
 
 def _shape_of(tree: Any) -> Any:

@@ -22,7 +22,12 @@ from treetap._capture.emit import LEAF
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import below_text
-from treetap._capture.name_stacks import MARK, is_backward, is_transform, path_in
+from treetap._capture.name_stacks import (
+    ModuleScope,
+    is_backward,
+    is_transform,
+    path_in,
+)
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
@@ -45,7 +50,7 @@ def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
     kept = tuple(part for part in parts if not is_transform(part))
     stack = source_info_util.current_name_stack() + type(info.name_stack)(kept)
     if path:
-        stack = stack.extend(MARK + below_text(path))
+        stack = stack.extend(ModuleScope(str(path[-1]), below_text(path)))
     here = source_info_util.user_context(info.traceback, name_stack=stack)
     with here, eqn.ctx.manager:
         yield

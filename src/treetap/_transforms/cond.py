@@ -10,9 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 
-from treetap._capture.listening import listening
 from treetap._transforms.lift.lift import (
     Inputs,
     Lift,
@@ -85,13 +83,7 @@ def cond(
     def choose(branches: Any, values: Any) -> Any:
         return jax.lax.cond(pred, *branches, values)
 
-    branches: Any = (true_fun, false_fun)
-    if listening.value is not None:
-        from treetap._capture.marks import guarded  # only those who listen pay for it
-
-        taken = jnp.asarray(pred, bool)
-        branches = guarded(true_fun, taken), guarded(false_fun, ~taken)
-    return _branched("cond", choose, branches, operands, options)
+    return _branched("cond", choose, (true_fun, false_fun), operands, options)
 
 
 def switch(
@@ -112,11 +104,6 @@ def switch(
     def choose(pure: Any, values: Any) -> Any:
         return jax.lax.switch(index, pure, values)
 
-    if listening.value is not None:
-        from treetap._capture.marks import guarded  # only those who listen pay for it
-
-        chosen = jnp.clip(jnp.asarray(index), 0, len(branches) - 1)
-        branches = [guarded(branch, chosen == n) for n, branch in enumerate(branches)]
     return _branched("switch", choose, branches, operands, options)
 
 

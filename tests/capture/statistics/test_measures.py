@@ -20,7 +20,7 @@ from treetap._capture.statistics.measures import (
     figures_of,
     figures_of_all,
 )
-from treetap._capture.statistics.reduced import measured
+from treetap._capture.statistics.reduced import Placed, measured
 from treetap._capture.statistics.reducers import as_reducers
 
 EXACT = ("count", "low", "high", "abs_max", "dead", "nan", "infinite")
@@ -214,14 +214,14 @@ def test_units_of_shards_are_the_same_units():
 def test_what_a_mask_leaves_out_does_not_count():
     array = jnp.asarray(normal(3, 4))
     mask = jnp.array([True, False, True])
-    found = figures_of_all([Wanted(array, 1, masks=(mask,))])[0]
+    found = figures_of_all([Wanted(array, 1, masks=[[mask]])])[0]
     check(found, array[jnp.array([0, 2])])
     assert [part.count for part in found.parts] == [4, 0, 4]
     assert found.parts[1].mean is found.parts[1].dead is None
-    none = figures_of_all([Wanted(array, masks=(jnp.array(False),))])[0]
+    none = figures_of_all([Wanted(array, masks=[[jnp.array(False)]])])[0]
     assert (none.count, none.norm) == (0, None)
-    other = figures_of_all([Wanted(array, masks=(jnp.array([True, False]),))])[0]
-    assert other.count == 12  # it does not fit: whether anything counts
+    both = figures_of_all([Wanted(array, masks=[[mask, jnp.array([[True]])]])])[0]
+    assert both.count == 8  # a mask with an axis of size 1 counts for all of it
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -237,7 +237,7 @@ def test_sharded_arrays_stay_where_they_are(kind, apart):
         same(ours, theirs)
     how = _measures.How(apart, (), 40, True)
     with jax.set_mesh(mesh):
-        program = _measures._compiled.lower(how, mesh, (spread,), ()).compile()
+        program = _measures._compiled.lower(how, mesh, [spread], [[]]).compile()
     gathered = [
         line.split(" = ")[1]
         for line in program.as_text().splitlines()
@@ -254,7 +254,7 @@ def test_leaves_on_different_devices():
     devices = meshes.devices_of(2)
     arrays = [jax.device_put(normal(5) * n, devices[n]) for n in (0, 1)]
     large = [jnp.tile(array, 2**14) for array in arrays]
-    masks = (jax.device_put(True, devices[1]),)
+    masks = [[jax.device_put(True, devices[1])]] * 2
     for pair in (arrays, large):
         found = figures_of_all([Wanted(pair, masks=masks)])[0]
         whole = np.concatenate([np.asarray(array) for array in pair])
@@ -274,12 +274,20 @@ REDUCERS = as_reducers(
 )
 
 
+def states_of(reducers, array, guards=(), rows=0):
+    """What is measured of an array, some of whose first axes are kept apart."""
+    levels = tuple(range(rows))
+    masks = [Placed(guard, levels[: guard.ndim]) for guard in guards]
+    apart = dict(zip(levels, array.shape))
+    return measured(reducers, Placed(jnp.asarray(array), levels), masks, apart)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_figures_from_reducers_are_those_of_values(rows):
     array = normal(2, 3, 4, 5)
     array[0, 1, :, 2] = 0
     array[1, 0, 0, 0], array[1, 0, 0, 1] = np.nan, -np.inf
-    reduced = measured(REDUCERS, jnp.asarray(array), (), rows)
+    reduced = states_of(REDUCERS, array, rows=rows)
     found, direct = figures_of(reduced), figures_of(array, apart=rows)
     assert found.low is found.high is None
     assert len(found.parts) == len(direct.parts)
@@ -302,7 +310,7 @@ def test_reducers_leave_out_what_they_do_not_know():
         tt.AllFinite(): {"nonfinite": 1},
         tt.TopK(1): {},
     }.items():
-        found = figures_of(measured(as_reducers(reducer), array, (), 0))
+        found = figures_of(states_of(as_reducers(reducer), array))
         names = (*EXACT, *ROUNDED, "nonfinite")
         left = {name: getattr(found, name) for name in names}
         assert {k: v for k, v in left.items() if v is not None} == known
@@ -312,18 +320,18 @@ def test_reduced_trees_and_parts_that_were_not_seen():
     kept = as_reducers([tt.Moments(), tt.Norm()])
     guards = (jnp.array([True, False]),)
     tree = [
-        measured(kept, jnp.array([[3.0], [9.0]]), guards, 1),
-        measured(kept, jnp.array([[4.0, 0.0], [9.0, 9.0]]), guards, 1),
+        states_of(kept, jnp.array([[3.0], [9.0]]), guards, 1),
+        states_of(kept, jnp.array([[4.0, 0.0], [9.0, 9.0]]), guards, 1),
     ]
     found = figures_of(tree)
     assert (found.count, found.norm, found.mean) == (3, 5.0, pytest.approx(7 / 3))
     assert [part.count for part in found.parts] == [3, 0]
-    mixed = [tree[0], measured(kept, jnp.ones(3), (), 0)]
+    mixed = [tree[0], states_of(kept, jnp.ones(3))]
     assert figures_of(mixed).parts == ()
 
 
 def test_counts_beyond_32_bits():
-    reduced = measured(as_reducers([tt.NonFinite()]), jnp.ones(3), (), 0)
+    reduced = states_of(as_reducers([tt.NonFinite()]), jnp.ones(3))
     states = jax.tree.map(lambda x: x.at[0].set(2), reduced.states)
     wide = type(reduced)(reduced.seen, states, reduced.reducers)
     assert figures_of(wide).count == 2**33 + 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treetap as tt
-from treetap._capture.statistics.reduced import measured
+from treetap._capture.statistics.reduced import Placed, measured
 
 REDUCERS = (
     tt.Moments(),
@@ -25,12 +25,12 @@ REDUCERS = (
 
 def stats_of(value, *reducers):
     named = tuple((one.name, one) for one in reducers or REDUCERS)
-    return measured(named, jnp.asarray(value), (), 0).stats
+    return measured(named, Placed(jnp.asarray(value))).stats
 
 
 def whole(value, *reducers):
     named = tuple((one.name, one) for one in reducers or REDUCERS)
-    return measured(named, jnp.asarray(value), (), 0)
+    return measured(named, Placed(jnp.asarray(value)))
 
 
 SAMPLE = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)

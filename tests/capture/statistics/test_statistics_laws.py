@@ -494,6 +494,20 @@ def test_numbers_of_python_are_measured():
     assert [float(x) for x in record["pair"].grad_stats["norm"]] == [6.0, 3.0]
 
 
+def test_a_sown_number_of_python_is_measured_and_kept():
+    class Model(tt.Module):
+        def __call__(self, x):
+            self.sow(tt.Intermediate, "h", (-3.0, "text"))
+            return x
+
+    observed = tt.observe(Model(), "**:h", reduce=[tt.AbsMax()], values=True)
+    _, record = observed(1.0)
+    assert record["h"].value == (-3.0, "text")
+    number, text = record["h"].reduced
+    assert float(number.stats["abs_max"]) == 3.0
+    assert text is None
+
+
 @pytest.mark.parametrize(
     "dtype", ["int4", "uint4", "float8_e4m3fn", "bfloat16", "bool"]
 )

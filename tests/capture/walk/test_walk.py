@@ -58,7 +58,7 @@ def test_a_plan_takes_one_value_and_feeds_another():
     outs, found = Walk().run(part, [1.0])
     assert float(outs[0]) == 36.0
     assert found[0] is None
-    assert float(found[1][0]) == 36.0
+    assert float(found[1].leaves[0]) == 36.0
 
 
 @pytest.mark.parametrize("keep", [False, True])

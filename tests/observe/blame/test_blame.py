@@ -164,6 +164,29 @@ def test_rows_of_a_mapped_while_loop():
     assert found.iterations == ()  # rows end one by one
 
 
+def test_values_without_the_rows_of_a_mapped_while_loop():
+    weights = jnp.array([1.0, 2.0])
+
+    def inner(x, times):
+        def body(held):
+            scaled = jax.lax.scan(lambda s, w: (s + jnp.sin(w), s * w), 0.0, weights)
+            return held[0] + 1, held[1] * 1e20 + 0 * scaled[1].sum()
+
+        return jax.lax.while_loop(lambda held: held[0] < times, body, (0, x))[1]
+
+    def outer(x, times):
+        body = lambda held: (held[0] + 1, inner(held[1], held[0]) + 1)
+        return jax.lax.while_loop(lambda held: held[0] < times, body, (0, x))[1]
+
+    for fn in (inner, outer):
+        for shape in ((3,), (2, 3)):
+            mapped = jax.vmap(fn) if len(shape) == 1 else jax.vmap(jax.vmap(fn))
+            times = jnp.broadcast_to(jnp.array([0, 1, 4]), shape)
+            assert not tt.blame(mapped)(jnp.ones(shape), jnp.minimum(times, 1))
+            found = tt.blame(mapped)(jnp.ones(shape), times)
+            assert found.operation == "mul" or (fn is outer and found)
+
+
 def test_one_shard():
     mesh = mesh_of((8,), ("i",))
 

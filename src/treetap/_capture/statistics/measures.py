@@ -42,7 +42,7 @@ from treetap._capture.statistics.figures import (
     Parts,
     figures_from,
 )
-from treetap._capture.statistics.reduced import Reduced, is_measured
+from treetap._capture.statistics.reduced import is_measured, is_reduced
 from treetap._capture.statistics.reducers import (
     AbsMax,
     AllFinite,
@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
         tree: Of arrays, or of `Reduced`.
         apart: How many first axes of arrays are iterations or shards.
         shards: Which of these axes have the same units: those of shards.
-        masks: What counts of arrays; each has some of their first axes.
+        masks: For each leaf, if given, what counts of it: of some of its first axes.
         has_units: Whether units can be dead; not those of a gradient.
         where: The public name and the site, for messages.
     """
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
     tree: Any
     apart: int = 0
     shards: tuple[int, ...] = ()
-    masks: tuple[Array, ...] = ()
+    masks: Sequence[Sequence[Array]] = ()
     has_units: bool = True
     where: str = "figures_of"
 
@@ -103,13 +103,15 @@ def figures_of_all(wanted: Sequence[Wanted], *, bins: int = BINS) -> list[Figure
 
 def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
     """Small arrays on their way, and what makes figures of them."""
-    leaves = jax.tree.leaves(wanted.tree, is_leaf=_is_reduced)
-    reduced = [leaf for leaf in leaves if _is_reduced(leaf)]
+    leaves = jax.tree.leaves(wanted.tree, is_leaf=is_reduced)
+    reduced = [leaf for leaf in leaves if is_reduced(leaf)]
     if reduced:
         states = [(leaf.seen, leaf.states) for leaf in reduced]
         _refuse_traced(states, wanted.where)
         held = [[reducer for _, reducer in leaf.reducers] for leaf in reduced]
         return states, functools.partial(_read_reduced, held, wanted)
+    masks = wanted.masks or [()] * len(leaves)
+    masks = [own for leaf, own in zip(leaves, masks) if is_measured(leaf)]
     leaves = [leaf for leaf in leaves if is_measured(leaf)]
     _refuse_traced(leaves, wanted.where)
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -122,13 +124,10 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
         apart, shape = 0, ()
     shards = tuple(axis for axis in wanted.shards if axis < apart)
     how = How(apart, shards, bins, wanted.has_units)
+    masks = [own for leaf, own in zip(arrays, masks) if leaf.size]
     arrays = [leaf for leaf in arrays if leaf.size]
-    found = measured_arrays(how, arrays, wanted.masks) if arrays else []
+    found = measured_arrays(how, arrays, masks) if arrays else []
     return found, functools.partial(_read_measured, math.prod(shape) if apart else 0)
-
-
-def _is_reduced(value: Any) -> bool:
-    return isinstance(value, Reduced)
 
 
 def _refuse_traced(tree: Any, where: str) -> None:
@@ -201,7 +200,7 @@ class Measured(NamedTuple):
 
 
 def measured_arrays(
-    how: How, leaves: Sequence[Array], masks: Sequence[Array]
+    how: How, leaves: Sequence[Array], masks: Sequence[Sequence[Array]]
 ) -> list[Measured]:
     """What is measured of arrays that are not empty.
 
@@ -209,19 +208,19 @@ def measured_arrays(
         how: How to measure.
         leaves: The arrays. Their bars have the same edges if all are on the same
             devices.
-        masks: What counts of them; each has some of their first axes.
+        masks: For each, what counts of it: of some of its first axes.
     """
-    on_host = all(map(_is_at_hand, (*leaves, *masks)))
-    if on_host and sum(leaf.size for leaf in leaves) <= SMALL:
-        arrays = [np.asarray(leaf) for leaf in leaves]
+    both = list(leaves), list(map(list, masks))
+    held = jax.tree.leaves(both)
+    if all(map(_is_at_hand, held)) and sum(leaf.size for leaf in leaves) <= SMALL:
         with np.errstate(all="ignore"):
-            return _measured(np, how, arrays, [np.asarray(mask) for mask in masks])
-    held = [leaf for leaf in (*leaves, *masks) if isinstance(leaf, jax.Array)]
+            return _measured(np, how, *jax.tree.map(np.asarray, both))
+    held = [leaf for leaf in held if isinstance(leaf, jax.Array)]
     places = {frozenset(each.sharding.device_set) for each in held if each.committed}
     if len(places) < 2:
-        return _on_devices(how, tuple(leaves), tuple(masks))
-    flags = tuple(np.asarray(mask) for mask in masks)
-    groups = [_on_devices(how, (leaf,), flags) for leaf in leaves]
+        return _on_devices(how, *both)
+    flags = jax.tree.map(np.asarray, both[1])
+    groups = [_on_devices(how, [x], [own]) for x, own in zip(leaves, flags)]
     return [found for group in groups for found in group]
 
 
@@ -234,7 +233,7 @@ def _is_at_hand(leaf: Array) -> bool:
 
 
 def _on_devices(
-    how: How, leaves: tuple[Array, ...], masks: tuple[Array, ...]
+    how: How, leaves: list[Array], masks: list[list[Array]]
 ) -> list[Measured]:
     """What is measured of arrays where they are."""
     mesh = _mesh_of(leaves)
@@ -275,9 +274,9 @@ def _everywhere(mesh: Any, leaf: jax.Array) -> jax.Array:
 
 
 def _measured(
-    xp: ModuleType, how: How, leaves: Sequence[Any], masks: Sequence[Any]
+    xp: ModuleType, how: How, leaves: Sequence[Any], masks: Sequence[Sequence[Any]]
 ) -> list[Measured]:
-    kept = [_kept(xp, leaf, masks) for leaf in leaves]
+    kept = [_kept(xp, leaf, own) for leaf, own in zip(leaves, masks)]
     reals = [as_real(xp, leaf) for leaf in leaves]
     finite = [mask & xp.isfinite(real) for mask, real in zip(kept, reals)]
     ends = [ends_of(xp, real, mask) for real, mask in zip(reals, finite)]
@@ -318,10 +317,8 @@ def _kept(xp: ModuleType, leaf: Any, masks: Sequence[Any]) -> Any:
     """Which numbers count."""
     kept, shape = xp.equal(leaf, leaf) | True, leaf.shape  # spread as the leaf is
     for mask in masks:
-        fits = mask.shape == shape[: mask.ndim]
-        fitting = mask if fits else xp.any(mask)
-        after = (1,) * (len(shape) - fitting.ndim)
-        kept = kept & xp.broadcast_to(fitting.reshape(fitting.shape + after), shape)
+        after = (1,) * (len(shape) - mask.ndim)
+        kept = kept & xp.broadcast_to(mask.reshape(mask.shape + after), shape)
     return kept
 
 

@@ -7,14 +7,15 @@ and count for nothing, so reducers need no neutral element. The shape of `seen` 
 of the axes that are kept apart (iterations of a scan, shards); all states have them in
 front.
 
-`Reduction` is the same for the leaves of a tap, in the flat form that the walk carries.
+`Reduction` says what is to be measured of the leaves of a tap.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.tree_util import register_dataclass
 from treetap._capture.statistics.arithmetic import has_spread_axes
 from treetap._capture.statistics.reducers import Reducers
 from treetap._core.errors import CaptureError
+from treetap._core.wording import typed
 
 
 @register_dataclass
@@ -60,8 +62,18 @@ class Reduced:
         return self if start >= stop else _total(self, start, stop)
 
 
+def is_reduced(value: Any) -> bool:
+    """Whether a value is what reducers know of one."""
+    return isinstance(value, Reduced)
+
+
+def on_each(fn: Callable[..., Any], *states: Any) -> Any:
+    """What a function gives for each `Reduced` of a tree, or of several alike."""
+    return jax.tree.map(fn, *states, is_leaf=is_reduced)
+
+
 def _types(reduced: Reduced) -> list[str]:
-    return [jax.typeof(leaf).str_short() for leaf in jax.tree.leaves(reduced)]
+    return list(map(typed, jax.tree.leaves(reduced)))
 
 
 def _mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
@@ -186,110 +198,124 @@ def _nothing(reducers: Reducers, aval: Any) -> Reduced:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 
+class Placed(NamedTuple):
+    """An array with what its first axes are: numbers of levels, outermost first."""
+
+    array: Any
+    levels: tuple[int, ...] = ()
+
+
 def measured(
-    reducers: Reducers, value: jax.Array, guards: Sequence[jax.Array], rows: int
+    reducers: Reducers,
+    value: Placed,
+    guards: Sequence[Placed] = (),
+    apart: dict[int, int] | None = None,
 ) -> Reduced:
     """What is known of an array.
 
     Args:
         reducers: The reducers.
         value: The array.
-        guards: Whether it counts: for all of it, or by row of a mapping.
-        rows: How many of its first axes are kept apart.
+        guards: Whether it counts, along some levels.
+        apart: The levels that are kept apart, with their sizes.
     """
-    if value.size == 0:
-        nothing = _nothing(reducers, value)
-        shape = value.shape[:rows]
+    kept = [*(apart or {})]
+    masked = {n for guard in guards for n in guard.levels if n in value.levels}
+    lead = [*kept, *(n for n in value.levels if n in masked and n not in kept)]
+    rest = [n for n in value.levels if n not in lead]
+    sizes = dict(zip(value.levels, value.array.shape)) | (apart or {})
+    shape = tuple(sizes[n] for n in lead)
+    wanted = [*lead, *rest]
+    array = arranged(value.array, value.levels, wanted, [sizes[n] for n in wanted])
+    if array.size == 0:
+        own = jax.ShapeDtypeStruct(array.shape[len(lead) :], array.dtype)
+        nothing, shape = _nothing(reducers, own), shape[: len(kept)]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), nothing)
-    lead, seen = rows, jnp.ones(value.shape[:rows], bool)
-    for guard in guards:
-        place = _place_of(guard.shape, value.shape)
-        # None: the value is the same for all rows.
-        mask = jnp.any(guard) if place is None else guard
-        more = max(lead, (place or 0) + mask.ndim)
-        seen = jnp.broadcast_to(_padded(seen, 0, more), value.shape[:more])
-        seen = seen & _padded(mask, place or 0, more)
-        lead = more
+    seen = jnp.ones(shape, bool)
+    for mask, levels in guards:
+        # Along a level where the value is the same, it counts if it does anywhere.
+        over = tuple(n for n, level in enumerate(levels) if level not in lead)
+        held = [level for level in levels if level in lead]
+        mask = arranged(jnp.any(mask, axis=over), held, lead, shape)  # noqa: PLW2901 - it is made to fit
+        seen = seen & mask
     measure = functools.partial(_measured, reducers)
-    return _mapped(measure, lead)(value, seen).total(rows, lead)
+    return _mapped(measure, len(lead))(array, seen).total(len(kept), len(lead))
 
 
-def _padded(mask: jax.Array, place: int, ndim: int) -> jax.Array:
-    """A mask whose axes begin at a place, among so many axes."""
-    after = ndim - place - mask.ndim
-    return mask.reshape((1,) * place + mask.shape + (1,) * after)
+class Reduction(NamedTuple):
+    """What is to be measured at a tap.
 
-
-def _place_of(part: Sequence[int], shape: Sequence[int]) -> int | None:
-    """Where a mask's axes are among those of a value."""
-    for place in range(len(shape) - len(part) + 1):
-        if tuple(shape[place : place + len(part)]) == tuple(part):
-            return place
-    return None
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What is to be measured at a tap: its reducers, and how many rows apart."""
+    Attributes:
+        reducers: The reducers.
+        apart: Which levels are kept apart.
+        rows: The same for a value of whose levels nothing is known: the sizes of its
+            rows in loops that end row by row, the innermost loop first. Where the
+            value's first axes have these sizes, they are taken for the rows, since JAX
+            puts those first. A value that does not is measured whole.
+    """
 
     reducers: Reducers
-    rows: int = 0
+    apart: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
 
-    def by_row(self, rows: int) -> "Reduction":
-        """The same with that many rows apart."""
-        return Reduction(self.reducers, rows)
+    @property
+    def num_apart(self) -> int:
+        """How many axes are kept apart."""
+        return len(self.apart) + len(self.rows)
+
+    def by_row(self, levels: Sequence[int], rows: Sequence[int]) -> "Reduction":
+        """The same with the rows of a loop apart; without levels if none are known."""
+        if not levels:
+            return self._replace(rows=(*rows, *self.rows))
+        return self._replace(apart=tuple(sorted({*self.apart, *levels})))
 
     def measure(
-        self, leaves: Sequence[Any], guards: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """The flat states of all leaves that are arrays of numbers."""
-        found = [
-            measured(self.reducers, jnp.asarray(leaf), guards, self.rows)
-            for leaf in leaves
-            if is_measured(leaf)
+        self, leaves: Sequence[Any], guards: Sequence[jax.Array], spot: Any
+    ) -> list[Reduced | None]:
+        """What is known of each leaf; None of one that is no array of numbers."""
+        masks = [placed(x, has) for x, has in zip(guards, spot.flags_have)]
+
+        def one(value: Placed) -> Reduced:
+            apart = {n: spot.levels[n].size for n in self.apart}
+            if self.rows:
+                apart = dict(enumerate(self.rows))
+                value = Placed(value.array, _prefix(value.array.shape, self.rows))
+            return measured(self.reducers, value, masks, apart)
+
+        return [
+            one(placed(jnp.asarray(leaf), has)) if is_measured(leaf) else None
+            for leaf, has in zip(leaves, spot.has)
         ]
-        return jax.tree.leaves(found)
-
-    def width(self, avals: Sequence[Any]) -> int:
-        """How many arrays `measure` gives for leaves of such types."""
-        structures = [self._structure(aval) for aval in avals if is_measurable(aval)]
-        return sum(structure.num_leaves for structure in structures)
-
-    def shaped(self, avals: Sequence[Any], flat: Sequence[jax.Array]) -> list[Any]:
-        """A `Reduced` for each leaf, or None."""
-        supply = iter(flat)
-        found: list[Any] = []
-        for aval in avals:
-            if not is_measurable(aval):
-                found.append(None)
-                continue
-            structure = self._structure(aval)
-            leaves = [next(supply) for _ in range(structure.num_leaves)]
-            found.append(jax.tree.unflatten(structure, leaves))
-        return found
-
-    def merge(
-        self,
-        avals: Sequence[Any],
-        first: Sequence[jax.Array],
-        second: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Flat states of both."""
-        pairs = zip(self.shaped(avals, first), self.shaped(avals, second))
-        return jax.tree.leaves([_merge(a, b) for a, b in pairs if a is not None])
-
-    def joined(
-        self, avals: Sequence[Any], flat: Sequence[jax.Array], stop: int
-    ) -> list[jax.Array]:
-        """Flat states that keep this one's rows apart, from some with more rows."""
-        found = [one for one in self.shaped(avals, flat) if one is not None]
-        return jax.tree.leaves([one.total(self.rows, stop) for one in found])
-
-    def _structure(self, aval: Any) -> Any:
-        return _structure(self.reducers, tuple(aval.shape), str(aval.dtype))
 
 
-@functools.lru_cache(maxsize=4096)
-def _structure(reducers: Reducers, shape: tuple[int, ...], dtype: str) -> Any:
-    aval = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.tree.structure(jax.eval_shape(lambda: _nothing(reducers, aval)))
+def _prefix(shape: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
+    """Which rows are the first axes of a shape."""
+    pairs = enumerate(zip(shape, rows))
+    return tuple(n for n, _ in itertools.takewhile(lambda x: x[1][0] == x[1][1], pairs))
+
+
+def placed(array: Any, has: Sequence[bool]) -> Placed:
+    """An array with what its first axes are, from which levels it has."""
+    return Placed(array, tuple(n for n, flag in enumerate(has) if flag))
+
+
+def arranged(
+    value: Any, held: Sequence[Any], wanted: Sequence[Any], sizes: Sequence[int] = ()
+) -> Any:
+    """An array with other axes in front.
+
+    Args:
+        value: The array.
+        held: What its first axes are.
+        wanted: What the first axes are to be; all that are held, and perhaps others.
+        sizes: Of those wanted; needed if some are not held.
+    """
+    if list(held) == list(wanted):
+        return value
+    missing = [n for n in wanted if n not in held]
+    if missing:
+        more = tuple(sizes[wanted.index(n)] for n in missing)
+        value = jnp.broadcast_to(value, (*more, *jnp.shape(value)))
+    names = [*missing, *held]
+    order = [names.index(n) for n in wanted]
+    return jnp.transpose(value, (*order, *range(len(order), value.ndim)))

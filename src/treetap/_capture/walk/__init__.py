@@ -17,4 +17,5 @@ The files, in the order in which they stand on each other:
   asks it; one that JAX adds is one entry.
 - `survey`: the spots of a jaxpr.
 - `run`: a jaxpr run by a plan.
+- `batched_branches`: what JAX is asked to do differently with programs that have marks.
 """

@@ -6,6 +6,7 @@ table of `operations` says what each operation is, in these terms.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -258,6 +259,19 @@ def zeros_like_aval(aval: Any) -> Any:
         axes = getattr(getattr(aval, "mat", None), "varying", ())
     zeros = zeros_of(aval)
     return as_varying(zeros, tuple(axes)) if axes else zeros
+
+
+def is_hoisting() -> bool:
+    """Whether JAX takes out of a loop what is the same in all iterations.
+
+    Nothing public says so. The function of JAX that does it is among the callers.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_scan_known_hoisting":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def zero_tangent(value: Any) -> Any:

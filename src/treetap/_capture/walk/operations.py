@@ -19,6 +19,7 @@ shards: at the same time, `is_at_once`). A `while` has turns too, but no axis fo
 since nobody knows how many there will be: what comes out is of the last one.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxprs_in_params
 
+from treetap._capture.statistics.reduced import is_reduced, on_each
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body, body_of
-from treetap._capture.walk.plans import Choice, Found, Part, flat_found
+from treetap._capture.walk.plans import Found, Guarding, Part, Rewritten
 from treetap._capture.walk.spots import Spot, Wrap
 from treetap._core.errors import CaptureError
 
@@ -45,8 +47,8 @@ class Walker(Protocol):
         """Runs a body: its results, and what came out at each spot."""
         ...
 
-    def rewritten(self, part: Part) -> Any:
-        """A closed jaxpr that takes what is fed, too, and gives what comes out."""
+    def rewritten(self, part: Part) -> Rewritten:
+        """A body that takes what is fed, too, and gives what comes out."""
         ...
 
     def spots(self, jaxpr: Any) -> Sequence[Spot]:
@@ -100,6 +102,7 @@ class Operation:
         is_at_once: Whether turns run at the same time.
         flag: What says more of a value that comes out of it: `"taken"`, `"count"`.
         carried: Which inputs of the body are results of the turn before.
+        rows: For a loop whose rows end one by one: how many there are.
         repeats: For a loop: how often its body runs.
         mesh: For shards: the mesh axes they are along, with sizes.
         remade: The operation run with other bodies, if `with_bodies` is not the way.
@@ -116,6 +119,7 @@ class Operation:
     is_at_once: bool = False
     flag: str = ""
     carried: Callable[[Params], range] = lambda params: range(0)
+    rows: Callable[[Params], tuple[int, ...]] = lambda params: ()
     repeats: Callable[[Params], Repeats] | None = None
     mesh: Callable[[Params], dict[Any, int]] = lambda params: {}
     remade: "Callable[[Params, list[Any], Runs], list[Any]] | None" = None
@@ -131,25 +135,20 @@ class Operation:
         if self.turns is None and not self.flag:
             return None
         size = None if self.turns is None else len(self.turns(params))
-        return Wrap(self.name, size, self.flag)
+        return Wrap(self.name, size, self.flag, self.rows(params))
 
 
 Runs = Callable[[Body, Sequence[Any]], list[Any]]
 
 
-def _whole(step: Step, outs: Sequence[Any]) -> Ran:
-    """Results of an operation, and what came out of its only body after them."""
-    (part,) = step.parts
-    count = len(part.body.jaxpr.outvars)
-    return list(outs[:count]), [part.shaped(outs[count:])]
-
-
 def _run_jit(step: Step) -> Ran:
     (part,) = step.parts
     made, fed = step.walk.rewritten(part), part.fed
-    more = len(made.jaxpr.outvars) - len(part.body.jaxpr.outvars)
-    params = jax_compat.rejit(step.params, made, len(fed), more)
-    return _whole(step, jax_compat.bind(step.primitive, [*step.values, *fed], params))
+    more = made.tree.num_leaves
+    params = jax_compat.rejit(step.params, made.jaxpr, len(fed), more)
+    outs = jax_compat.bind(step.primitive, [*step.values, *fed], params)
+    outs, found = made.split(outs)
+    return outs, [found]
 
 
 def _run_inlined(step: Step) -> Ran:
@@ -164,10 +163,12 @@ def _evaluated(params: Params) -> list[Body]:
 
 def _run_remat(step: Step) -> Ran:
     (part,) = step.parts
-    jaxpr, consts = jax_compat.as_inputs(step.walk.rewritten(part))
+    made = step.walk.rewritten(part)
+    jaxpr, consts = jax_compat.as_inputs(made.jaxpr)
     values = [*consts, *step.values, *part.fed]
     params = {**step.params, "jaxpr": jaxpr}
-    return _whole(step, jax_compat.bind(step.primitive, values, params))
+    outs, found = made.split(jax_compat.bind(step.primitive, values, params))
+    return outs, [found]
 
 
 def _scan_turns(params: Params) -> range:
@@ -192,7 +193,7 @@ def _run_scan(step: Step) -> Ran:
     carried = _scan_carried(step.params)
     consts, mapped = step.values[: carried.start], step.values[carried.stop :]
     given, outers = part.fed, part.fed_outers()
-    places: list[int] = []
+    places: list[Any] = []
 
     def one(carry: Any, slices: Any) -> Any:
         values, fed = slices
@@ -200,34 +201,35 @@ def _run_scan(step: Step) -> Ran:
         own = [same if n is None else next(supply) for same, n in zip(given, outers)]
         operands = [*consts, *carry, *values]
         outs, found = step.walk.run(part.feeding(own), operands)
-        stacked, places[:] = _distinct([*outs[len(carry) :], *flat_found(found)])
+        stacked, places[:] = _distinct((outs[len(carry) :], found))
         return outs[: len(carry)], stacked
+
+    def put(value: Any, outer: int) -> Any:
+        return jnp.moveaxis(value, 0, outer)
 
     pairs = zip(given, outers)
     fed = [jnp.moveaxis(value, n, 0) for value, n in pairs if n is not None]
     carry = step.values[carried.start : carried.stop]
     options = jax_compat.scan_options(step.params)
     carry, stacked = jax.lax.scan(one, carry, (mapped, fed), **options)
-    stacked = [stacked[place] for place in places]
-    count = len(part.body.jaxpr.outvars) - len(carry)
-    found = [
-        jnp.moveaxis(value, 0, min(outer, value.ndim - 1))
-        for value, outer in zip(stacked[count:], part.outers())
-    ]
-    return _whole(step, [*carry, *stacked[:count], *found])
+    outs, found = jax.tree.map(lambda place: stacked[place], tuple(places))
+    return [*carry, *outs], [part.with_axis(found, put)]
 
 
-def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Values without repetition, and where each of them went.
+def _distinct(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree without repetition, and the tree of where each of them went.
 
     What differentiation keeps of a marked value is kept once, not before and after.
     """
     kept: dict[int, int] = {}
     distinct: list[Any] = []
-    for value in values:
+
+    def place(value: Any) -> int:
         if kept.setdefault(id(value), len(distinct)) == len(distinct):
             distinct.append(value)
-    return distinct, [kept[id(value)] for value in values]
+        return kept[id(value)]
+
+    return distinct, jax.tree.map(place, tree)
 
 
 def _while_body(params: Params) -> list[Body]:
@@ -253,9 +255,11 @@ def _run_while(step: Step) -> Ran:
     carry = step.values[num_cond + num_body :]
     fed, count, rows = asked.fed, len(carry), while_rows(step.params)
     cond = jax_compat.opened(step.params["cond_jaxpr"])
-    part = asked.by_row(len(rows))
+    part = asked.by_row(rows)
     made = step.walk.rewritten(part)
-    kept = part.buffers(made.out_avals[count:], len(rows))
+    _, types = made.split(made.jaxpr.out_avals)
+    types = jax.eval_shape(functools.partial(part.rows_first, rows=rows), types)
+    kept = jax.tree.leaves(part.buffers(types, len(rows)))
     counter = jnp.zeros(rows, jnp.int32)
     avals = [jax.typeof(x) for x in (*carry, *kept, counter)]
 
@@ -265,9 +269,10 @@ def _run_while(step: Step) -> Ran:
     def next_values(*values: Any) -> Any:
         held, rest = values[: num_body + len(fed)], values[num_body + len(fed) :]
         operands = [*held[:num_body], *rest[:count], *held[num_body:]]
-        outs = jax_compat.evaluate(*jax_compat.opened(made), operands)
-        new = part.renewed(rest[count:-1], outs[count:], rest[-1])
-        return [*outs[:count], *new, rest[-1] + 1]
+        outs = jax_compat.evaluate(*jax_compat.opened(made.jaxpr), operands)
+        (_, old), (outs, new) = made.split(rest[:-1]), made.split(outs)
+        kept = part.renewed(old, part.rows_first(new, rows), rest[-1])
+        return [*outs, *jax.tree.leaves(kept), rest[-1] + 1]
 
     cond_avals = [var.aval for var in cond[0].invars[:num_cond]]
     body_avals = [jax.typeof(x) for x in (*consts, *fed)]
@@ -278,8 +283,9 @@ def _run_while(step: Step) -> Ran:
         "body_nconsts": num_body + len(fed),
     }
     values = [*step.values[:num_cond], *consts, *fed, *carry, *kept, counter]
-    outs = jax_compat.bind(step.primitive, values, params)
-    return list(outs[:count]), [asked.ended(part, outs[count:-1], outs[-1])]
+    *outs, counter = jax_compat.bind(step.primitive, values, params)
+    outs, found = made.split(outs)
+    return outs, [asked.ended(part, part.rows_back(found, rows), counter)]
 
 
 def _branches(params: Params) -> list[Body]:
@@ -290,25 +296,23 @@ def _run_cond(step: Step) -> Ran:
     """Every branch gives the values of all, zeros for those it does not have."""
     index, operands = step.values[0], step.values[1:]
     made = [step.walk.rewritten(part) for part in step.parts]
-    count = len(step.parts[0].body.jaxpr.outvars)
-    avals = [one.out_avals[count:] for one in made]
+    types = [one.split(one.jaxpr.out_avals)[1] for one in made]
 
     def branch(n: int) -> Any:
         def call(operands: Any, fed: Any) -> Any:
-            jaxpr, consts = jax_compat.opened(made[n])
-            outs = jax_compat.evaluate(jaxpr, consts, [*operands, *fed[n]])
-            values = [[jax_compat.zeros_like_aval(x) for x in one] for one in avals]
-            values[n] = list(outs[count:])
-            return list(outs[:count]), values
+            body = jax_compat.opened(made[n].jaxpr)
+            given = jax_compat.evaluate(*body, [*operands, *fed[n]])
+            outs, own = made[n].split(given)
+            found = jax.tree.map(jax_compat.zeros_like_aval, types)
+            return outs, [*found[:n], own, *found[n + 1 :]]
 
         return call
 
     branches = [branch(n) for n in range(len(made))]
     fed = [part.fed for part in step.parts]
-    outs, values = jax.lax.switch(index, branches, list(operands), fed)
-    pairs = zip(step.parts, values)
-    found = [part.flagged(flat, index == n) for n, (part, flat) in enumerate(pairs)]
-    return outs, found
+    outs, found = jax.lax.switch(index, branches, list(operands), fed)
+    pairs = enumerate(zip(step.parts, found))
+    return outs, [part.flagged(own, index == n) for n, (part, own) in pairs]
 
 
 def _run_custom_jvp(step: Step) -> Ran:
@@ -319,8 +323,7 @@ def _run_custom_jvp(step: Step) -> Ran:
     (part,) = step.parts
 
     def call(part: Part, given: Any, fed: Any) -> Any:
-        outs, found = step.walk.run(part.feeding(fed), given)
-        return outs, flat_found(found)
+        return step.walk.run(part.feeding(fed), given)
 
     @jax.custom_jvp
     def with_rule(*values: Any) -> Any:
@@ -342,7 +345,7 @@ def _run_custom_jvp(step: Step) -> Ran:
         return (list(both[:half]), found), (list(both[half:]), still)
 
     outs, found = with_rule(*operands)
-    return outs, [part.shaped(found)]
+    return outs, [found]
 
 
 def _says_the_same(step: Step, rule: Body) -> bool:
@@ -350,7 +353,7 @@ def _says_the_same(step: Step, rule: Body) -> bool:
     spots, found = step.parts[0].spots, step.walk.spots(rule.jaxpr)
     if not found:
         return False
-    labels = [[spot.identity.label for spot in both] for both in (found, spots)]
+    labels = [[spot.label for spot in both] for both in (found, spots)]
     if labels[0] == labels[1]:
         return True
     names = [[label.name for label in both] for both in labels]
@@ -365,7 +368,7 @@ def _refuse_feeds(step: Step) -> None:
     """Refuses to add to a value that the rule which runs does not have."""
     (part,) = step.parts
     for choice, spot in zip(part.plan, part.spots):
-        if choice.feed:
+        if choice.feed and not isinstance(choice.feed, Guarding):
             raise CaptureError(
                 f"{choice.feed.what} of {spot.name!r} is in a {step.primitive.name} "
                 "whose rule does not have it, and the rule is what runs. "
@@ -395,8 +398,7 @@ def _run_custom_vjp(step: Step) -> Ran:
     (part,) = step.parts
 
     def call(part: Part, values: Any) -> Any:
-        outs, found = step.walk.run(part.feeding(values[count:]), values[:count])
-        return outs, flat_found(found)
+        return step.walk.run(part.feeding(values[count:]), values[:count])
 
     with_rule = jax.custom_vjp(lambda *values: call(part, values))
 
@@ -422,7 +424,7 @@ def _run_custom_vjp(step: Step) -> Ran:
 
     with_rule.defvjp(fwd, bwd)
     outs, found = with_rule(*operands)
-    return outs, [part.shaped(found)]
+    return outs, [found]
 
 
 def _shard_mesh(params: Params) -> dict[Any, int]:
@@ -457,41 +459,33 @@ def _remade_on_shards(params: Params, values: list[Any], run: Runs) -> list[Any]
 def _run_shard_map(step: Step) -> Ran:
     (part,) = step.parts
     axes, is_checked = tuple(_shard_mesh(step.params)), step.params["check_vma"]
-    outers, fed_outers = part.outers(), part.fed_outers()
+    fed_outers = part.fed_outers()
 
-    def stacked(outers: Sequence[int | None]) -> list[Any]:
-        return [jax.P() if n is None else jax.P(*[None] * n, axes) for n in outers]
+    def spec(outer: int | None) -> Any:
+        return jax.P() if outer is None else jax.P(*[None] * outer, axes)
+
+    def put(value: Any, outer: int) -> Any:
+        value = jnp.expand_dims(value, outer)
+        return jax_compat.as_varying(value, axes) if is_checked else value
 
     def local(values: Any, fed: Any) -> Any:
         pairs = zip(fed, fed_outers)
         own = [value if n is None else jnp.squeeze(value, n) for value, n in pairs]
         outs, found = step.walk.run(part.feeding(own), list(values))
         if is_checked:
-            found = [_once(*one, axes) for one in zip(part.plan, part.spots, found)]
-        flat = [
-            jnp.expand_dims(value, min(outer, value.ndim))
-            for value, outer in zip(flat_found(found), outers)
-        ]
-        if is_checked:
-            flat = [jax_compat.as_varying(value, axes) for value in flat]
-        return tuple(outs), flat
+            found = on_each(functools.partial(_seen_once, axes), found)
+        return tuple(outs), part.with_axis(found, put)
 
-    mapped = _on_shards(step.params, local, stacked(fed_outers), stacked(outers))
+    ins, outs = [spec(n) for n in fed_outers], jax.tree.map(spec, part.outers())
+    mapped = _on_shards(step.params, local, ins, outs)
     outs, found = mapped(tuple(step.values), part.fed)
-    return list(outs), [part.shaped(found)]
+    return list(outs), [found]
 
 
-def _once(choice: Choice, spot: Spot, found: Any, axes: tuple[Any, ...]) -> Any:
-    """States that count once for shards that have the same value."""
-    if choice.reduce is None:
-        return found
-    count = choice.states_at(spot)
-    held = choice.reduce.shaped(spot.geometry.own, found[:count])
-    held = [one if one is None else _seen_once(one, axes) for one in held]
-    return [*jax.tree.leaves(held), *found[count:]]
-
-
-def _seen_once(reduced: Any, axes: tuple[Any, ...]) -> Any:
+def _seen_once(axes: tuple[Any, ...], reduced: Any) -> Any:
+    """A state that counts once for shards with the same value; or what is no state."""
+    if not is_reduced(reduced):
+        return reduced
     varying = {
         axis for leaf in jax.tree.leaves(reduced) for axis in jax_compat.varying(leaf)
     }
@@ -517,6 +511,7 @@ WHILE = Operation(
     hides="the condition of a while loop",
     flag="count",
     carried=_while_carried,
+    rows=while_rows,
     repeats=lambda params: Repeats(None),
 )
 SHARD_MAP = Operation(

@@ -10,14 +10,16 @@ the plan: `Adding` for what `perturb` adds to a tap, `Editing` for edits. Along 
 loops around a spot an array is either the same for all iterations, or has their axes.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from treetap._capture.edit_points import derived, edit_p
-from treetap._capture.statistics.reduced import Reduction
+from treetap._capture.edit_points import derived, edit_p, rows_of
+from treetap._capture.marks import gradient_p, tap_p
+from treetap._capture.statistics.reduced import Reduced, Reduction, on_each
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.spots import Spot
@@ -29,7 +31,7 @@ Feeds = Sequence[Sequence[Any] | None]
 class Fed(NamedTuple):
     """What is fed into one value: how, and the arrays."""
 
-    how: "Adding | Editing"
+    how: "Adding | Editing | Guarding"
     arrays: list[Any]
 
 
@@ -40,11 +42,11 @@ class Choice(NamedTuple):
         record: Whether its value comes out.
         feed: How something is fed into it; or None.
         iterations: In a `while` loop, how many iterations are kept; 0 for the last one.
-        reduce: What is measured of it; its states come out first.
+        reduce: What is measured of it; or None.
     """
 
     record: bool
-    feed: "Adding | Editing | None" = None
+    feed: "Adding | Editing | Guarding | None" = None
     iterations: int = 0
     reduce: Reduction | None = None
 
@@ -53,39 +55,24 @@ class Choice(NamedTuple):
         """Whether anything comes out."""
         return self.record or self.reduce is not None
 
-    def states_at(self, spot: Spot) -> int:
-        """How many arrays the states are, at a spot."""
-        return 0 if self.reduce is None else self.reduce.width(spot.geometry.own)
 
-    def width_at(self, spot: Spot) -> int:
-        """How many arrays come out at a spot: states, leaves and flags."""
-        if not self.is_heard:
-            return 0
-        rest = spot.geometry.avals if self.record else spot.geometry.flags
-        return self.states_at(spot) + len(rest)
+class Recorded(NamedTuple):
+    """What came out at a spot: a tree of JAX, as are lists of these.
+
+    Attributes:
+        states: What was measured of each leaf (of one that is not of numbers, None); or
+            None if nothing was to be.
+        leaves: The leaves, if they were wanted.
+        flags: What is said of the value, as the `flags` of the spot.
+    """
+
+    states: list[Reduced | None] | None
+    leaves: list[Any]
+    flags: list[Any]
 
 
 Plan = tuple[Choice, ...]
-Found = list[list[Any] | None]  # by spot, what came out there
-
-
-def flat_feeds(feeds: Feeds) -> list[Any]:
-    """What is fed, in one list."""
-    return [value for feed in feeds if feed is not None for value in feed]
-
-
-def shaped_feeds(plan: Plan, flat: Sequence[Any]) -> Feeds:
-    """The inverse of `flat_feeds`."""
-    supply = iter(flat)
-    return [
-        [next(supply) for _ in range(choice.feed.width)] if choice.feed else None
-        for choice in plan
-    ]
-
-
-def flat_found(found: Found) -> list[Any]:
-    """What came out, in one list."""
-    return [value for values in found if values is not None for value in values]
+Found = list[Recorded | None]  # by spot
 
 
 class Part(NamedTuple):
@@ -106,30 +93,35 @@ class Part(NamedTuple):
     @property
     def fed(self) -> list[Any]:
         """What is fed, in one list."""
-        return flat_feeds(self.feeds)
+        return jax.tree.leaves(self.feeds)
 
     def feeding(self, flat: Sequence[Any]) -> "Part":
         """The same with other arrays to be fed, in one list."""
-        return self._replace(feeds=shaped_feeds(self.plan, flat))
-
-    def shaped(self, flat: Sequence[Any]) -> Found:
-        """The inverse of `flat_found`, for what came out of this body."""
         supply = iter(flat)
-        return [
-            [next(supply) for _ in range(choice.width_at(spot))]
-            if choice.is_heard
-            else None
-            for choice, spot in zip(self.plan, self.spots)
+        feeds = [
+            [next(supply) for _ in range(choice.feed.width)] if choice.feed else None
+            for choice in self.plan
         ]
+        return self._replace(feeds=feeds)
 
-    def outers(self) -> list[int]:
-        """For each value that comes out, where the axis of an operation belongs."""
-        places: list[int] = []
+    def outers(self) -> list[Any]:
+        """Where the axis of an operation belongs in what comes out: a prefix of it."""
+        places: list[Any] = []
         for choice, spot in zip(self.plan, self.spots):
-            states = choice.states_at(spot)
-            places += [choice.reduce.rows] * states if choice.reduce else []
-            places += [spot.geometry.outer] * (choice.width_at(spot) - states)
+            of_states: Any = choice.reduce.num_apart if choice.reduce else 0
+            leaves = list(map(spot.place, spot.has)) if choice.record else []
+            flags = list(map(spot.place, spot.flags_have))
+            place = Recorded(of_states, leaves, flags)
+            places.append(place if choice.is_heard else None)
         return places
+
+    def with_axis(self, found: Found, put: Callable[[Any, int], Any]) -> Found:
+        """What came out, with the axis of an operation put where it belongs."""
+
+        def placed(place: int, part: Any) -> Any:
+            return jax.tree.map(lambda value: put(value, place), part)
+
+        return jax.tree.map(placed, self.outers(), found)
 
     def fed_outers(self) -> list[int | None]:
         """The same for each value that is fed; None for one without such an axis."""
@@ -137,14 +129,16 @@ class Part(NamedTuple):
             place
             for choice, spot in zip(self.plan, self.spots)
             if choice.feed
-            for place in choice.feed.places(spot.geometry.outer)
+            for place in choice.feed.places(spot)
         ]
 
-    def flagged(self, flat: Sequence[Any], flag: Any) -> Found:
-        """What came out of a branch or a loop, followed by what is said of it."""
+    def flagged(self, found: Found, flag: Any) -> Found:
+        """What came out of a branch or a loop, with one more flag."""
         return [
-            values if values is None or spot.identity.is_gradient else [*values, flag]
-            for values, spot in zip(self.shaped(flat), self.spots)
+            one
+            if one is None or spot.is_gradient
+            else one._replace(flags=[*one.flags, flag])
+            for one, spot in zip(found, self.spots)
         ]
 
     # What a loop without an axis of turns keeps. It carries one more value for each
@@ -152,53 +146,111 @@ class Part(NamedTuple):
     # states, to which those of each turn are merged. `counter` counts the turns; under
     # mappings, those of each row.
 
-    def by_row(self, rows: int) -> "Part":
+    def by_row(self, rows: Sequence[int]) -> "Part":
         """The same with states apart for rows of a mapped loop: they end one by one."""
         plan = tuple(
-            choice._replace(reduce=choice.reduce.by_row(rows))
-            if choice.reduce is not None and choice.reduce.rows < rows
-            else choice
-            for choice in self.plan
+            choice._replace(
+                reduce=choice.reduce
+                and choice.reduce.by_row(spot.row_levels(rows), rows),
+            )
+            for choice, spot in zip(self.plan, self.spots)
         )
         return self._replace(plan=plan)
 
-    def buffers(self, avals: Sequence[Any], rows: int) -> list[Any]:
-        """What the loop begins with: states that have seen nothing, and zeros."""
-        sizes: list[int] = []
-        for choice, spot in zip(self.plan, self.spots):
-            states = choice.states_at(spot)
-            sizes += [0] * states
-            sizes += [choice.iterations] * (choice.width_at(spot) - states)
-        return [_buffer(aval, size, rows) for aval, size in zip(avals, sizes)]
+    def rows_first(self, found: Found, rows: Sequence[int]) -> Found:
+        """What came out of a turn, with the axes of rows first, as JAX carries it."""
 
-    def renewed(self, old: Any, new: Any, counter: Any) -> list[Any]:
+        def first(spot: Spot, one: Recorded) -> Recorded:
+            levels = spot.row_levels(rows)
+
+            def each(values: list[Any], has: Sequence[Any]) -> list[Any]:
+                return [spot.rows_first(x, own, levels) for x, own in zip(values, has)]
+
+            leaves, flags = each(one.leaves, spot.has), each(one.flags, spot.flags_have)
+            return one._replace(leaves=leaves, flags=flags)
+
+        return [one and first(spot, one) for spot, one in zip(self.spots, found)]
+
+    def rows_back(self, found: Found, rows: Sequence[int]) -> Found:
+        """What the loop has kept, with its axes in order."""
+
+        def back(choice: Choice, spot: Spot, one: Recorded) -> Recorded:
+            levels = spot.row_levels(rows)
+
+            def each(values: list[Any], has: Sequence[Any]) -> list[Any]:
+                count = choice.iterations
+                return [
+                    spot.rows_back(x, own, levels, count) for x, own in zip(values, has)
+                ]
+
+            leaves, flags = each(one.leaves, spot.has), each(one.flags, spot.flags_have)
+            return one._replace(leaves=leaves, flags=flags)
+
+        trios = zip(self.plan, self.spots, found)
+        return [one and back(choice, spot, one) for choice, spot, one in trios]
+
+    def buffers(self, avals: Found, rows: int) -> Found:
+        """What the loop begins with: states that have seen nothing, and zeros.
+
+        Args:
+            avals: Types of what comes out of a turn, the axes of rows first.
+            rows: How many such axes there are.
+        """
+
+        def begun(choice: Choice, one: Recorded) -> Recorded:
+            states = jax.tree.map(jax_compat.zeros_like_aval, one.states)
+            buffer = functools.partial(_buffer, size=choice.iterations, rows=rows)
+            return Recorded(states, *jax.tree.map(buffer, one[1:]))
+
+        return [one and begun(choice, one) for choice, one in zip(self.plan, avals)]
+
+    def renewed(self, old: Found, new: Found, counter: Any) -> Found:
         """What the loop keeps after one more turn."""
-        kept: list[Any] = []
-        pairs = zip(self.shaped(old), self.shaped(new))
-        for choice, spot, (before, after) in zip(self.plan, self.spots, pairs):
-            if before is None or after is None:
-                continue
-            count = choice.states_at(spot)
-            if choice.reduce is not None:
-                own = spot.geometry.own
-                kept += choice.reduce.merge(own, before[:count], after[:count])
-            kept += [
-                _stored(held, value, counter, choice.iterations)
-                for held, value in zip(before[count:], after[count:])
-            ]
-        return kept
 
-    def ended(self, by_row: "Part", flat: Sequence[Any], counter: Any) -> Found:
+        def kept(choice: Choice, before: Recorded, after: Recorded) -> Recorded:
+            states = on_each(Reduced.merge, before.states, after.states)
+            stored = functools.partial(_stored, counter, choice.iterations)
+            return Recorded(states, *jax.tree.map(stored, before[1:], after[1:]))
+
+        each = zip(self.plan, old, new)
+        return [one and more and kept(choice, one, more) for choice, one, more in each]
+
+    def ended(self, by_row: "Part", found: Found, counter: Any) -> Found:
         """What comes out in the end: states with rows together, then the count."""
-        found = by_row.flagged(flat, counter)
-        for n, (asked, choice) in enumerate(zip(self.plan, by_row.plan)):
-            if asked.reduce is not None and choice is not asked:
-                spot, values = self.spots[n], found[n] or []
-                count, own = asked.states_at(spot), spot.geometry.own
-                rows = choice.reduce.rows if choice.reduce else 0
-                states = asked.reduce.joined(own, values[:count], rows)
-                found[n] = [*states, *values[count:]]
-        return found
+
+        def together(asked: Choice, choice: Choice, one: Recorded) -> Recorded:
+            if asked.reduce is None or choice.reduce is None:
+                return one
+            states, known = one.states, enumerate(choice.reduce.apart)
+            unknown = range(len(choice.reduce.rows) - len(asked.reduce.rows))
+            over = [*unknown, *(n for n, x in known if x not in asked.reduce.apart)]
+            for place in reversed(over):
+                total = functools.partial(Reduced.total, start=place, stop=place + 1)
+                states = on_each(total, states)
+            return one._replace(states=states)
+
+        trios = zip(self.plan, by_row.plan, found)
+        whole = [one and together(asked, choice, one) for asked, choice, one in trios]
+        return self.flagged(whole, counter)
+
+
+class Rewritten(NamedTuple):
+    """A body that takes what is fed, too, and gives what comes out.
+
+    Attributes:
+        jaxpr: Closed; after its results it gives what comes out, in one list.
+        num_outs: How many results there are.
+        tree: The structure of what comes out.
+    """
+
+    jaxpr: Any
+    num_outs: int
+    tree: Any
+
+    def split(self, outs: Sequence[Any]) -> tuple[list[Any], Found]:
+        """Its results, and what came out, from all that it gave."""
+        own, rest = outs[: self.num_outs], outs[self.num_outs :]
+        return list(own), self.tree.unflatten(rest)
 
 
 def _buffer(aval: Any, size: int, rows: int) -> Any:
@@ -209,7 +261,7 @@ def _buffer(aval: Any, size: int, rows: int) -> Any:
     return jnp.stack([zeros] * size, axis=rows)  # after the rows of a mapped loop
 
 
-def _stored(old: Any, value: Any, counter: Any, size: int) -> Any:
+def _stored(counter: Any, size: int, old: Any, value: Any) -> Any:
     """What is kept of a value after one more turn."""
     if not size:
         return value
@@ -229,14 +281,46 @@ class Adding(NamedTuple):
         """The arrays as they go into a function with a rule of its own."""
         return list(arrays)
 
-    def places(self, outer: int) -> list[int | None]:
+    def places(self, spot: Spot) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""
-        return [outer] * self.width
+        return list(map(spot.place, spot.has))
 
     def added(self, values: list[Any], arrays: Sequence[Any]) -> list[Any]:
         """The operands of a tap with the arrays added to them."""
         fed = [value + more for value, more in zip(values, arrays)]
         return fed + values[len(fed) :]
+
+
+class Guarding(NamedTuple):
+    """Whether the branch is taken that a mark is in, and the number of the branch."""
+
+    number: int
+    width = 1
+
+    def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
+        """The condition, as it goes into a function with a rule of its own."""
+        return list(arrays)
+
+    def places(self, spot: Spot) -> list[int | None]:
+        """It is the same in all iterations."""
+        return [None]
+
+    def guarded(
+        self, primitive: Any, params: dict[str, Any], values: list[Any], mask: Any
+    ) -> list[Any]:
+        """What a mark gives that knows whether its branch is taken."""
+        *leaves, ticket = values
+        own = {**params, "branches": (self.number, *params.get("branches", ()))}
+        if primitive is tap_p:
+            maps = params["maps"]
+            own["maps"] = tuple(
+                one._replace(mapped=(*one.mapped, False)) for one in maps
+            )
+            *out, _, ticket = primitive.bind(*values, mask, **own)
+            return [*out, ticket]
+        if primitive is gradient_p:
+            leaves = [jnp.where(mask, x, jnp.zeros_like(x)) for x in leaves]
+        return primitive.bind(*leaves, ticket, **own)
 
 
 class Axes(NamedTuple):
@@ -287,9 +371,10 @@ class Editing(NamedTuple):
         """How many arrays there are."""
         return len(self.axes)
 
-    def places(self, outer: int) -> list[int | None]:
+    def places(self, spot: Spot) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""
-        found = [(outer if axes.rows else 0, axes.loops) for axes in self.axes]
+        place = spot.place(spot.has[0])  # all leaves have the same, where one may edit
+        found = [(place if axes.rows else 0, axes.loops) for axes in self.axes]
         return [place if loops else None for place, loops in found]
 
     def edited(
@@ -310,13 +395,14 @@ class Editing(NamedTuple):
             def base(*leaves: Any) -> list[Any]:
                 out = self._applied(label.tree, leaves, arrays)
                 if keep:
-                    out = edit_p.bind(*out, ticket, label=label, rows=0, recipe=())
+                    own = {**params, "maps": (), "recipe": ()}
+                    out = edit_p.bind(*out, ticket, **own)
                 return out
 
             return derived(base, recipe, label.tree.num_leaves).call(*operands)
 
         ins = [0 if axes.rows else None for axes in self.axes]
-        for _ in range(params["rows"]):
+        for _ in range(rows_of(params["maps"])):
             call = jax.vmap(call, in_axes=(0, ins))
         return call(list(values[:-1]), list(arrays))
 

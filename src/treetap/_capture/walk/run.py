@@ -26,14 +26,16 @@ from treetap._capture.walk.plans import (
     Choice,
     Editing,
     Found,
+    Guarding,
     Part,
-    flat_found,
+    Recorded,
+    Rewritten,
     is_inexact,
 )
 from treetap._capture.walk.spots import Spot
 from treetap._capture.walk.survey import Survey, Taps, survey
 
-_rewritten: JaxprCache[Any] = JaxprCache()
+_rewritten: JaxprCache[Rewritten] = JaxprCache()
 
 
 class Walk(NamedTuple):
@@ -95,20 +97,20 @@ class Walk(NamedTuple):
         step = Step(primitive, params, values, parts, self)
         return OPERATIONS[primitive.name].run(step)
 
-    def rewritten(self, part: Part) -> Any:
-        """A body as a closed jaxpr that takes what is fed and gives what comes out."""
+    def rewritten(self, part: Part) -> Rewritten:
+        """A body that takes what is fed, too, and gives what comes out."""
         body, unfed = part.body, part._replace(feeds=())
         fed = tuple(jax.typeof(value) for value in part.fed)
 
-        def made() -> Any:
+        def made() -> Rewritten:
             count = len(body.jaxpr.invars)
 
-            def fn(*values: Any) -> list[Any]:
-                outs, found = self.run(unfed.feeding(values[count:]), values[:count])
-                return [*outs, *flat_found(found)]
+            def fn(*values: Any) -> tuple[list[Any], Found]:
+                return self.run(unfed.feeding(values[count:]), values[:count])
 
             avals = [var.aval for var in body.jaxpr.invars]
-            return jax_compat.traced(fn, [*avals, *fed])
+            jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals, *fed)
+            return Rewritten(jaxpr, len(shapes[0]), jax.tree.structure(shapes[1]))
 
         key = (self, part.plan, fed, jax.sharding.get_abstract_mesh())
         return _rewritten.get(body.jaxpr, key, made)
@@ -120,6 +122,8 @@ class Walk(NamedTuple):
         if feed is not None:
             if isinstance(choice.feed, Editing):
                 return values, choice.feed.edited(params, values, feed, self.keep)
+            if isinstance(choice.feed, Guarding):
+                return values, choice.feed.guarded(primitive, params, values, feed[0])
             if isinstance(choice.feed, Adding):
                 values = choice.feed.added(values, feed)
         if self.keep:  # it stays in, for a capture further out
@@ -133,15 +137,15 @@ def _numbers(values: Sequence[Any]) -> list[Any]:
     return [value for value in values if is_inexact(value)]
 
 
-def recorded(primitive: Any, values: Sequence[Any], choice: Choice, spot: Spot) -> Any:
-    """What comes out of the operands of a tap: states, leaves, flags; or None."""
+def recorded(
+    primitive: Any, values: Sequence[Any], choice: Choice, spot: Spot
+) -> Recorded | None:
+    """What comes out of the operands of a tap; or None."""
     if not choice.is_heard:
         return None
-    count = len(spot.geometry.own)
+    count = len(spot.own)
     leaves, guards = list(values[:count]), list(values[count:])
     if primitive is gradient_p:
         guards = []  # what follows the leaves is the ticket
-    kept = leaves if choice.record else []
-    if choice.reduce is None:
-        return kept + guards
-    return [*choice.reduce.measure(leaves, guards), *kept, *guards]
+    states = choice.reduce and choice.reduce.measure(leaves, guards, spot)
+    return Recorded(states, leaves if choice.record else [], guards)

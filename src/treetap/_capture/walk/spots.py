@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spots: the taps of a jaxpr, as the walk knows them.
 
-A spot is three things, which are of use to different readers:
-
-- its `Identity`: what the value is, and where in the model it is (who hears it);
-- its `Geometry`: what arrays come out for it, and which of their axes are whose (who
-  takes the arrays apart);
-- its `Flow`: which tap a cotangent belongs to, and on which ways out its ticket goes
-  (who brings the two together; see `marks` for tickets).
+A `Spot` says three things, which are of use to different readers: what the value is and
+where in the model it is (who hears it); what arrays come out for it, and which of their
+axes are whose (who takes the arrays apart); and its `Flow`: which tap a cotangent
+belongs to, and on which ways out its ticket goes (who brings the two together; see
+`marks` for tickets).
 
 A spot is as seen from one jaxpr. Seen from outside an operation that holds the jaxpr,
 the same tap has more scopes, may have one more axis or flag, and its ticket comes and
 goes by operands and results of the operation.
 
-*Axes.* Read from the front, a value that comes out has the axes of mappings (`vmap`)
-further out than the jaxpr, then those of loops and shards, outermost first, then its
-own, of which the first may be of mappings inside the jaxpr. `outer` counts the first
-group; so an operation that adds an axis puts it at `outer`. How many mappings there are
-between a tap and a jaxpr the name stacks say, how many in all the tap itself (`rows`):
-the difference is `outer`, and each operation on the way out takes off those that its
-name stack speaks of.
+*Axes.* The `levels` of a spot are the mappings, loops and shards that it is in, the
+outermost first. An array that comes out for it has, in front and in this order, the
+axes of some of them: `has` says of which, for each leaf. A loop gives its axis to
+everything that comes out of it. A mapping gives it to what it maps, as the tap itself
+has noted (`marks.Mapping`); nothing is read from shapes.
+
+Where does a loop belong among the mappings? Some of these are further out than the
+loop: `outer` counts them, as seen from the body, and the loop is the next level. A tap
+knows how many mappings it is in. How many of them are between the tap and its jaxpr,
+the name stacks on the way say, where JAX leaves a mark for each; the others are further
+out. Each operation on the way out takes off those that its own name stack speaks of.
+
+Under mappings a `while` may have a condition for each row, and rows that end one by
+one. Then JAX gives all that the loop carries the axes of these rows, and so it is with
+what comes out.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,28 +37,130 @@ import jax
 from treetap._capture.edit_points import edit_p
 from treetap._capture.marks import Label, again_p, gradient_p, tap_p
 from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.statistics.reduced import arranged
+from treetap._core.errors import CaptureError
 
 MARKS = (tap_p, gradient_p, again_p, edit_p)
 
 
-class Identity(NamedTuple):
-    """What a spot is, and where in the model.
+class Axis(NamedTuple):
+    """An axis that a value has in front of its own.
+
+    Attributes:
+        kind: What gave it: `"vmap"`, `"scan"`, `"shard_map"` or `"while"`.
+        size: How many places there are along it.
+        name: What it was called, or None.
+    """
+
+    kind: str
+    size: int
+    name: str | None = None
+
+
+UNKEPT = -1  # the size of an axis of iterations that nobody asked for
+Has = tuple[bool, ...]  # for each level, whether an array has its axis
+
+
+def _numbers(has: Has) -> list[int]:
+    """The levels that an array has."""
+    return [n for n, flag in enumerate(has) if flag]
+
+
+class Wrap(NamedTuple):
+    """What an operation does to the values that come out of it.
+
+    Attributes:
+        name: The operation.
+        size: Of the axis that it adds; None if it adds none.
+        flag: What follows a value: `"taken"` or `"count"`; or empty.
+        rows: Of a loop whose rows end one by one: how many there are.
+    """
+
+    name: str
+    size: int | None
+    flag: str
+    rows: tuple[int, ...] = ()
+
+
+class Flow(NamedTuple):
+    """Where the ticket of a spot comes from, and where it goes.
+
+    A variable may hold the tickets of several taps: JAX lets branches share what they
+    keep for the way back, and each puts its own in.
+
+    Attributes:
+        of: For a gradient, the spot of its value, if that is in the same jaxpr; more
+            than one if it cannot be told which.
+        sources: For a gradient, the inputs that may bring the ticket of its value.
+        tickets: For a tap, the outputs that take its ticket out.
+    """
+
+    of: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+    tickets: tuple[int, ...] = ()
+
+    def shifted(self, base: int, first: int) -> "Flow":
+        """The same for one of more spots, and operands that are inputs."""
+        of = tuple(base + n for n in self.of)
+        return Flow(of, tuple(first + n for n in self.sources), self.tickets)
+
+
+class Spot(NamedTuple):
+    """A tap in a jaxpr: see the module's text.
 
     Attributes:
         label: What its tap says of the value.
-        order: How often it was differentiated.
         scopes: The names of the scopes around it, outermost first.
+        own: Types of its leaves at the tap itself.
+        bases: Shapes of its leaves without any axes in front.
+        has: For each leaf, which levels give it an axis.
+        levels: The mappings, loops and shards around it, outermost first.
+        outer: How many of these are mappings further out than the jaxpr.
+        moved: Which leaves were differentiated, each time.
         leaves: For a gradient, which leaves of the value it belongs to.
         is_again: Whether it is a tap's value computed again, or the gradient of one.
         is_edit: Whether it is where a value may be edited; its tap comes before.
+        wraps: The operations around it that shape its value, outermost first.
+        flags: What is said of its value: `"taken"` or `"count"`, the innermost first.
+        flags_have: For each flag, which levels give it an axis.
+        flow: Where its ticket comes from, and where it goes.
+        branches: Which branches of the `cond`s around it is in, outermost first.
     """
 
     label: Label
-    order: int
     scopes: tuple[str, ...]
+    own: tuple[Any, ...]
+    bases: tuple[tuple[int, ...], ...]
+    has: tuple[Has, ...]
+    levels: tuple[Axis, ...] = ()
+    outer: int = 0
+    moved: tuple[tuple[int, ...], ...] = ()
     leaves: tuple[int, ...] | None = None
     is_again: bool = False
     is_edit: bool = False
+    wraps: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    flags_have: tuple[Has, ...] = ()
+    flow: Flow = Flow()
+    branches: tuple[int, ...] = ()
+
+    def is_of(self, other: "Spot") -> bool:
+        """Whether it may belong to a tap that its ticket may come from.
+
+        A variable holds tickets of several taps only if these are in different
+        branches. The way back goes through the same branches as the way there.
+        """
+        return self.label == other.label and self.branches == other.branches
+
+    @property
+    def name(self) -> str:
+        """What its value is called."""
+        return self.label.name
+
+    @property
+    def order(self) -> int:
+        """How often it was differentiated."""
+        return len(self.moved)
 
     @property
     def is_gradient(self) -> bool:
@@ -62,99 +172,80 @@ class Identity(NamedTuple):
         """Whether this is a value, told for the first time."""
         return self.leaves is None and not (self.is_again or self.is_edit)
 
-
-class Wrap(NamedTuple):
-    """What an operation does to the values that come out of it.
-
-    Attributes:
-        name: The operation.
-        size: Of the axis that it adds; None if it adds none.
-        flag: What follows a value: `"taken"` or `"count"`; or empty.
-    """
-
-    name: str
-    size: int | None
-    flag: str
-
-
-class Geometry(NamedTuple):
-    """What comes out for a spot.
-
-    Attributes:
-        avals: Types of its values: the leaves, then one for each flag.
-        own: Types of the leaves at the tap itself.
-        outer: How many of its first axes are of mappings further out than the jaxpr.
-        rows: How many of its own first axes are of mappings.
-        wraps: The operations around it that shape its value, outermost first.
-        sizes: Of the axes that these add, outermost first.
-        flags: What follows the leaves: `"taken"` or `"count"`.
-    """
-
-    avals: tuple[Any, ...]
-    own: tuple[Any, ...]
-    outer: int = 0
-    rows: int = 0
-    wraps: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
-    flags: tuple[str, ...] = ()
-
-    def wrapped(self, wrap: Wrap, is_gradient: bool) -> "Geometry":
-        """The same as seen from outside an operation; cotangents have no flags."""
-        avals, sizes, flags = self.avals, self.sizes, self.flags
-        if wrap.size is not None:
-            sizes = wrap.size, *sizes
-            avals = tuple(_with_axis(aval, wrap.size, self.outer) for aval in avals)
-        if wrap.flag and not is_gradient:
-            kind = bool if wrap.flag == "taken" else "int32"
-            avals = (*avals, jax.ShapeDtypeStruct((), kind))
-            flags = (*flags, wrap.flag)
-        wraps = wrap.name, *self.wraps
-        return Geometry(avals, self.own, self.outer, self.rows, wraps, sizes, flags)
-
-
-def _with_axis(aval: Any, size: int, outer: int) -> Any:
-    place = min(outer, len(aval.shape))
-    shape = (*aval.shape[:place], size, *aval.shape[place:])
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
-class Flow(NamedTuple):
-    """Where the ticket of a spot comes from, and where it goes.
-
-    Attributes:
-        of: For a gradient, the spot of its value, if that is in the same jaxpr.
-        source: For a gradient, the input that brings the ticket of its value.
-        tickets: For a tap, the outputs that take its ticket out.
-    """
-
-    of: int | None = None
-    source: int | None = None
-    tickets: tuple[int, ...] = ()
-
-    def moved(self, base: int, first: int) -> "Flow":
-        """The same for one of more spots, and an operand that is an input."""
-        of, source, tickets = self
-        if of is not None:
-            return Flow(of=base + of)
-        return Flow(None, None if source is None else first + source, tickets)
-
-
-class Spot(NamedTuple):
-    """A tap in a jaxpr: see the module's text."""
-
-    identity: Identity
-    geometry: Geometry
-    flow: Flow = Flow()
-
     @property
-    def name(self) -> str:
-        """What its value is called."""
-        return self.identity.label.name
+    def avals(self) -> tuple[Any, ...]:
+        """Types of its leaves as they come out."""
+        return tuple(
+            jax.ShapeDtypeStruct((*self.front(has), *base), own.dtype)
+            if hasattr(own, "dtype")
+            else own
+            for own, has, base in zip(self.own, self.has, self.bases)
+        )
 
-    def wrapped(self, wrap: Wrap) -> "Spot":
-        """The spot as seen from outside an operation that adds an axis or a flag."""
-        geometry = self.geometry.wrapped(wrap, self.identity.is_gradient)
-        return Spot(self.identity, geometry, self.flow)
+    def front(self, has: Has) -> tuple[int, ...]:
+        """The sizes of the axes that an array has in front."""
+        return tuple(self.levels[n].size for n in _numbers(has))
+
+    def axes(self) -> tuple[tuple[Axis, ...], ...]:
+        """For each leaf the axes it has in front."""
+        return tuple(tuple(self.levels[n] for n in _numbers(has)) for has in self.has)
+
+    def place(self, has: Has) -> int:
+        """Where the axis of an operation around belongs in an array."""
+        return sum(has[: self.outer])
+
+    def wrapped(self, wrap: Wrap, number: int = 0) -> "Spot":
+        """The spot as seen from outside an operation; cotangents have no flags.
+
+        Args:
+            wrap: What the operation does.
+            number: Of the body that the spot is in.
+        """
+        if wrap.flag == "taken":
+            self = self._replace(branches=(number, *self.branches))  # noqa: PLW0642 - what follows is about it
+        rows = self.row_levels(wrap.rows)
+        of_rows = tuple(n in rows for n in range(len(self.levels)))
+        has, flags, flags_have = self.has, self.flags, self.flags_have
+        if rows:
+            has, flags_have = (
+                tuple(tuple(map(max, one, of_rows)) for one in held)
+                for held in (has, flags_have)
+            )
+        if wrap.flag and not self.is_gradient:
+            flags, flags_have = (*flags, wrap.flag), (*flags_have, of_rows)
+        spot = self._replace(
+            wraps=(wrap.name, *self.wraps), has=has, flags=flags, flags_have=flags_have
+        )
+        if wrap.size is not None:
+            return spot._within(Axis(wrap.name, wrap.size), True)
+        # A place for the iterations that may be kept.
+        is_loop = wrap.flag == "count"
+        return spot._within(Axis(wrap.name, UNKEPT), False) if is_loop else spot
+
+    def _within(self, axis: Axis, is_there: bool) -> "Spot":
+        """The same in one more level, of which all arrays have the axis, or none."""
+        place = self.outer
+
+        def more(has: Has) -> Has:
+            return (*has[:place], is_there, *has[place:])
+
+        return self._replace(
+            levels=(*self.levels[:place], axis, *self.levels[place:]),
+            has=tuple(map(more, self.has)),
+            flags_have=tuple(map(more, self.flags_have)),
+        )
+
+    def keeping(self, iterations: int) -> "Spot":
+        """The same with an axis for the iterations of a `while` that are kept."""
+        loops = [axis.size == UNKEPT for axis in self.levels]
+        if not iterations or not any(loops):
+            return self
+        levels = tuple(
+            axis._replace(size=iterations) if flag else axis
+            for axis, flag in zip(self.levels, loops)
+        )
+        has = tuple(tuple(map(max, one, loops)) for one in self.has)
+        return self._replace(levels=levels, has=has)
 
     def seen_from(self, scopes: tuple[str, ...], mappings: int, flow: Flow) -> "Spot":
         """The spot as seen from outside an operation.
@@ -164,32 +255,80 @@ class Spot(NamedTuple):
             mappings: How many mappings its name stack speaks of.
             flow: Where the ticket comes from and goes, out there.
         """
-        identity, geometry = self.identity, self.geometry
-        if scopes:
-            identity = identity._replace(scopes=(*scopes, *identity.scopes))
-        if mappings and geometry.outer:
-            geometry = geometry._replace(outer=max(0, geometry.outer - mappings))
-        return Spot(identity, geometry, flow)
+        outer = max(0, self.outer - mappings)
+        return self._replace(scopes=(*scopes, *self.scopes), outer=outer, flow=flow)
+
+    # The rows of a loop under mappings.
+
+    def row_levels(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Which levels the rows of a loop are of, that the spot is in the body of.
+
+        JAX tells their numbers alone. Where these fit several mappings it is an error.
+        """
+        sizes = [axis.size for axis in self.levels[: self.outer]]
+        if len(sizes) < len(rows):
+            return ()  # a value of whose mappings nothing is known
+        fitting = [
+            levels
+            for levels in itertools.combinations(range(len(sizes)), len(rows))
+            if [sizes[n] for n in levels] == list(rows)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        raise CaptureError(
+            f"{self.name!r} is in a `while` loop whose {list(rows)} rows end one by "
+            f"one, inside mappings of {sizes} rows. Which of them these are cannot be "
+            "told. Give the mappings different sizes, or map the same things in all."
+        )
+
+    def rows_first(self, value: Any, has: Has, rows: Sequence[int]) -> Any:
+        """An array with the axes of rows first; repeated along those it has not."""
+        held = _numbers(has)
+        wanted = [*rows, *(n for n in held if n not in rows)]
+        return arranged(value, held, wanted, [self.levels[n].size for n in wanted])
+
+    def rows_back(
+        self, value: Any, has: Has, rows: Sequence[int], iterations: int
+    ) -> Any:
+        """An array with the axes of rows first, and then of iterations, in order."""
+        rest = [n for n in _numbers(has) if n not in rows]
+        kept = [self.outer - 0.5] if iterations else []  # further out than the body
+        held: list[Any] = [*rows, *kept, *rest]
+        return arranged(value, held, sorted(held))
 
 
 def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     """The spot of a single tap, by its operands: variables or values."""
-    label, rows = params["label"], params["rows"]
-    outer = max(0, rows - mappings_in(name_stack))
-    avals = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
-    flags: tuple[str, ...] = ()
-    if primitive is tap_p:
-        own = avals[: label.tree.num_leaves]
-        flags = ("taken",) * (len(avals) - len(own))
-    else:
-        own = avals = avals[:-1]  # the last one is the ticket
-    is_edit = primitive is edit_p
-    identity = Identity(
+    label, maps = params["label"], params["maps"]
+    own = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
+    count = label.tree.num_leaves if primitive is tap_p else len(own) - 1
+    # After the leaves of a tap come its guards, after those of others the ticket.
+    guards = len(own) - count if primitive is tap_p else 0
+    is_edit = primitive is edit_p  # all operands of which are mapped alike
+    has = [
+        tuple(one.mapped[0 if is_edit else n] for one in reversed(maps))
+        for n in range(count + guards)
+    ]
+    bases = [aval.shape[sum(each) :] for aval, each in zip(own, has)]
+    return Spot(
         label,
-        params.get("order", 0),
         scopes_in(name_stack),
-        None if primitive is tap_p or is_edit else params.get("leaves"),
+        own[:count],
+        tuple(bases[:count]),
+        tuple(has[:count]),
+        tuple(Axis("vmap", one.size, one.name) for one in reversed(maps)),
+        max(0, len(maps) - mappings_in(name_stack)),
+        params.get("moved", ()),
+        params.get("leaves"),
         primitive is again_p or params.get("is_again", False),
         is_edit,
+        branches=params.get("branches", ()),
+        flags=("taken",) * guards,
+        flags_have=tuple(has[count:]),
     )
-    return Spot(identity, Geometry(avals, own, outer, rows, flags=flags))
+
+
+def plain_spot(label: Label, scopes: tuple[str, ...], own: tuple[Any, ...]) -> Spot:
+    """The spot of a value of whose axes nothing is known, or that has none."""
+    shapes = tuple(getattr(value, "shape", ()) for value in own)
+    return Spot(label, scopes, own, shapes, ((),) * len(own))

@@ -13,13 +13,13 @@ other values. Who walks says which (see `run.Walk`).
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from jax.extend.core import Literal, Primitive
 
-from treetap._capture.marks import linear_p
+from treetap._capture.marks import is_like_ticket, linear_p
 from treetap._capture.name_stacks import mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
@@ -78,9 +78,9 @@ class Taps(Survey):
 
     def __init__(self, jaxpr: Any):
         super().__init__(jaxpr)
-        # Variables that hold a ticket, by spot, and those an input is handed on in.
-        self._tickets: dict[Any, int] = {}
-        self._inputs = {var: n for n, var in enumerate(jaxpr.invars)}
+        # By variable, the spots whose tickets it may hold, and the inputs it may be.
+        self._tickets: dict[Any, set[int]] = {}
+        self._inputs = {var: {n} for n, var in enumerate(jaxpr.invars)}
         for n, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive in MARKS:
                 self.taps[n] = len(self.spots)
@@ -90,10 +90,10 @@ class Taps(Survey):
                 self.inner[n] = [self._add_body(eqn, *one) for one in found]
             self._follow(eqn)
         for n, var in enumerate(jaxpr.outvars):
-            if _is_var(var) and var in self._tickets:
-                spot = self.spots[self._tickets[var]]
+            for place in self._tickets.get(var, ()) if _is_var(var) else ():
+                spot = self.spots[place]
                 flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
-                self.spots[self._tickets[var]] = spot._replace(flow=flow)
+                self.spots[place] = spot._replace(flow=flow)
 
     @functools.cached_property
     def is_forward(self) -> bool:
@@ -101,18 +101,18 @@ class Taps(Survey):
         return jax_compat.holds(self._jaxpr(), linear_p)
 
     def handed_on(self) -> list[tuple[int, int]]:
-        """Outputs that are inputs: the number of each, and that of the input."""
+        """Outputs that may be inputs: the number of each, and that of the input."""
         jaxpr: Any = self._jaxpr()
         pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
-        return [(n, self._inputs[var]) for n, var in pairs if var in self._inputs]
+        return [(n, m) for n, var in pairs for m in self._inputs.get(var, ())]
 
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
         spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
-        if spot.identity.is_tap:
-            self._tickets[eqn.outvars[-1]] = len(self.spots)
+        if spot.is_tap:
+            self._tickets[eqn.outvars[-1]] = {len(self.spots)}
         else:
-            spot = spot._replace(flow=self._flow_from(eqn.invars[-1]))
+            spot = self._from(spot, [eqn.invars[-1]])
         self.spots.append(spot)
 
     def _add_body(
@@ -123,36 +123,42 @@ class Taps(Survey):
         stack = eqn.source_info.name_stack
         scopes, mappings = scopes_in(stack), mappings_in(stack)
         for spot in seen:
-            flow = Flow()
-            if spot.flow.of is not None:
-                flow = Flow(of=base + spot.flow.of)
-            elif spot.flow.source is not None:
-                flow = self._flow_from(eqn.invars[body.first + spot.flow.source])
+            flow = Flow(of=tuple(base + n for n in spot.flow.of))
+            seen_here = spot.seen_from(scopes, mappings, flow)
+            if not flow.of and spot.flow.sources:
+                given = [eqn.invars[body.first + n] for n in spot.flow.sources]
+                seen_here = self._from(seen_here, given)
             for n in spot.flow.tickets:
-                self._tickets[eqn.outvars[n]] = len(self.spots)
-            self.spots.append(spot.seen_from(scopes, mappings, flow))
+                self._tickets.setdefault(eqn.outvars[n], set()).add(len(self.spots))
+            self.spots.append(seen_here)
         return Inner(body, own, slice(base, len(self.spots)))
 
-    def _flow_from(self, var: Any) -> Flow:
-        """Where a ticket comes from that a variable holds: a spot here, or an input."""
-        if not _is_var(var):
-            return Flow()
-        return Flow(self._tickets.get(var), self._inputs.get(var))
+    def _from(self, spot: Spot, given: Sequence[Any]) -> Spot:
+        """A spot with where its ticket comes from: a spot here, or else inputs."""
+        held = [var for var in given if _is_var(var)]
+        places = {n for var in held for n in self._tickets.get(var, ())}
+        of = tuple(n for n in sorted(places) if spot.is_of(self.spots[n]))
+        sources = {n for var in held for n in self._inputs.get(var, ())}
+        return spot._replace(flow=Flow(of, () if of else tuple(sorted(sources))))
 
     def _follow(self, eqn: Any) -> None:
         """Notes tickets that go on in another shape, or through an operation."""
-        pairs: list[tuple[Any, Any]] = []
-        if len(eqn.invars) == len(eqn.outvars) == 1:
-            pairs.append((eqn.invars[0], eqn.outvars[0]))
-        for body in bodies_of(eqn.primitive, eqn.params):
-            handed = taps_in(body.jaxpr)._inputs
-            for var, new in zip(body.jaxpr.outvars, eqn.outvars):
-                if _is_var(var) and var in handed:
-                    pairs.append((eqn.invars[body.first + handed[var]], new))
-        for old, new in pairs:
+        for old, new in self._pairs(eqn):
             for known in (self._tickets, self._inputs):
                 if _is_var(old) and old in known:
-                    known[new] = known[old]
+                    known[new] = known.get(new, set()) | known[old]
+
+    def _pairs(self, eqn: Any) -> Iterator[tuple[Any, Any]]:
+        """Operands of an equation that may be in its results, as tickets."""
+        if is_plain(eqn.primitive, eqn.params):
+            # What JAX does with tickets on the way: it selects, slices, broadcasts.
+            for new in eqn.outvars:
+                if is_like_ticket(new.aval):
+                    yield from ((old, new) for old in eqn.invars)
+        for body in bodies_of(eqn.primitive, eqn.params):
+            for n, m in taps_in(body.jaxpr).handed_on():
+                if n < len(eqn.outvars):
+                    yield eqn.invars[body.first + m], eqn.outvars[n]
 
 
 def _is_var(atom: Any) -> bool:
@@ -210,9 +216,12 @@ def spots_below(
     if not any(found):
         return []
     wrap = operation.wrap(params)
+    if wrap is None:
+        return [(body, own, own) for body, own in zip(bodies, found)]
+    pairs = enumerate(zip(bodies, found))
     return [
-        (body, own, own if wrap is None else [spot.wrapped(wrap) for spot in own])
-        for body, own in zip(bodies, found)
+        (body, own, [spot.wrapped(wrap, number) for spot in own])
+        for number, (body, own) in pairs
     ]
 
 

@@ -8,7 +8,7 @@ or NaNs (`FINITENESS`), by iteration and shard, and of the few values that are t
 question more (`DETAIL`). `origins` finds out from this where what is bad began.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,9 @@ from treetap._capture.statistics.reduced import Reduction
 from treetap._capture.statistics.reducers import Reducer, flat_places
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
-from treetap._capture.walk.plans import Choice, Part, is_inexact
+from treetap._capture.walk.plans import Choice, Part, Recorded, is_inexact
 from treetap._capture.walk.run import Walk
-from treetap._capture.walk.spots import Flow, Geometry, Identity, Spot, Wrap
+from treetap._capture.walk.spots import Flow, Wrap, plain_spot
 from treetap._capture.walk.survey import Inner, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
@@ -67,7 +67,7 @@ class EveryValue(Survey):
         self.places.update((var, (place, k)) for k, var in enumerate(found))
         label = Label(name, None, "equation", jax.tree.structure(0))
         own = tuple(var.aval for var in found)
-        self.spots.append(Spot(Identity(label, 0, scopes), Geometry(own, own)))
+        self.spots.append(plain_spot(label, scopes, own))
         return place
 
     def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Inner:
@@ -147,6 +147,13 @@ DETAIL = Reduction((("detail", Reducer(_detail, _first_bad_detail)),))
 Found = list[list[Any] | None]
 
 
+def _states(recorded: Recorded | None) -> list[Any] | None:
+    """The state of each value of a spot."""
+    if recorded is None:
+        return None
+    return [each.states[0] for each in recorded.states or () if each is not None]
+
+
 def search(
     body: Body, reduction: Reduction, places: Collection[int] | None = None
 ) -> Callable[..., Found]:
@@ -166,14 +173,8 @@ def search(
     plan = tuple(choice if n in chosen else NOTHING for n in range(len(spots)))
     part = Part(body, spots, plan, [None] * len(spots))
 
-    def states(spot: Spot, found: Sequence[Any] | None) -> list[Any] | None:
-        if found is None:
-            return None
-        flat = found[: choice.states_at(spot)]
-        return [one.states[0] for one in reduction.shaped(spot.geometry.own, flat)]
-
     def run(*values: Any) -> Found:
         _, found = Walk(look=EveryValue).run(part, list(values))
-        return list(map(states, spots, found))
+        return list(map(_states, found))
 
     return jax.jit(run)

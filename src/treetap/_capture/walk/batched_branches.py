@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What JAX is asked to do differently with programs that have marks.
+
+Two of JAX's own rules would lose what a mark is to tell, and each has an addition here.
+Both do nothing where there are no marks.
+
+*Branches under `vmap`.* With a condition for each row JAX runs all branches for all
+rows and selects: there is no branch any more, and nothing says which rows took it. So
+before JAX does that, each mark in a branch is given the number of its branch, and a tap
+the condition as one more operand: the mask of the rows that took it. Cotangents of
+other rows are zeros: what JAX computes for them is of no meaning, as branches share
+what they keep for the way back.
+
+*Loops that are differentiated.* JAX computes what is the same for all iterations once,
+before the loop. A tap among it would lose the loop's axis and the scopes around. So a
+tap says that it cannot be computed there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core.primitives import cond_p
+from jax.interpreters import batching
+from jax.interpreters import partial_eval as pe
+
+from treetap._capture.marks import tap_p
+from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import body_of
+from treetap._capture.walk.jaxpr_cache import JaxprCache
+from treetap._capture.walk.plans import Choice, Guarding, Part
+from treetap._capture.walk.run import Walk
+from treetap._capture.walk.survey import taps_in
+
+_guarded: JaxprCache[Any] = JaxprCache()
+_batch_cond = batching.fancy_primitive_batchers[cond_p]
+
+
+def _with_guards(branch: Any, number: int, count: int) -> Any:
+    """A branch that takes the conditions of all branches, and heeds its own."""
+    body = body_of(branch)
+    spots = taps_in(body.jaxpr).spots
+
+    def made() -> Any:
+        feed = Guarding(number)
+        plan = tuple(Choice(False, None if x.is_edit else feed) for x in spots)
+        inputs = len(body.jaxpr.invars)
+
+        def fn(*values: Any) -> list[Any]:
+            mask = values[inputs + number]
+            feeds = [None if choice.feed is None else [mask] for choice in plan]
+            part = Part(body, spots, plan, feeds)
+            return Walk(keep=True).run(part, list(values[:inputs]))[0]
+
+        masks = [jax.ShapeDtypeStruct((), bool)] * count
+        avals = [var.aval for var in body.jaxpr.invars]
+        return jax_compat.like(branch, jax_compat.traced(fn, [*avals, *masks]))
+
+    return _guarded.get(body.jaxpr, (number, count), made)
+
+
+def _batch_branches(
+    axis: Any, values: Any, dims: Any, *, branches: Any, **params: Any
+) -> Any:
+    """The rule of JAX, with masks for marks where all branches will run."""
+    is_mapped = dims[0] is not None and "branches_platforms" not in params
+    if is_mapped and any(taps_in(body_of(one).jaxpr).spots for one in branches):
+        count = len(branches)
+        masks = [jnp.equal(values[0], n) for n in range(count)]
+        values, dims = [*values, *masks], [*dims, *[dims[0]] * count]
+        branches = tuple(_with_guards(x, n, count) for n, x in enumerate(branches))
+    return _batch_cond(axis, values, dims, branches=branches, **params)
+
+
+def _stay_in_loop(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Partial evaluation of a tap: known if its operands are, but in its loop."""
+    if jax_compat.is_hoisting():
+        tracers = tuple(map(trace.instantiate_const, tracers))
+    return trace.default_process_primitive(tap_p, tracers, params)
+
+
+batching.fancy_primitive_batchers[cond_p] = _batch_branches
+pe.custom_partial_eval_rules[tap_p] = _stay_in_loop

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs give in a capture what a slow interpreter says they must.
+
+See `random_programs`. Values and their axes, gradients, which branches were taken, how
+often loops ran, and the results of the programs are compared.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import treetap as tt
+from random_programs import Maker, Program, Rule, TooClose
+
+TOLERANCE = 3e-4
+LARGE = 1e3
+
+
+def close(found, wanted):
+    wanted = np.asarray(wanted)
+    scale = 1 + np.max(np.abs(wanted), initial=0)
+    return np.shape(found) == wanted.shape and np.allclose(
+        found, wanted, rtol=0, atol=TOLERANCE * scale
+    )
+
+
+def filled(by_index, axes):
+    """Arrays by row and iteration as one array, and where there are some."""
+    sizes = tuple(size for _, _, size in axes)
+    first = next(iter(by_index.values()))
+    full = np.zeros((*sizes, *np.shape(first)))
+    there = np.zeros(sizes, bool)
+    for index, value in by_index.items():
+        full[index], there[index] = value, True
+    return full, there
+
+
+def fits(found, full, there, axes, kept, *, summed=()):
+    """Whether an array is that of all rows, with only the axes that are kept.
+
+    Along others all rows must be alike, or are summed.
+    """
+    found = np.asarray(found)
+    if summed:
+        full = full.sum(tuple(summed), keepdims=True)
+        there = there.any(tuple(summed), keepdims=True)
+        full = np.broadcast_to(full, (*[s for *_, s in axes], *full.shape[len(axes) :]))
+        there = np.broadcast_to(there, [s for *_, s in axes])
+    own = full.shape[len(axes) :]
+    if found.shape != (*[axes[n][2] for n in kept], *own):
+        return False
+    dropped = [n for n in range(len(axes)) if n not in kept]
+    spread = np.expand_dims(found, dropped)
+    wanted = full[there]
+    return close(np.broadcast_to(spread, full.shape)[there], wanted)
+
+
+def kept_choices(axes, kinds=("vmap",)):
+    """Axes that a value may have: those of `vmap` only where rows differ."""
+    mapped = [n for n, (_, kind, _) in enumerate(axes) if kind in kinds]
+    for count in range(len(mapped) + 1):
+        for dropped in itertools.combinations(mapped, count):
+            yield [n for n in range(len(axes)) if n not in dropped]
+
+
+def check_site(site, note):
+    """A site is what the slow interpreter noted."""
+    axes, rows = note.axes, list(note.leaves)
+    leaves, tree = jax.tree.flatten(site.value)
+    there = filled(dict.fromkeys(rows, 0.0), axes)[1]
+    for n, leaf in enumerate(leaves):
+        full, _ = filled({row: note.leaves[row][n] for row in rows}, axes)
+        assert any(
+            fits(leaf, full, there, axes, kept) for kept in kept_choices(axes)
+        ), f"value {n} of {site.text}: {np.asarray(leaf)}, wanted {full}"
+    check_flags(site, note, there)
+    if note.after is not None:
+        grads = tree.flatten_up_to(site.grad) if site.grad is not None else []
+        for n, grad in enumerate(grads or [None] * len(leaves)):
+            check_gradient(site, note, n, grad)
+    else:
+        assert not jax.tree.leaves(site.grad), f"{site.text} is not differentiated"
+
+
+def check_gradient(site, note, n, grad):
+    if grad is None:
+        assert n not in note.depends or note.in_rule, f"no gradient {n} of {site.text}"
+        return
+    axes = note.axes
+    full, there = filled({row: g[n] for row, g in note.grads.items()}, axes)
+    inner = range(note.after, len(axes))
+    shards = [n for n in inner if axes[n][1] == "shard_map"]
+    for kept in kept_choices(axes):
+        summed = [n for n in inner if n not in kept]
+        # A value that is the same on all shards has one gradient, the sum.
+        for more in ([], shards):
+            if fits(grad, full, there, axes, kept, summed=[*summed, *more]):
+                return
+    raise AssertionError(
+        f"gradient {n} of {site.text}: {np.asarray(grad)}, wanted {full}"
+    )
+
+
+def flag_fits(flag, full, there, axes):
+    """Whether a flag is that of all rows; it need not have axes inside its branch."""
+    choices = kept_choices(axes, ("vmap", "scan", "shard_map"))
+    return any(fits(flag, full, there, axes, kept) for kept in choices)
+
+
+def check_flags(site, note, there):
+    if not note.branches:
+        assert site.taken is None
+    elif site.taken is not None or not any(note.branches):
+        taken = np.asarray(site.taken).astype(float)
+        # Where `vmap` ran all branches only those that were taken must say so.
+        rows = there if any(note.branches) else np.ones(there.shape, bool)
+        assert flag_fits(taken, there.astype(float), rows, note.axes), (
+            f"taken of {site.text}: {taken}, wanted {there}"
+        )
+    if note.counts:
+        full, _ = filled(note.counts, note.axes)
+        assert flag_fits(site.count, full, there, note.axes), (
+            f"count of {site.text}: {site.count}, wanted {full}"
+        )
+
+
+def check(program: Program):
+    """Runs a program both ways; gives False where it is none to compare."""
+    try:
+        wanted, slow = program.slow()
+    except TooClose:
+        return False
+    if not all(np.all(np.abs(x) < LARGE) for x in slow.numbers(wanted)):
+        return False
+    try:
+        plain = program.fn()(*program.args)  # without anybody who listens
+    except (TypeError, ValueError):
+        # JAX cannot: a `custom_vjp` under `jvp`, or mapped branches on shards.
+        return False
+    for found, right in zip(jax.tree.leaves(plain), jax.tree.leaves(wanted)):
+        assert close(found, right), "the interpreter and JAX differ"
+    grads = any(note.depends and not note.in_rule for note in slow.notes.values())
+    observed = program.around(tt.observe(program.fn(), grads=grads))
+    try:
+        out, record = observed(*program.args)
+    except tt.CaptureError as error:
+        # A rule's own derivative goes forward: no one pass gives all gradients then.
+        if "has no gradient" not in str(error) or not program.body.holds(Rule):
+            raise
+        return False
+    for found, right in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
+        assert close(found, right), f"result {found}, wanted {right}"
+    counted = {}
+    texts = []
+    for name, call in program.body.taps():
+        number = counted[name] = counted.get(name, -1) + 1
+        texts.append(f"{name}#{number}" if number else name)
+        site = next(s for s in record if s.name == name and s.index == number)
+        note = slow.notes.get((name, call))
+        if note is None or not note.leaves:
+            may_run = program.body.is_inlined(name)
+            assert may_run or not np.any(site.taken), f"{site.text} was not taken"
+        else:
+            check_site(site, note)
+    assert sorted((s.name, s.index) for s in record) == sorted(
+        (text.split("#")[0], int((text + "#0").split("#")[1])) for text in texts
+    )
+    return True
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_captures_of_random_programs(data):
+    program = Maker(lambda options: data.draw(st.sampled_from(list(options)))).program()
+    assume(check(program))
