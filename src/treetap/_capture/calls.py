@@ -70,6 +70,12 @@ class Call:
             parts = self.parts.setdefault((order, leaf), {})
             if spot.is_again and True in parts:
                 raise self._refuse_parts("a `checkpoint` inside another")
+            if not spot.is_again and False in parts:
+                raise CaptureError(
+                    f"The value {self.label.name!r} has more than one gradient: its "
+                    "pullback is called more than once. Call the pullback once in the "
+                    "function that is observed, or with `jax.vmap` over cotangents."
+                )
             parts[spot.is_again] = value
             both = len(parts) > 1
             if known.setdefault(leaf, axes) != axes:

@@ -20,13 +20,15 @@ from treetap._capture.marks import Label, linear_p
 from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
-from treetap._capture.walk import jax_compat
+from treetap._capture.walk import batched_branches, jax_compat
 from treetap._capture.walk.operations import OPERATIONS
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk, recorded
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._capture.walk.survey import Inner, is_spotless, spots_below, taps_in
 from treetap._core.trace_level import Through
+
+batched_branches.register()  # before the first mark goes through a transform
 
 
 def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +52,9 @@ def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) 
         set_current_trace(listener),
         listening(asked),
     ):
-        return fn(*args, **kwargs)
+        out = fn(*args, **kwargs)
+        session.left(out)
+        return out
 
 
 def leave_marked(

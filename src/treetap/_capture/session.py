@@ -273,7 +273,9 @@ class Session:
     def remember(self, ticket: Any, known: "Sequence[Ticket]") -> None:
         """Knows from now on what a value stands for, which is a ticket."""
         held = self.tickets.setdefault(id(ticket), [])
-        held += [one._replace(value=ticket) for one in known]
+        # One may come on several ways: both operands of a `select` may bring it.
+        own = {(id(x.spot), id(x.call), id(x.fed)): x for x in (*held, *known)}
+        held[:] = [one._replace(value=ticket) for one in own.values()]
 
     def follow(self, primitive: Any, params: Any, ins: Any, outs: list[Any]) -> None:
         """Knows tickets again that an operation hands on, in whatever shape."""
@@ -298,6 +300,23 @@ class Session:
             if tickets and id(outs[n]) not in self.tickets:
                 outs[n] = _of_its_own(outs[n])
                 self.remember(outs[n], tickets)
+
+    def left(self, out: Any) -> None:
+        """Takes note of derivatives that leave a function undone, in its result.
+
+        A pullback or a linearization that is returned takes the tickets along, of the
+        values that it is the derivative of. Nobody will hear it.
+        """
+        held = [id(leaf) for leaf in jax.tree.leaves(out)] if self.tickets else []
+        for ticket in (one for key in held for one in self.tickets.get(key, ())):
+            if ticket.fed is not None:
+                raise CaptureError(
+                    f"edit: {ticket.spot.name!r} is edited, and a derivative through "
+                    "it is returned (a pullback or a linearization), which would be "
+                    "of the value without the edit. Call it inside of the edited "
+                    "function, and return what it gives."
+                )
+            self.unmatched.add(ticket.spot.name)
 
     def are_tickets(self, values: Sequence[Any]) -> bool:
         """Whether there is a ticket among values."""

@@ -149,8 +149,9 @@ class _Observation(Handler):
             if self.chosen is None:
                 return None
             raise _refuse_gradient(call)
+        orders = range(1, call.spot.order + 1)
         is_lost = self.session.is_forward or call.label.name in self.session.unmatched
-        if is_lost and not call.gradients:
+        if is_lost and any(n not in call.gradients for n in orders):
             raise _refuse_gradient(call)
 
         def tree(order: int, moved: tuple[int, ...]) -> Any:
@@ -163,8 +164,8 @@ class _Observation(Handler):
             ]
             return jax.tree.unflatten(call.label.tree, leaves)
 
-        orders = [tree(n, moved) for n, moved in enumerate(call.spot.moved, 1)]
-        return orders[0] if len(orders) == 1 else tuple(orders)
+        trees = tuple(tree(n, call.spot.moved[n - 1]) for n in orders)
+        return trees[0] if len(trees) == 1 else trees
 
 
 def _first_axes(call: Call) -> FirstAxes:

@@ -79,5 +79,7 @@ def _stay_in_loop(trace: Any, *tracers: Any, **params: Any) -> Any:
     return trace.default_process_primitive(tap_p, tracers, params)
 
 
-batching.fancy_primitive_batchers[cond_p] = _batch_branches
-pe.custom_partial_eval_rules[tap_p] = _stay_in_loop
+def register() -> None:
+    """Hands these rules to JAX."""
+    batching.fancy_primitive_batchers[cond_p] = _batch_branches
+    pe.custom_partial_eval_rules[tap_p] = _stay_in_loop

@@ -261,14 +261,18 @@ def zeros_like_aval(aval: Any) -> Any:
     return as_varying(zeros, tuple(axes)) if axes else zeros
 
 
+_HOISTING = ("_scan_known_hoisting", "_scan_partial_eval_custom")
+
+
 def is_hoisting() -> bool:
     """Whether JAX takes out of a loop what is the same in all iterations.
 
-    Nothing public says so. The function of JAX that does it is among the callers.
+    Nothing public says so. One of the two functions of JAX that do it is among the
+    callers. Should they have other names one day, tests of such loops fail.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_scan_known_hoisting":
+        if frame.f_code.co_name in _HOISTING:
             return True
         frame = frame.f_back
     return False

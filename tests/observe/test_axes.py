@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of captured values are those that transforms gave them, whatever they look like.
+
+So are the branches and pullbacks that a gradient belongs to.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treetap as tt
+
+ROWS = jnp.arange(3.0)
+
+
+def branching(x, flag):
+    def first(x):
+        return tt.tap(2 * x, "a") ** 2
+
+    def second(x):
+        return tt.tap(3 * x, "b") ** 3
+
+    return jax.lax.cond(flag, first, second, x)
+
+
+def kinds_of(site):
+    return [(axis.kind, axis.size) for axis in site.axes]
+
+
+@pytest.mark.parametrize("name", ["vmap", "transpose", "jvp", "@x", "vmap(x)"])
+def test_a_scope_of_any_name_means_nothing(name):
+    def fn(x):
+        with jax.named_scope(name):
+            return tt.tap(2 * x, "v")
+
+    _, record = tt.observe(fn)(ROWS)
+    assert kinds_of(record["v"]) == []
+    _, record = tt.observe(jax.vmap(fn))(ROWS)
+    assert kinds_of(record["v"]) == [("vmap", 3)]
+    grad = jax.grad(lambda x: jax.vmap(fn)(x).sum())
+    _, record = tt.observe(grad, grads=True)(ROWS)
+    assert kinds_of(record["v"]) == [("vmap", 3)]
+    assert record["v"].grad.tolist() == [1, 1, 1]
+
+
+def test_a_constant_of_the_size_of_the_batch_has_no_axis_of_it():
+    constant = jnp.array([1.0, 2.0, 3.0])
+
+    def fn(x):
+        return tt.tap({"x": x, "c": constant}, "v")["x"]
+
+    _, record = tt.observe(jax.vmap(fn))(ROWS)
+    assert {name: len(axes) for name, axes in record["v"].axes.items()} == {
+        "c": 0,
+        "x": 1,
+    }
+    assert record["v"].value["c"].shape == (3,)
+
+
+def test_axes_are_in_order_from_the_outside():
+    def step(carry, x):
+        return carry + jax.vmap(lambda y: tt.tap(x * y, "v"))(ROWS).sum(), None
+
+    def fn(x):
+        return jax.lax.scan(step, 0.0, x * jnp.ones(4))[0]
+
+    _, record = tt.observe(jax.vmap(fn, axis_name="i"))(jnp.ones(2))
+    assert record["v"].value.shape == (2, 4, 3)
+    assert kinds_of(record["v"]) == [("vmap", 2), ("scan", 4), ("vmap", 3)]
+    assert record["v"].axes[0].name == "i"
+
+
+WRAPS = {
+    "grad": jax.grad,
+    "jit of grad": lambda fn: jax.jit(jax.grad(fn)),
+    "grad of jit": lambda fn: jax.grad(jax.jit(fn)),
+    "grad of checkpoint": lambda fn: jax.grad(jax.checkpoint(fn)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_is_the_same_in_all_iterations_stays_in_its_loop(wrap):
+    class Inner(tt.Module):
+        def __call__(self, w):
+            return tt.tap(jnp.sin(w), "v")
+
+    class Outer(tt.Module):
+        def __init__(self):
+            self.inner = Inner()
+
+        def __call__(self, w):
+            def step(carry, _):
+                return carry * self.inner(w), None
+
+            return jax.lax.scan(step, 1.0, None, length=3)[0]
+
+    model = Outer()
+    fn = WRAPS[wrap](lambda w, model: model(w))
+    _, record = tt.observe(fn, "**:v", grads=True)(0.5, model)
+    (site,) = record
+    assert "/".join(map(str, site.path)).endswith("inner")
+    assert kinds_of(site) == [("scan", 3)]
+    assert site.value == pytest.approx(np.full(3, np.sin(0.5)))
+    assert site.grad == pytest.approx(np.full(3, np.sin(0.5) ** 2))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_gradients_in_branches(flag):
+    _, record = tt.observe(jax.grad(branching), grads=True)(1.0, flag)
+    taken, other = ("a", "b") if flag else ("b", "a")
+    assert bool(record[taken].taken)
+    assert record[taken].grad == (4.0 if flag else 27.0)
+    assert not bool(record[other].taken)
+    assert record[other].grad == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_in_branches_of_rows(compiled):
+    fn = jax.vmap(jax.grad(branching))
+    x, flags = jnp.array([1.0, 2.0, 3.0]), jnp.array([True, False, True])
+    _, record = tt.observe(jax.jit(fn) if compiled else fn, grads=True)(x, flags)
+    assert record["a"].taken.tolist() == [True, False, True]
+    assert record["a"].grad.tolist() == [4, 0, 12]
+    assert record["b"].taken.tolist() == [False, True, False]
+    assert record["b"].grad.tolist() == [0, 3 * 6**2, 0]
+
+
+def test_gradients_in_branches_of_a_checkpointed_loop():
+    def loss(x):
+        def step(x, flag):
+            return branching(x, flag), None
+
+        return jax.lax.scan(step, x, jnp.array([True, False]))[0]
+
+    _, record = tt.observe(jax.grad(jax.checkpoint(loss)), grads=True)(1.0)
+    assert record["a"].taken.tolist() == [True, False]
+    assert record["b"].taken.tolist() == [False, True]
+    after = 4.0  # what the first iteration gives
+    slope = 3 * (3 * after) ** 2
+    assert record["b"].grad.tolist() == [0, slope]
+    assert record["a"].grad.tolist() == [slope * 3 * 2 * 2, 0]
+
+
+def test_an_edit_in_one_branch_leaves_the_other():
+    edited = tt.edit(jax.grad(branching), {"a": tt.edits.scale(3.0)})
+    assert edited(1.0, False) == jax.grad(branching)(1.0, False)
+    assert edited(1.0, True) == 3 * 3 * 2 * 2 * 2
+
+
+def square_with_pullback(x):
+    return jax.vjp(lambda x: 2 * tt.tap(x * x, "v"), x)
+
+
+def test_a_pullback_that_is_called_twice_is_refused():
+    def twice(x):
+        _, pull = square_with_pullback(x)
+        return pull(1.0), pull(3.0)
+
+    with pytest.raises(tt.CaptureError, match=r"'v' has more than one gradient.*once"):
+        tt.observe(twice, grads=True)(2.0)
+
+    def mapped(x):
+        _, pull = square_with_pullback(x)
+        return jax.vmap(pull)(jnp.array([1.0, 3.0]))
+
+    _, record = tt.observe(mapped, grads=True)(2.0)
+    assert record["v"].grad.tolist() == [2, 6]
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_a_derivative_that_is_returned_is_refused(wrap):
+    def linearized(x):
+        return jax.linearize(lambda x: 2 * tt.tap(x * x, "v"), x)
+
+    for fn in (square_with_pullback, linearized):
+        with pytest.raises(tt.CaptureError, match="'v' is edited, and a derivative"):
+            tt.edit(wrap(fn), {"v": tt.edits.scale(2.0)})(2.0)
+    with pytest.raises(tt.CaptureError, match="v has no gradient"):
+        tt.observe(wrap(square_with_pullback), grads=True)(2.0)
+    _, record = tt.observe(wrap(square_with_pullback))(2.0)
+    assert record["v"].value == 4
+
+
+def test_a_second_gradient_that_nobody_computes_is_refused():
+    def loss(x):
+        return tt.tap(x**3, "v") ** 2
+
+    twice = jax.grad(lambda x: jax.grad(loss)(x))
+    _, record = tt.observe(twice, grads=True)(2.0)
+    assert [float(x) for x in record["v"].grad] == [16, 24]
+    with pytest.raises(tt.CaptureError, match="v has no gradient"):
+        tt.observe(lambda x: jax.jvp(jax.grad(loss), (x,), (1.0,)), grads=True)(2.0)
+
+
+def test_an_edit_of_one_iteration_of_what_is_the_same_in_all():
+    def fn(w):
+        def step(carry, _):
+            return carry * tt.tap(jnp.sin(w), "v"), None
+
+        return jax.lax.scan(step, 1.0, None, length=3)[0]
+
+    edited = tt.edit(jax.grad(fn), {"v": tt.edits.scale(2.0).at(1)})
+    assert edited(0.5) == pytest.approx(2 * jax.grad(fn)(0.5))
