@@ -61,7 +61,7 @@ def test_the_number_of_parts_costs_nothing():
     """A file of rules may say any number; only the tensor says what there is."""
     many = 10**15
     step = tensor("a").part(many - 1, of=many).steps[0]
-    assert step.before((2, 3)) == (2 * many, 3)
+    assert step.pieces((2, 3)) == [({}, (2 * many, 3))]
 
 
 def test_part_after_rearrange_takes_what_is_interleaved():

@@ -263,8 +263,8 @@ class _Match:
         if not isinstance(last, Gathered) or not last.is_new or last.axis != 0:
             return ()
         layers: list[tuple[str, Callable[[], np.ndarray]]] = []
-        for label, shape in last.pieces(self.entry.shape):
-            bound = {**self._source.bound, str(last.field): label}
+        for more, shape in last.pieces(self.entry.shape):
+            bound = {**self._source.bound, **more}
             first, _ = self._piece(next(needs(steps, shape, bound))[0])
             read = functools.partial(assembled, steps, shape, bound, self._read)
             layers.append((first.text, read))

@@ -85,7 +85,7 @@ def save_record(
             entry["dtype"] = array.dtype.name
             array = array[..., None].view(np.uint8)
         about.append(entry)
-        tensors[leaf.text] = np.require(array, requirements="C")
+        tensors[leaf.text] = array
     told = {"version": VERSION, "sites": sites, "leaves": about}
     texts[ABOUT] = json.dumps(told, separators=(",", ":"))
     write_tensors(file, tensors, texts, name)

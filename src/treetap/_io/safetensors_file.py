@@ -382,7 +382,8 @@ def write_tensors(
 
     with written_whole(path, name) as beside:
         try:
-            save_file(dict(tensors), beside, dict(metadata))
+            whole = {n: np.require(a, requirements="C") for n, a in tensors.items()}
+            save_file(whole, beside, dict(metadata))
         except SafetensorError as error:
             raise OSError(
                 f"{name}: {path} could not be written: {error}. What was there before "

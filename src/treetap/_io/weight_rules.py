@@ -29,6 +29,15 @@ Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merge
 
 
 # Steps.
+#
+# Each says what it needs and undoes itself:
+#
+# - `pieces(after)`: the tensors that a value of some shape is made of: what each binds
+#   of the names in braces, and its shape;
+# - `join(arrays, after)`: the value, from the file to the model;
+# - `split(array)`: the tensors, from the model to the file.
+
+Pieces = Sequence[tuple[Bound, Shape]]
 
 
 class Misfit(Exception):
@@ -56,18 +65,18 @@ class Transposed:
             raise Misfit(f"{self} is for {len(self.axes)} axes, and there are {count}")
         return self.axes or tuple(reversed(range(count)))
 
-    def before(self, after: Shape) -> Shape:
-        """The shape that the step starts from."""
-        lengths = dict(zip(self.order(len(after)), after))
-        return tuple(lengths[axis] for axis in range(len(after)))
+    def pieces(self, after: Shape) -> Pieces:
+        """The tensor, its axes turned back."""
+        back = np.argsort(self.order(len(after)))
+        return [({}, tuple(after[place] for place in back))]
 
-    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
-        return array.transpose(self.order(len(after)))
+        return arrays[0].transpose(self.order(len(after)))
 
-    def backward(self, array: np.ndarray) -> np.ndarray:
+    def split(self, array: np.ndarray) -> list[np.ndarray]:
         """From the model to the file."""
-        return array.transpose(np.argsort(self.order(array.ndim)))
+        return [array.transpose(np.argsort(self.order(array.ndim)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,44 +98,47 @@ class Rearranged:
             raise Misfit(f"{self} gives {len(self.right)} axes, and {after} is wanted")
         found = dict(self.sizes)
         for length, group in zip(after, self.right):
-            known = math.prod(found[name] for name in group if name in found)
-            unknown = [name for name in group if name not in found]
-            if unknown:
-                found[unknown[0]], rest = divmod(length, known)
-            else:
-                rest = length - known
-            if rest:
+            known = math.prod(found.get(name, 1) for name in group)
+            for name in group:  # at most one is unknown
+                if name not in found:
+                    found[name] = length // known
+                    known *= found[name]
+            if known != length:
                 raise Misfit(f"{self} cannot give an axis of {length} in {after}")
         return found
 
-    def before(self, after: Shape) -> Shape:
-        """The shape that the step starts from."""
+    def pieces(self, after: Shape) -> Pieces:
+        """The tensor, with the axes of the left side."""
         lengths = self.lengths(after)
-        return tuple(math.prod(lengths[n] for n in group) for group in self.left)
+        return [
+            ({}, tuple(math.prod(lengths[n] for n in group) for group in self.left))
+        ]
 
-    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
-        return _moved(array, self.left, self.right, self.lengths(after), after)
+        return _moved(arrays[0], self.left, self.right, self.lengths(after))
 
-    def backward(self, array: np.ndarray) -> np.ndarray:
+    def split(self, array: np.ndarray) -> list[np.ndarray]:
         """From the model to the file."""
-        lengths, before = self.lengths(array.shape), self.before(array.shape)
-        return _moved(array, self.right, self.left, lengths, before)
+        return [_moved(array, self.right, self.left, self.lengths(array.shape))]
 
 
 def _moved(
-    array: np.ndarray, old: Groups, new: Groups, lengths: dict[str, int], shape: Shape
+    array: np.ndarray, old: Groups, new: Groups, lengths: dict[str, int]
 ) -> np.ndarray:
     """An array with its axes taken apart, reordered and merged."""
-    start = [name for group in old for name in group]
-    end = [name for group in new for name in group]
+    start, end = sum(old, ()), sum(new, ())
     apart = array.reshape([lengths[name] for name in start])
-    return apart.transpose([start.index(name) for name in end]).reshape(shape)
+    merged = [math.prod(lengths[name] for name in group) for group in new]
+    return apart.transpose([start.index(name) for name in end]).reshape(merged)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several pieces that lie one after the other along an axis."""
+    """One of several pieces that lie one after the other along an axis.
+
+    From the model to the file there is no `split`: a part waits for the others.
+    """
 
     index: int
     of: int | tuple[int, ...]
@@ -149,19 +161,19 @@ class Part:
             return length * self.index, length, length * self.of
         return sum(self.of[: self.index]), self.of[self.index], sum(self.of)
 
-    def before(self, after: Shape) -> Shape:
-        """The shape of all pieces together."""
+    def pieces(self, after: Shape) -> Pieces:
+        """The tensor of all pieces together."""
         axis = _axis_in(self.axis, after, self)
         _, length, total = self.extent(after[axis])
         if length != after[axis]:
             raise Misfit(f"{self} gives {length} at axis {axis} of {after}")
-        return (*after[:axis], total, *after[axis + 1 :])
+        return [({}, (*after[:axis], total, *after[axis + 1 :]))]
 
-    def forward(self, array: np.ndarray, after: Shape) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
         axis = _axis_in(self.axis, after, self)
         start, length, _ = self.extent(after[axis])
-        return array[(slice(None),) * axis + (slice(start, start + length),)]
+        return arrays[0][(slice(None),) * axis + (slice(start, start + length),)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +188,30 @@ class Gathered:
 
     def __str__(self) -> str:
         given = {"over": self.over, "axis": self.axis, "sizes": self.sizes}
-        given = {key: value for key, value in given.items() if value is not None}
         shown = [repr(self.field)] if self.field else []
-        shown += [f"{key}={value}" for key, value in given.items()]
+        shown += [f"{key}={value}" for key, value in given.items() if value is not None]
         return f".{'stack' if self.is_new else 'concat'}({', '.join(shown)})"
 
-    def pieces(self, after: Shape) -> list[tuple[str, Shape]]:
-        """What each tensor is told by, and its shape."""
+    def pieces(self, after: Shape) -> Pieces:
+        """Each of the tensors."""
         axis = _axis_in(self.axis, after, self)
         start, length, end = after[:axis], after[axis], after[axis + 1 :]
-        if self.is_new and length > MOST:
+        labels = self.over or ()
+        if not self.is_new:
+            sizes = self.sizes or (length // len(labels),) * len(labels)
+            if sum(sizes) != length:
+                raise Misfit(f"{self} cannot give an axis of {length} in {after}")
+            shapes = [(*start, size, *end) for size in sizes]
+        elif length > MOST:
             raise Misfit(f"{self} would be {length} tensors at axis {axis} of {after}")
-        if self.is_new:
-            labels = self.over or tuple(map(str, range(length)))
+        else:
+            labels = labels or tuple(map(str, range(length)))
             if len(labels) != length or not labels:
                 raise Misfit(f"{self} gives {len(labels)} at axis {axis} of {after}")
-            return [(label, start + end) for label in labels]
-        labels = self.over or ()
-        sizes = self.sizes or (length // len(labels),) * len(labels)
-        if sum(sizes) != length:
-            raise Misfit(f"{self} cannot give an axis of {length} in {after}")
-        return [(label, (*start, size, *end)) for label, size in zip(labels, sizes)]
+            shapes = [start + end] * length
+        return [({str(self.field): n}, shape) for n, shape in zip(labels, shapes)]
 
-    def join(self, arrays: list[np.ndarray], after: Shape) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
         axis = _axis_in(self.axis, after, self)
         return np.stack(arrays, axis) if self.is_new else np.concatenate(arrays, axis)
@@ -223,11 +236,8 @@ def needs(
         yield bound, shape
         return
     *first, last = steps
-    if not isinstance(last, Gathered):
-        yield from needs(first, last.before(shape), bound)
-        return
-    for label, piece in last.pieces(shape):
-        yield from needs(first, piece, {**bound, str(last.field): label})
+    for more, piece in last.pieces(shape):
+        yield from needs(first, piece, {**bound, **more})
 
 
 def assembled(
@@ -240,12 +250,9 @@ def assembled(
     if not steps:
         return read(bound)
     *first, last = steps
-    if not isinstance(last, Gathered):
-        inner = assembled(first, last.before(shape), bound, read)
-        return last.forward(inner, shape)
     arrays = [
-        assembled(first, piece, {**bound, str(last.field): label}, read)
-        for label, piece in last.pieces(shape)
+        assembled(first, piece, {**bound, **more}, read)
+        for more, piece in last.pieces(shape)
     ]
     return last.join(arrays, shape)
 

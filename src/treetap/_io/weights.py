@@ -49,10 +49,8 @@ from treetap._io.targets import (
 )
 from treetap._io.weight_rules import (
     Bound,
-    Gathered,
     Misfit,
     Part,
-    Rearranged,
     Rules,
     Shape,
     Source,
@@ -108,7 +106,7 @@ def save_weights(
         if reason := _no_value(target.raw):
             problems.append(f"{target.text} {reason}")
         else:
-            array = _on_host(target)
+            array = np.asarray(without_ref(target.raw), target.dtype)
             outgoing.add(found.find(target.path), array, show_path(target.path))
     outgoing.finish()
     problems += outgoing.problems
@@ -119,11 +117,8 @@ def save_weights(
             + section("rules that no Variable matched", [*map(shown, found.unmatched)])
             + "\nChoose what is saved with `only=`, where and how with `rules=`."
         )
-    tensors = {
-        key: np.require(array, requirements="C")
-        for key, array in outgoing.tensors.items()
-    }
-    write_tensors(file, tensors, {"format": "pt", **(metadata or {})}, name)
+    texts = {"format": "pt", **(metadata or {})}
+    write_tensors(file, outgoing.tensors, texts, name)
 
 
 def _no_value(raw: Any) -> str:
@@ -134,18 +129,19 @@ def _no_value(raw: Any) -> str:
     return reason
 
 
-def _on_host(target: Target) -> np.ndarray:
-    return np.asarray(without_ref(target.raw), target.dtype)
+class _Parts(NamedTuple):
+    """Parts of one tensor, cut in one way, that wait for the others.
 
+    Attributes:
+        whole: What is left to undo once the parts are one.
+        cut: How it is cut, along an axis from 0.
+        known: By number of the part: who gives it, the value, and the shape that the
+            whole would have.
+    """
 
-class _Cut(NamedTuple):
-    """Which parts belong together: of one tensor, cut in one way."""
-
-    names: tuple[str, ...]
-    steps: tuple[Step, ...]
-    bound: tuple[tuple[str, str], ...]
-    of: int | tuple[int, ...]
-    axis: int
+    whole: Source
+    cut: Part
+    known: dict[int, tuple[str, np.ndarray, Shape]]
 
 
 class OutgoingTensors:
@@ -155,8 +151,7 @@ class OutgoingTensors:
         self.tensors: dict[str, np.ndarray] = {}
         self.problems: list[str] = []
         self._givers: dict[str, tuple[str, bool]] = {}
-        # What is left to undo once the parts are one, and the parts by number.
-        self._parts: dict[_Cut, tuple[Source, dict[int, tuple[str, np.ndarray]]]] = {}
+        self._parts: dict[Any, _Parts] = {}
 
     def add(self, source: Source, array: np.ndarray, path: str) -> None:
         """Takes a value apart into its tensors; parts wait for the others."""
@@ -174,22 +169,25 @@ class OutgoingTensors:
             return
         *first, last = source.tensor.steps
         earlier = source._replace(tensor=replace(source.tensor, steps=tuple(first)))
-        if isinstance(last, Gathered):
-            pieces = last.pieces(array.shape)
-            for (label, _), piece in zip(pieces, last.split(array)):
-                bound = {**source.bound, str(last.field): label}
-                self._put(earlier._replace(bound=bound), piece, path)
-        elif isinstance(last, Part):
-            bound = tuple(sorted(source.bound.items()))
-            axis = last.axis % array.ndim
-            cut = _Cut(source.tensor.names, tuple(first), bound, last.of, axis)
-            _, known = self._parts.setdefault(cut, (earlier, {}))
-            if last.index in known and not _equal(known[last.index][1], array):
-                other = known[last.index][0]
-                self.problems.append(f"{path} and {other} are one part, and differ")
-            known[last.index] = (path, array)
-        else:
-            self._put(earlier, last.backward(array), path)
+        if isinstance(last, Part):
+            self._wait(earlier, last, array, path)
+            return
+        pieces = last.pieces(array.shape)
+        for (more, _), piece in zip(pieces, last.split(array)):
+            bound = {**source.bound, **more}
+            self._put(earlier._replace(bound=bound), piece, path)
+
+    def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
+        """Takes a part, which is told apart from those of other tensors and cuts."""
+        cut = _cut_of(part, array.ndim)
+        bound = tuple(sorted(whole.bound.items()))
+        key = whole.tensor.names, whole.tensor.steps, bound, cut
+        known = self._parts.setdefault(key, _Parts(whole, cut, {})).known
+        if part.index in known and not _equal(known[part.index][1], array):
+            other = known[part.index][0]
+            self.problems.append(f"{path} and {other} are one part, and differ")
+        [(_, shape)] = part.pieces(array.shape)
+        known[part.index] = (path, array, shape)
 
     def _keep(self, source: Source, array: np.ndarray, path: str) -> None:
         """Takes a whole tensor; one that is there already must be given by a rule."""
@@ -209,32 +207,25 @@ class OutgoingTensors:
 
     def finish(self) -> None:
         """Puts the parts together."""
-        for cut, (source, known) in self._parts.items():
-            givers = ", ".join(path for path, _ in known.values())
-            name = source.names(source.bound)[0] if not cut.steps else cut.names[0]
-            count = cut.of if isinstance(cut.of, int) else len(cut.of)
-            absent = [index for index in range(count) if index not in known]
-            arrays = [known[index][1] for index in sorted(known)]
+        for whole, cut, known in self._parts.values():
+            givers = ", ".join(path for path, *_ in known.values())
+            tensor = whole.tensor
+            name = tensor.names[0] if tensor.steps else whole.names(whole.bound)[0]
+            absent = [index for index in range(cut.count) if index not in known]
+            kinds = {(array.dtype, shape) for _, array, shape in known.values()}
             if absent:
                 self.problems.append(
                     f"{name!r}: no Variable gives part {absent} of {cut.of}; "
                     f"the others come from {givers}"
                 )
-            elif len({_kind(array, cut) for array in arrays}) > 1:
+            elif len(kinds) > 1:
                 self.problems.append(
                     f"{name!r}: its parts {givers} differ in shape or dtype"
                 )
             else:
-                self._put(source, np.concatenate(arrays, cut.axis), givers)
+                arrays = [known[index][1] for index in sorted(known)]
+                self._put(whole, np.concatenate(arrays, cut.axis), givers)
         self._parts.clear()
-
-
-def _kind(array: np.ndarray, cut: _Cut) -> Any:
-    """What parts of one tensor must have in common."""
-    shape = list(array.shape)
-    if not isinstance(cut.of, int):
-        shape[cut.axis] = -1
-    return array.dtype, tuple(shape)
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
@@ -352,12 +343,14 @@ class LoadPlan:
             return
         absent: list[str] = []
         before = len(self.problems)
+        use, index = _use_of(tensor.steps, target.shape)
         for bound, shape in wanted:
             stored = self.lookup(source, bound)
             if stored is None:
                 absent.append(source.names(bound)[0])
             else:
-                self.use(stored.name, tensor, len(target.shape))
+                uses = self.uses.setdefault(stored.name, {})
+                uses.setdefault(use, set()).add(index)
                 self.check(target, stored, shape, tensor)
         if absent:
             may_be = tensor.is_optional and len(absent) == len(wanted)
@@ -365,13 +358,6 @@ class LoadPlan:
                 self.missing.append((target, absent))
         elif len(self.problems) == before:
             self.ready.append((target, source))
-
-    def use(self, name: str, tensor: Tensor, rank: int) -> None:
-        """Notes that a tensor, or a part of it, is wanted."""
-        cut, index = _cut(tensor, rank)
-        indices = self.uses.setdefault(name, {}).setdefault(cut, set())
-        if index is not None:
-            indices.add(index)
 
     def check(
         self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
@@ -404,11 +390,7 @@ class LoadPlan:
         for name in self.stored:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 continue
-            uses = self.uses.get(name)
-            if uses is None:
-                found.append(name)
-            elif None not in uses:
-                found += _left_over(name, uses)
+            found += _left_over(name, self.uses.get(name))
         return found
 
     def values(self, path: Any) -> list[tuple[Path, Any]]:
@@ -445,28 +427,31 @@ class _LostValues(Exception):
     """A conversion would lose a number, not just round it."""
 
 
-def _cut(tensor: Tensor, rank: int) -> tuple[Any, int | None]:
-    """How a Tensor is cut, and which part it is; None for one that is taken whole."""
-    for place in reversed(range(len(tensor.steps))):
-        step = tensor.steps[place]
-        if isinstance(step, Part):
-            return (tensor.steps[:place], step.of, step.axis % rank), step.index
-        if isinstance(step, Rearranged):
-            rank = len(step.left)
-        elif isinstance(step, Gathered) and step.is_new:
-            rank -= 1
-    return None, None
+def _cut_of(part: Part, rank: int) -> Part:
+    """How a tensor is cut: the same for all its parts."""
+    return replace(part, index=0, axis=part.axis % rank)
 
 
-def _left_over(name: str, uses: dict[Any, set[int]]) -> list[str]:
-    """The parts of a tensor that nobody wants; none if some cut uses all of them."""
+def _use_of(steps: Sequence[Step], shape: Shape) -> tuple[Any, int]:
+    """Where and how a tensor is cut, None if it is not; and which part is taken."""
+    while steps:
+        *steps, last = steps
+        if isinstance(last, Part):
+            return (tuple(steps), _cut_of(last, len(shape))), last.index
+        _, shape = last.pieces(shape)[0]
+    return None, 0
+
+
+def _left_over(name: str, uses: Mapping[Any, set[int]] | None) -> list[str]:
+    """What of a tensor nobody wants: all of it, parts, or nothing."""
+    if uses is None:
+        return [name]
     rests: list[str] = []
-    for (_, of, _), indices in uses.items():
-        count = of if isinstance(of, int) else len(of)
-        rest = sorted(set(range(count)) - indices)
+    for use, indices in uses.items():
+        rest = sorted({*range(use[1].count)} - indices) if use else []
         if not rest:
             return []
-        rests.append(f"{name} (part {', '.join(map(str, rest))} of {of})")
+        rests.append(f"{name} (part {', '.join(map(str, rest))} of {use[1].of})")
     return rests
 
 
