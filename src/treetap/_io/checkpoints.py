@@ -32,8 +32,7 @@ from treetap._core.trees.split import merge
 from treetap._core.trees.state import nested
 from treetap._core.variables.values import is_ref, without_ref
 from treetap._core.variables.variable import Variable
-from treetap._core.wording import words_of
-from treetap._io.files import require_path
+from treetap._io.files import needing, refusing, require_path
 from treetap._io.record_descriptions import is_key
 from treetap._io.targets import (
     NUMBERS,
@@ -95,12 +94,8 @@ def _names_of(keys: Any) -> Names:
 
 
 def _orbax(name: str) -> ModuleType:
-    try:
+    with needing("Orbax", "orbax", name):
         import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError(
-            f"{name} needs Orbax, which is not installed: `pip install treetap[orbax]`."
-        ) from error
     return orbax.checkpoint
 
 
@@ -279,12 +274,8 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
         order = [found[_names_of(keys)] for keys, _ in pairs]
         requests = [_request(leaves[index], name) for index in order]
         args = ocp.args.StandardRestore(structure.unflatten(requests))
-        try:
+        with refusing(f"{name}: {place} is broken", ValueError, OSError):
             restored = checkpointer.restore(place, args=args)
-        except (ValueError, OSError) as error:
-            raise WeightsError(
-                f"{name}: {place} is broken: {words_of(error)}"
-            ) from error
     values: dict[int, Any] = dict(zip(order, jax.tree.leaves(restored), strict=True))
     return tree.rebuilt(
         _finished(values[i], leaf, name) for i, leaf in enumerate(leaves)

@@ -4,7 +4,8 @@
 Paths are checked first, before anything is read or written. What was written is in the
 memory of the operating system until `to_disk`; a folder has to be told, too, so that
 new names in it outlive a loss of power. `written_whole` replaces a file in one step, or
-leaves it alone.
+leaves it alone. What other libraries raise becomes an error of this one in `refusing`,
+for what is read, and in `needing`, for a package that is not there.
 """
 
 import contextlib
@@ -14,6 +15,42 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from typing import Any
+
+from treetap._core.errors import WeightsError
+from treetap._core.wording import words_of
+
+
+@contextlib.contextmanager
+def refusing(what: str, *errors: type[Exception], end: str = "") -> Iterator[None]:
+    """A block that reads a file: errors in it mean that the file is refused.
+
+    Args:
+        what: Public name, file, and what is wrong with it; the error's words follow.
+        errors: What the block may raise.
+        end: What ends the message.
+    """
+    try:
+        yield
+    except errors as error:
+        raise WeightsError(f"{what}: {words_of(error)}{end}") from error
+
+
+@contextlib.contextmanager
+def needing(package: str, extra: str, name: str) -> Iterator[None]:
+    """A block that imports a package which an extra brings.
+
+    Args:
+        package: As people call it.
+        extra: What to install.
+        name: The public function that needs it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs {package}, which is not installed: "
+            f"`pip install treetap[{extra}]`."
+        ) from error
 
 
 def require_path(path: Any, name: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from treetap._core.errors import CaptureError, WeightsError
 from treetap._core.wording import shown
-from treetap._io.files import require_path
+from treetap._io.files import refusing, require_path
 from treetap._io.record_descriptions import (
     DTYPES,
     Leaf,
@@ -163,7 +163,8 @@ def record_in(
         name: The public function at work, for messages.
     """
     about = json_object(text, path, name)
-    try:
+    what = f"{name}: {path} is broken, or not a Record"
+    with refusing(what, Malformed, RecursionError, end="."):
         if about.get("version") != VERSION:
             raise Malformed("it was written by another version of this library")
         entries = wanted(about.get("leaves"), list, "the list of leaves")
@@ -173,10 +174,6 @@ def record_in(
             raise Malformed("two of its leaves are the same tensor")
         leaves = [_leaf(entry, stored, made, name) for entry in entries]
         return rebuilt(about.get("sites"), leaves)
-    except (Malformed, RecursionError) as error:
-        raise WeightsError(
-            f"{name}: {path} is broken, or not a Record: {error}."
-        ) from error
 
 
 def _leaf(

@@ -23,7 +23,7 @@ import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.wording import first_few, quoted, words_of
-from treetap._io.files import require_path, written_whole
+from treetap._io.files import refusing, require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -256,14 +256,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def json_object(text: str | bytes, file: Any, name: str) -> dict[str, Any]:
     """An object from JSON, whatever the text is."""
-    try:
+    what = f"{name}: {file} is broken: it has no readable JSON"
+    with refusing(what, ValueError, RecursionError, end="."):
         parsed = json.loads(text, object_pairs_hook=_unique)
         if not isinstance(parsed, dict):
             raise ValueError(f"it is a {type(parsed).__name__}, not an object")
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{name}: {file} is broken: it has no readable JSON: {words_of(error)}."
-        ) from error
     return parsed
 
 

@@ -11,7 +11,7 @@ axes of the value in the Record, so a shard's own index says where it belongs.
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from treetap._core.errors import WeightsError
-from treetap._core.wording import quoted, shown, words_of
+from treetap._core.wording import quoted, shown
+from treetap._io.files import needing, refusing
 from treetap._io.record_descriptions import DTYPES
 from treetap._io.store.contents import Column, row_shape
 
@@ -29,13 +30,8 @@ PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
 
 def tensorstore_for(name: str) -> ModuleType:
     """The package that reads and writes the arrays."""
-    try:
+    with needing("tensorstore", "store", name):
         import tensorstore
-    except ImportError as error:
-        raise ImportError(
-            f"{name} needs tensorstore, which is not installed: "
-            "`pip install treetap[store]`."
-        ) from error
     return tensorstore
 
 
@@ -84,34 +80,29 @@ def opened(
     """An array that is there, and is what the column says."""
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
         raise WeightsError(f"{name}: {folder} is a link that leads elsewhere.")
-    _refuse_size(column, column.chunk, lambda: f"{name}: a chunk")
-    try:
+    _refuse_size(column, column.chunk, f"{name}: a chunk")
+    where = f"{name}: the array of {shown(column.text)}"
+    what = f"{where} is broken, missing, or of another store"
+    with refusing(what, ValueError, OSError):
         array = ts.open(_spec(column, folder), open=True).result()
-    except (ValueError, OSError) as error:
-        raise WeightsError(
-            f"{name}: the array of {shown(column.text)} is broken, missing, or of "
-            f"another store: {words_of(error)}"
-        ) from error
     codecs = {codec["name"] for codec in array.codec.to_json()["codecs"]}
     if tuple(array.shape[1:]) != column.shape or codecs - PACKINGS:
         raise WeightsError(
-            f"{name}: the array of {shown(column.text)} has the shape {array.shape!r}, "
-            f"packed by {sorted(codecs)!r:.200}, and the journal says rows of "
+            f"{where} has the shape {array.shape!r}, packed by "
+            f"{sorted(codecs)!r:.200}, and the journal says rows of "
             f"{column.shape!r:.200}. It is of another store."
         )
-    return LeafArray(ts, column, array)
+    return LeafArray(column, array)
 
 
-def _refuse_size(
-    column: Column, shape: tuple[int, ...], what: Callable[[], str]
-) -> None:
+def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
     """Refuses what memory cannot hold; for tensorstore that is the program's end."""
     size = math.prod(shape) * column.stored.itemsize
     try:
         np.empty(size, np.uint8)  # takes no memory as long as nothing is written
     except (MemoryError, ValueError, OverflowError) as error:
         raise MemoryError(
-            f"{what()} of {shown(column.text)} has {size:,} bytes, more than there is "
+            f"{what} of {shown(column.text)} has {size:,} bytes, more than there is "
             "memory for. Read fewer rows."
         ) from error
 
@@ -120,12 +111,10 @@ class LeafArray(NamedTuple):
     """An open array, and the column that it holds.
 
     Attributes:
-        ts: The package.
         column: What a row is.
         held: The array as tensorstore has it.
     """
 
-    ts: ModuleType
     column: Column
     held: Any
 
@@ -138,8 +127,9 @@ class LeafArray(NamedTuple):
         """Some rows, with the axes of a value in a Record."""
         if self.column.axis is None:
             return self.held[start]
-        move = self.ts.d[0].translate_to[0].transpose[self.column.axis]
-        return self.held[start:stop][move]
+        order = [*range(1, self.held.ndim)]
+        order.insert(self.column.axis, 0)
+        return self.held[start:stop].translate_to[0].transpose(order)
 
     def written(self, value: Any, start: int) -> Iterator[Any]:
         """Writes a value, each shard by itself; gives futures."""
@@ -213,25 +203,21 @@ class StoredArray:
             rest = [slice(None)] * (self.ndim - len(items) + 1)
             items[place : place + 1] = rest
         places = [self._place(axis, item) for axis, item in enumerate(items)]
-        return self._reading(self._array.held[tuple(places)], f"[{index!r:.60}]")
+        return self._reading(self._array.held[tuple(places)], f"{index!r:.60}")
 
     def begun_value(self, start: int, stop: int) -> Any:
         """Begins to read the value of a batch, with the axes that it had."""
-        return self._reading(self._array.view(start, stop), f"[{start}:{stop}]")
+        return self._reading(self._array.view(start, stop), f"{start}:{stop}")
 
     def _reading(self, view: Any, index: str) -> Any:
-        _refuse_size(self.column, view.shape, lambda: f"StoredArray: {index}")
+        _refuse_size(self.column, view.shape, f"StoredArray: [{index}]")
         return view.read()
 
     def finished(self, future: Any) -> np.ndarray:
         """What was begun."""
-        try:
+        what = f"Store: rows of {shown(self.text)} are broken or missing"
+        with refusing(what, ValueError, OSError):
             data = future.result()
-        except (ValueError, OSError) as error:
-            raise WeightsError(
-                f"Store: rows of {shown(self.text)} are broken or missing: "
-                f"{words_of(error)}"
-            ) from error
         return np.require(data, requirements="C").view(self.dtype)
 
     def _place(self, axis: int, item: Any) -> Any:

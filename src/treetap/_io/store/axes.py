@@ -10,52 +10,47 @@ from typing import Any
 
 import numpy as np
 
-from treetap._capture.selectors import as_select, refuse_nothing
+from treetap._capture.selectors import Select, as_select, refuse_nothing
 from treetap._capture.walk.operations import stacked_by
 from treetap._core.errors import StructureError
 from treetap._io.record_descriptions import Leaf
-from treetap._observe.records import Record, Site
+from treetap._observe.records import Record
 
 Axis = int | None | Mapping[Any, int | None]
 EXAMPLES: Any = object()  # the default
+Rules = list[tuple[Select, Any]]
 
 
-class Axes:
-    """Which axis of each leaf counts examples."""
+def axis_rules(given: Any, name: str) -> Rules:
+    """Which axis is said to count examples, by selector."""
+    items = given.items() if isinstance(given, Mapping) else [("**", given)]
+    rules = [(as_select(key), axis) for key, axis in items if axis is not EXAMPLES]
+    for _, axis in rules:
+        if axis is not None and (type(axis) is not int or axis < 0):
+            raise TypeError(
+                f"{name}: `axis` is a number from 0, None, or a mapping from "
+                f"selectors to these, and has {axis!r}."
+            )
+    return rules
 
-    def __init__(self, given: Any, name: str):
-        items = given.items() if isinstance(given, Mapping) else [("**", given)]
-        self._rules = [
-            (as_select(key), axis) for key, axis in items if axis is not EXAMPLES
-        ]
-        for _, axis in self._rules:
-            if axis is not None and (type(axis) is not int or axis < 0):
-                raise TypeError(
-                    f"{name}: `axis` is a number from 0, None, or a mapping from "
-                    f"selectors to these, and has {axis!r}."
-                )
 
-    def all_for(self, record: Record, leaves: list[Leaf], name: str) -> list[Any]:
-        """The axis of each leaf of a Record."""
-        texts = [site.text for site in record]
-        for select, _ in self._rules:
-            if not any(map(select, record)):
-                raise refuse_nothing(select, texts, name)
-        given = [self._for(site) for site in record]
-        found: list[Any] = []
-        for leaf in leaves:
-            axis, is_given = given[leaf.site]
-            short = axis is not None and np.ndim(leaf.value) <= axis
-            if short and is_given and leaf.part in ("value", "grad"):
-                raise StructureError(
-                    f"{name}: {leaf.text} has the shape {np.shape(leaf.value)}, so no "
-                    f"axis {axis}. Say `axis=None` for it: a new one."
-                )
-            found.append(None if short else axis)
-        return found
-
-    def _for(self, site: Site) -> tuple[int | None, bool]:
-        for select, axis in self._rules:
-            if select(site):
-                return axis, True
-        return len(stacked_by(site.wraps)), False
+def axes_of(
+    rules: Rules, record: Record, leaves: list[Leaf], name: str
+) -> list[int | None]:
+    """Which axis of each leaf of a Record counts examples."""
+    for select, _ in rules:
+        if not any(map(select, record)):
+            raise refuse_nothing(select, [site.text for site in record], name)
+    found: list[int | None] = []
+    for leaf in leaves:
+        site = record[leaf.site]
+        given = next((axis for select, axis in rules if select(site)), EXAMPLES)
+        axis = len(stacked_by(site.wraps)) if given is EXAMPLES else given
+        is_short = axis is not None and np.ndim(leaf.value) <= axis
+        if is_short and given is not EXAMPLES and leaf.part in ("value", "grad"):
+            raise StructureError(
+                f"{name}: {leaf.text} has the shape {np.shape(leaf.value)}, so no "
+                f"axis {axis}. Say `axis=None` for it: a new one."
+            )
+        found.append(None if is_short else axis)
+    return found

@@ -67,12 +67,10 @@ class Batch(NamedTuple):
     """What a line of a journal says of a batch.
 
     Attributes:
-        rows: How many it has, by column.
         ends: How many there are with it and all before it, by column.
         metadata: What else was told.
     """
 
-    rows: list[int]
     ends: list[int]
     metadata: dict[str, Any]
 
@@ -84,15 +82,13 @@ class JournalContents:
         where: Public name and file, for messages.
 
     Attributes:
-        is_begun: Whether sites were told.
         sites: The description of a Record.
-        columns: One for each leaf of a Record.
+        columns: One for each leaf of a Record; none before the sites are told.
         batches: In the order in which they were appended.
     """
 
     def __init__(self, where: str):
         self._where = where
-        self.is_begun = False
         self.sites: list[dict[str, Any]] = []
         self.columns: list[Column] = []
         self.batches: list[Batch] = []
@@ -100,7 +96,7 @@ class JournalContents:
     @property
     def lines(self) -> int:
         """How many lines of a journal it has taken, with the header."""
-        return 1 + self.is_begun + len(self.batches)
+        return 1 + bool(self.columns) + len(self.batches)
 
     @property
     def ends(self) -> list[int]:
@@ -111,13 +107,13 @@ class JournalContents:
         """Takes lines of a journal: those after the ones it has."""
         try:
             for entry in entries:
-                if self.is_begun:
+                if self.columns:
                     self.batches.append(self._batch(entry))
-                else:
-                    self.columns = [_column(about) for about in entry["columns"]]
-                    sites = wanted(entry["sites"], list, "the list of sites")
-                    self.sites = [checked_site(about) for about in sites]
-                    self.is_begun = True  # last, should an interrupt come in between
+                    continue
+                sites = wanted(entry["sites"], list, "the list of sites")
+                self.sites = [checked_site(about) for about in sites]
+                # Last, should an interrupt come in between.
+                self.columns = [_column(about) for about in entry["columns"]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error
 
@@ -128,7 +124,7 @@ class JournalContents:
         if any(column.axis is None and n != 1 for column, n in zip(self.columns, rows)):
             raise Malformed(f"line {self.lines + 1} has other rows than one of a value")
         ends = [end + count for end, count in zip(self.ends, rows)]
-        return Batch(rows, ends, dict(entry["metadata"]))
+        return Batch(ends, dict(entry["metadata"]))
 
 
 def _is_size(value: Any) -> bool:

@@ -163,8 +163,7 @@ class Journal:
         """Appends a line; it is on the disk when this returns, or does not count."""
         line = _line(entry)
         try:
-            if os.fstat(self._handle).st_size != self._end:  # after a write that failed
-                os.ftruncate(self._handle, self._end)
+            self.cut(len(self._lines))  # what a write that failed has left
             os.lseek(self._handle, self._end, os.SEEK_SET)
             rest = memoryview(line)
             while rest:

@@ -16,7 +16,7 @@ import numpy as np
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import near_to, quoted, shown, typed
-from treetap._io.files import require_path
+from treetap._io.files import refusing, require_path
 from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
 from treetap._io.store.contents import read_contents
@@ -103,10 +103,8 @@ class Store:
             for array, (start, stop) in zip(self._arrays, spans)
         ]
         leaves = [array.finished(future) for array, future in pairs]
-        try:
+        with refusing(f"Store: {self._folder} is broken", Malformed, end="."):
             return rebuilt(self._sites, leaves)
-        except Malformed as error:
-            raise WeightsError(f"Store: {self._folder} is broken: {error}.") from error
 
     def __iter__(self) -> Iterator[Record]:
         """The Records of all batches, in order."""

@@ -31,7 +31,7 @@ from treetap._io.store.arrays import (
     opened,
     tensorstore_for,
 )
-from treetap._io.store.axes import EXAMPLES, Axes, Axis
+from treetap._io.store.axes import EXAMPLES, Axis, axes_of, axis_rules
 from treetap._io.store.contents import (
     Column,
     journal_file,
@@ -81,7 +81,7 @@ class StoreWriter:
         require_path(path, name)
         self._ts = tensorstore_for(name)
         self._folder = pathlib.Path(os.path.abspath(path))
-        self._axes = Axes(axis, name)
+        self._axes = axis_rules(axis, name)
         if type(compression) is not int or not 0 <= compression <= 22:
             raise ValueError(
                 f"{name}: `compression` is 0 to 22, and is {compression!r}."
@@ -186,7 +186,7 @@ class StoreWriter:
         contents = self._contents
         self._settle()
         self._catch_up()  # if an interrupt came in between
-        if not contents.is_begun:
+        if not contents.columns:
             self._begin(record, sites, leaves, name)
         _refuse_other_sites(contents.sites, sites, name)
         for column, leaf in zip(contents.columns, leaves):
@@ -214,7 +214,7 @@ class StoreWriter:
         """Makes the arrays that the first Record needs."""
         if not leaves:
             raise CaptureError(f"{name}: the Record has no values.")
-        axes = self._axes.all_for(record, leaves, name)
+        axes = axes_of(self._axes, record, leaves, name)
         columns = [
             column_for(leaf.text, leaf.value, a) for leaf, a in zip(leaves, axes)
         ]
