@@ -23,8 +23,8 @@ from treetap._core.paths import plain_key
 from treetap._core.variables.values import is_gone
 from treetap._core.wording import shown
 from treetap._io.record_descriptions import is_key, leaf_text
-from treetap._io.record_file import ABOUT, ORDER, record_in, texts_of
-from treetap._io.safetensors_file import stored_tensors
+from treetap._io.record_file import ABOUT, ORDER, record_in
+from treetap._io.safetensors_file import tensors_and_texts
 from treetap._observe.records import Record, Site
 
 PARTS = ("value", "taken", "count", "grad")
@@ -189,8 +189,7 @@ def _site_named(text: str) -> Site:
 
 
 def _of_file(path: str | os.PathLike[str], name: str) -> Side:
-    stored = stored_tensors(path, name)
-    texts = texts_of(path, stored)
+    stored, texts = tensors_and_texts(path, name)
     if ABOUT in texts:
         record = record_in(path, stored, texts[ABOUT], lambda array, _: array, name)
         return _of_record(record, f"{name}: {path}")

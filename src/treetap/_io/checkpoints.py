@@ -259,7 +259,6 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
     require_path(path, name)
     ocp = _orbax(name)
     tree = _Tree(target, name)
-    leaves = tree.leaves
     place = _place_of(path)
     if isinstance(place, pathlib.Path):
         _refuse_incomplete(place, name)
@@ -269,16 +268,16 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
             raise WeightsError(
                 f"{name}: {place} is broken: Orbax cannot tell what is in it."
             )
-        found = _matched(stored, leaves, place, name)
         pairs, structure = tree_flatten_with_path(stored)
-        order = [found[_names_of(keys)] for keys, _ in pairs]
-        requests = [_request(leaves[index], name) for index in order]
+        known = {_names_of(keys): about for keys, about in pairs}
+        found = _matched(known, tree.leaves, place, name)
+        requests = [_request(found[names], name) for names in known]
         args = ocp.args.StandardRestore(structure.unflatten(requests))
         with refusing(f"{name}: {place} is broken", ValueError, OSError):
             restored = checkpointer.restore(place, args=args)
-    values: dict[int, Any] = dict(zip(order, jax.tree.leaves(restored), strict=True))
+    values = dict(zip(known, jax.tree.leaves(restored), strict=True))
     return tree.rebuilt(
-        _finished(values[i], leaf, name) for i, leaf in enumerate(leaves)
+        _finished(values[names], leaf, name) for names, leaf in found.items()
     )
 
 
@@ -300,21 +299,18 @@ def _refuse_incomplete(place: pathlib.Path, name: str) -> None:
 
 
 def _matched(
-    stored: Any, leaves: list[_Leaf], place: Any, name: str
-) -> dict[Names, int]:
-    """Which leaf of the target each leaf of a checkpoint is; all must fit."""
-    known = {
-        _names_of(keys): about for keys, about in tree_flatten_with_path(stored)[0]
-    }
-    found: dict[Names, int] = {}
+    known: dict[Names, Any], leaves: list[_Leaf], place: Any, name: str
+) -> dict[Names, _Leaf]:
+    """The leaves of the target, by their names in a checkpoint; all must fit."""
+    found: dict[Names, _Leaf] = {}
     missing: list[str] = []
     wrong: list[str] = []
-    for index, leaf in enumerate(leaves):
+    for leaf in leaves:
         names = leaf.names if leaf.names in known else leaf.pure
         if names not in known:
             missing.append(f"{leaf.text} ({type(leaf.holder).__name__})")
             continue
-        found[names] = index
+        found[names] = leaf
         if difference := _difference(leaf.raw, known[names]):
             wrong.append(f"{leaf.text} ({type(leaf.holder).__name__}): {difference}")
     extra = ["/".join(names) for names in known if names not in found]

@@ -8,7 +8,6 @@ and `load_record` gives back the same sites, trees, types and bits.
 
 import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from treetap._io.safetensors_file import (
     Stored,
     json_object,
     new_file,
-    stored_tensors,
+    tensors_and_texts,
     write_tensors,
 )
 from treetap._observe.records import Record
@@ -122,27 +121,14 @@ def load_record(path: str | os.PathLike[str]) -> Record:
     """
     name = "load_record"
     require_path(path, name)
-    stored = stored_tensors(path, name)
-    about = texts_of(path, stored).get(ABOUT)
-    if about is None:
+    stored, texts = tensors_and_texts(path, name)
+    if ABOUT not in texts:
         names = ", ".join(map(shown, sorted(stored)[:5])) or "no tensors"
         raise WeightsError(
             f"{name}: {path} is not from `save_record`; it holds {names}. `compare` "
             "and `safetensors.numpy.load_file` read files of any names."
         )
-    return record_in(path, stored, about, _placed, name)
-
-
-def texts_of(path: str | os.PathLike[str], stored: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file that `stored_tensors` has looked at."""
-    from safetensors import safe_open
-
-    files = {each.file for each in stored.values()} or {pathlib.Path(path)}
-    if len(files) > 1:
-        return {}  # of many files; no Record is
-    (file,) = files
-    with safe_open(file, framework="np") as opened:
-        return opened.metadata() or {}
+    return record_in(path, stored, texts[ABOUT], _placed, name)
 
 
 def record_in(

@@ -8,7 +8,6 @@ say; `Stored.view` maps a tensor's bytes when it is asked to. `write_tensors` re
 a file in one step, or leaves it alone.
 """
 
-import collections
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ from treetap._io.files import refusing, require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
+WHOLE = "model.safetensors"  # what programs call a model that is one file
 INDEX = ".safetensors.index.json"
 MOST_AXES = 64  # of an array of numpy
 MOST_EMPTY = 2**20  # rows of nothing
@@ -108,8 +108,16 @@ class Stored(NamedTuple):
         return mapped.view(np.ndarray).view(dtype).reshape(self.shape)
 
 
+Held = tuple[dict[str, Stored], dict[str, str]]  # tensors by name, and metadata
+
+
 def stored_tensors(path: str | os.PathLike[str], name: str) -> dict[str, Stored]:
-    """What a weights file holds, by name of tensor.
+    """What a weights file holds, by name of tensor: see `tensors_and_texts`."""
+    return tensors_and_texts(path, name)[0]
+
+
+def tensors_and_texts(path: str | os.PathLike[str], name: str) -> Held:
+    """What a weights file holds, by name of tensor, and the metadata in its header.
 
     Args:
         path: A safetensors file, an index of several, or a folder with either.
@@ -119,18 +127,18 @@ def stored_tensors(path: str | os.PathLike[str], name: str) -> dict[str, Stored]
     if place.is_dir():
         place = _chosen(place, name)
     if place.name.endswith(".index.json"):
-        return _indexed(place, name)
+        return _indexed(place, name), {}
     return _of_file(place, name)
 
 
 # One file.
 
 
-def _of_file(file: pathlib.Path, name: str) -> dict[str, Stored]:
+def _of_file(file: pathlib.Path, name: str) -> Held:
     refuse_other_formats(file, name)
     _size_of(file, name)
     header, data = _header_of(file, name)
-    header.pop("__metadata__", None)
+    texts = header.pop("__metadata__", None) or {}
     found: dict[str, Stored] = {}
     for key, entry in header.items():
         shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
@@ -140,7 +148,7 @@ def _of_file(file: pathlib.Path, name: str) -> dict[str, Stored]:
                 f"{entry['shape']!r:.60}, which no array can have."
             )
         found[key] = Stored(file, key, entry["dtype"], shape, data + start, data + stop)
-    return found
+    return found, texts
 
 
 def is_shape(shape: Sequence[int]) -> bool:
@@ -246,11 +254,11 @@ def _is_fit(entry: Any, size: int) -> bool:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, in which no name stands twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = collections.Counter(key for key, _ in pairs)
-        (twice, _), *_ = counts.most_common(1)
-        raise ValueError(f"it has {quoted(twice)} twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has {quoted(key)} twice")
+        found[key] = value
     return found
 
 
@@ -272,16 +280,14 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
     names = sorted(entry.name for entry in folder.iterdir())
     indexes = [each for each in names if each.endswith(INDEX)]
     files = [each for each in names if each.endswith(".safetensors")]
-    if "model.safetensors" in files:
-        return _inside(folder, "model.safetensors", folder, name)
-    for found in (indexes, files):
-        if len(found) == 1:
-            return _inside(folder, found[0], folder, name)
-        if found:
-            raise WeightsError(
-                f"{name}: {folder} has several weights: {first_few(found)}. "
-                "Name one of them."
-            )
+    found = [each for each in files if each == WHOLE] or indexes or files
+    if len(found) > 1:
+        raise WeightsError(
+            f"{name}: {folder} has several weights: {first_few(found)}. "
+            "Name one of them."
+        )
+    if found:
+        return _inside(folder, found[0], folder, name)
     others = [n for n in names if pathlib.Path(n).suffix in _PICKLES | _OTHERS]
     if others:
         refuse_other_formats(folder / others[0], name)
@@ -328,7 +334,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
             f"{name}: {index} has no `weight_map` from names of tensors to files."
         )
     files = {
-        file: _of_file(_inside(index.parent, file, index, name), name)
+        file: _of_file(_inside(index.parent, file, index, name), name)[0]
         for file in sorted(set(places.values()))
     }
     lost = [
