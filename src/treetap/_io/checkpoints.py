@@ -330,22 +330,21 @@ def _difference(raw: Any, about: Any) -> str:
     shape, dtype = getattr(about, "shape", None), getattr(about, "dtype", None)
     if shape is None or dtype is None:
         return f"stored as {about!r:.80}"
-    stored = f"stored as {dtype}{tuple(shape)}"
-    kinds = {bool: "b", int: "iu", float: "f"}
-    if type(raw) in kinds:
-        is_same = shape == () and np.dtype(dtype).kind in kinds[type(raw)]
-        return "" if is_same else f"{stored}, the target has a {type(raw).__name__}"
-    if not (hasattr(raw, "shape") and hasattr(raw, "dtype")):
-        return f"{stored}, the target has a {type(raw).__name__}"
     if not is_held(raw):
         return f"{raw.dtype} needs `jax_enable_x64`"
-    wanted: Any = raw
-    if is_key(raw):
-        abstract = jax.ShapeDtypeStruct(raw.shape, raw.dtype)
-        wanted = jax.eval_shape(jax.random.key_data, abstract)
-    if tuple(shape) != wanted.shape or dtype != wanted.dtype:
-        return f"{stored}, the target has {raw.dtype}{raw.shape}"
-    return ""
+    kinds = {bool: "b", int: "iu", float: "f"}
+    target, is_same = f"a {type(raw).__name__}", False
+    if type(raw) in kinds:
+        is_same = shape == () and np.dtype(dtype).kind in kinds[type(raw)]
+    elif hasattr(raw, "shape") and hasattr(raw, "dtype"):
+        wanted: Any = jax.ShapeDtypeStruct(raw.shape, raw.dtype)
+        if is_key(raw):
+            wanted = jax.eval_shape(jax.random.key_data, wanted)
+        target = f"{raw.dtype}{raw.shape}"
+        is_same = (tuple(shape), dtype) == (wanted.shape, wanted.dtype)
+    if is_same:
+        return ""
+    return f"stored as {dtype}{tuple(shape)}, the target has {target}"
 
 
 def _request(leaf: _Leaf, name: str) -> Any:

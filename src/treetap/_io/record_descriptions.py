@@ -8,8 +8,9 @@ called by a name that it holds, and what is not as it should be raises `Malforme
 
 import collections
 import dataclasses
+import itertools
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,27 +96,22 @@ def described(record: Record, name: str) -> tuple[list[Any], list[Leaf]]:
             f"{name}: a Record is wanted, not a {type(record).__name__}. `observe` "
             "gives one, beside the result."
         )
-    leaves: list[Leaf] = []
+    leaves: dict[str, Leaf] = {}
     sites = [_site(site, number, leaves, name) for number, site in enumerate(record)]
-    return sites, _distinct(leaves)
+    return sites, list(leaves.values())
 
 
-def _distinct(leaves: list[Leaf]) -> list[Leaf]:
-    """Leaves with names of their own; paths with 1 and with "1" read alike."""
-    found: dict[str, Leaf] = {}
-    for leaf in leaves:
-        start = leaf.text
-        if start == "__metadata__":  # which the format has for itself
-            start = "__metadata__~"
-        own, count = start, 1
-        while own in found:
-            count += 1
-            own = f"{start}~{count}"
-        found[own] = leaf._replace(text=own)
-    return list(found.values())
+def _own_name(text: str, taken: Container[str]) -> str:
+    """A name that no other leaf has; paths with 1 and with "1" read alike."""
+    if text == "__metadata__":  # which the format has for itself
+        text = "__metadata__~"
+    others = (f"{text}~{number}" for number in itertools.count(2))
+    return next(own for own in itertools.chain([text], others) if own not in taken)
 
 
-def _site(site: Site, number: int, leaves: list[Leaf], name: str) -> dict[str, Any]:
+def _site(
+    site: Site, number: int, leaves: dict[str, Leaf], name: str
+) -> dict[str, Any]:
     where = f"{name}: {site.text}"
     about: dict[str, Any] = {field: getattr(site, field) for field in _FIELDS}
     about["path"] = [_key(key, where) for key in site.path]
@@ -153,7 +149,7 @@ class _Place(NamedTuple):
     site: int
     part: str
     where: str
-    leaves: list[Leaf]
+    leaves: dict[str, Leaf]
 
     def node(self, value: Any, keys: tuple[Any, ...]) -> Any:
         """The description of a tree, or of what stands in it under some keys."""
@@ -164,21 +160,19 @@ class _Place(NamedTuple):
                 f"{self.where} is nested more than {DEEPEST} levels deep."
             )
         kind = type(value)
-        if is_named_tuple(kind):
-            pairs = [
-                [f, self.node(getattr(value, f), (*keys, f))] for f in kind._fields
-            ]
-            return {"named": kind.__name__, "fields": pairs}
         if kind in (tuple, list):
             items = [self.node(item, (*keys, n)) for n, item in enumerate(value)]
             return {kind.__name__: items}
-        if kind is dict:
-            pairs = [
-                [_key(key, self.where), self.node(item, (*keys, key))]
-                for key, item in value.items()
-            ]
-            return {"dict": pairs}
-        return self._leaf(value, keys)
+        is_named = is_named_tuple(kind)
+        if not is_named and kind is not dict:
+            return self._leaf(value, keys)
+        pairs = [
+            [_key(key, self.where), self.node(item, (*keys, key))]
+            for key, item in (value._asdict() if is_named else value).items()
+        ]
+        if is_named:
+            return {"named": kind.__name__, "fields": pairs}
+        return {"dict": pairs}
 
     def _leaf(self, value: Any, keys: tuple[Any, ...]) -> dict[str, Any]:
         about: dict[str, Any] = {"leaf": len(self.leaves)}
@@ -195,8 +189,8 @@ class _Place(NamedTuple):
         if is_key(held):
             about["key"] = str(jax.random.key_impl(held))
             held = jax.random.key_data(held)
-        text = leaf_text(self.text, keys, self.part)
-        self.leaves.append(Leaf(text, held, self.site, self.part))
+        text = _own_name(leaf_text(self.text, keys, self.part), self.leaves)
+        self.leaves[text] = Leaf(text, held, self.site, self.part)
         return about
 
 

@@ -515,10 +515,10 @@ def _resolved(pattern: str, given: set[str], held: Tensor, name: str) -> Tensor:
     """A rule's Tensor in which every name in braces has a meaning, and only one."""
     wanted = set(fields_in(held.names[0], name))
     fields = [step.field for step in held.steps if isinstance(step, Gathered)]
-    named = [field for field in fields if field is not None]
-    free = wanted - given - set(named)
+    named = {field for field in fields if field is not None}
+    free = wanted - given - named
     place = f"{name}: the rule {pattern!r}: {held!r}"
-    if strange := sorted({n for n in named if n not in wanted or n in given}):
+    if strange := sorted(named - (wanted - given)):
         raise WeightsError(f"{place} cannot gather over {strange}.")
     if lost := sorted(given - wanted):
         raise WeightsError(

@@ -375,12 +375,11 @@ class LoadPlan:
             self.problems.append(
                 f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
             )
-        elif stored.dtype != target.dtype and not (
-            self.cast and _can_cast(stored.dtype, target.dtype)
-        ):
-            hint = ""
-            if _can_cast(stored.dtype, target.dtype):
-                hint = "; `cast=True` converts"
+        elif stored.dtype != target.dtype:
+            can_cast = _can_cast(stored.dtype, target.dtype)
+            if can_cast and self.cast:
+                return
+            hint = "; `cast=True` converts" if can_cast else ""
             self.problems.append(f"{place}, the model needs {target.dtype}{hint}")
 
     def unused(self, ignore: Sequence[str]) -> list[str]:
