@@ -15,9 +15,7 @@ def made(source, shape, files, pattern="x"):
         for bound, piece in needs(found.tensor.steps, shape, found.bound)
     ]
     assert wanted == [(name, files[name].shape) for name, _ in wanted]
-    return assembled(
-        found.tensor.steps, shape, found.bound, lambda b: files[found.names(b)[0]]
-    )
+    return assembled(found.tensor.steps, shape, (files[name] for name, _ in wanted))
 
 
 def numbered(*shape):

@@ -245,7 +245,7 @@ class _Match:
         shape, bound = self.entry.shape, self._source.bound
         made = replace(
             first,
-            read=lambda: assembled(self._steps, shape, bound, self._read),
+            read=functools.partial(self._read, self._steps, shape, bound),
             shape=shape,
             own_shape=first.shape,
             text=first.text if len(pieces) == 1 else f"{first.text}, …",
@@ -253,9 +253,10 @@ class _Match:
         )
         return Pair(self.entry, made)
 
-    def _read(self, bound: Bound) -> np.ndarray:
-        found, shape = self._piece(bound)
-        return found.read().reshape(shape)
+    def _read(self, steps: Sequence[Step], shape: Shape, bound: Bound) -> np.ndarray:
+        pieces = (self._piece(each) for each, _ in needs(steps, shape, bound))
+        arrays = (found.read().reshape(piece) for found, piece in pieces)
+        return assembled(steps, shape, arrays)
 
     def _layers(self) -> tuple[tuple[str, Callable[[], np.ndarray]], ...]:
         """The layers of a stack, each by itself."""
@@ -266,7 +267,7 @@ class _Match:
         for more, shape in last.pieces(self.entry.shape):
             bound = {**self._source.bound, **more}
             first, _ = self._piece(next(needs(steps, shape, bound))[0])
-            read = functools.partial(assembled, steps, shape, bound, self._read)
+            read = functools.partial(self._read, steps, shape, bound)
             layers.append((first.text, read))
         return tuple(layers)
 

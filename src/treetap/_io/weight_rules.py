@@ -13,7 +13,7 @@ shape, to what the file must have (`needs`), then forwards with the arrays
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -241,19 +241,13 @@ def needs(
 
 
 def assembled(
-    steps: Sequence[Step],
-    shape: Shape,
-    bound: Bound,
-    read: Callable[[Bound], np.ndarray],
+    steps: Sequence[Step], shape: Shape, tensors: Iterator[np.ndarray]
 ) -> np.ndarray:
-    """A value made from tensors; a view of them where that can be."""
+    """A value made from what it `needs`; a view of that where that can be."""
     if not steps:
-        return read(bound)
+        return next(tensors)
     *first, last = steps
-    arrays = [
-        assembled(first, piece, {**bound, **more}, read)
-        for more, piece in last.pieces(shape)
-    ]
+    arrays = [assembled(first, piece, tensors) for _, piece in last.pieces(shape)]
     return last.join(arrays, shape)
 
 

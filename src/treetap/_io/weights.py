@@ -48,7 +48,6 @@ from treetap._io.targets import (
     targets_of,
 )
 from treetap._io.weight_rules import (
-    Bound,
     Misfit,
     Part,
     Rules,
@@ -103,7 +102,7 @@ def save_weights(
     outgoing = OutgoingTensors()
     targets, problems = targets_of(model, only, name)
     for target in targets:
-        if reason := _no_value(target.raw):
+        if reason := no_value(target.raw) or _elsewhere(target.raw):
             problems.append(f"{target.text} {reason}")
         else:
             array = np.asarray(without_ref(target.raw), target.dtype)
@@ -121,12 +120,11 @@ def save_weights(
     write_tensors(file, outgoing.tensors, texts, name)
 
 
-def _no_value(raw: Any) -> str:
+def _elsewhere(raw: Any) -> str:
     """Why a value cannot be had here; empty when it can."""
-    reason = no_value(raw)
-    if not reason and isinstance(raw, jax.Array) and not raw.is_fully_addressable:
+    if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
         return "lies on devices of other processes: use `save_checkpoint`"
-    return reason
+    return ""
 
 
 class _Parts(NamedTuple):
@@ -323,15 +321,11 @@ class LoadPlan:
         self.stored = stored
         self.cast = cast
         self.problems = problems  # what is wrong in any case
-        self.ready: list[tuple[Target, Source]] = []
+        # With its tensors, in the order of `needs`.
+        self.ready: list[tuple[Target, Source, list[Stored]]] = []
         self.missing: list[tuple[Target, list[str]]] = []
         # By name of tensor, how it is cut and which parts are used.
         self.uses: dict[str, dict[Any, set[int]]] = {}
-
-    def lookup(self, source: Source, bound: Bound) -> Stored | None:
-        """The tensor that a source means; None when the file has none."""
-        names = source.names(bound)
-        return next((self.stored[n] for n in names if n in self.stored), None)
 
     def add(self, target: Target, source: Source) -> None:
         """Plans for one value of the model."""
@@ -342,22 +336,24 @@ class LoadPlan:
             self.problems.append(f"{target.text} is {target.shape}: {misfit}")
             return
         absent: list[str] = []
+        present: list[Stored] = []
         before = len(self.problems)
         use, index = _use_of(tensor.steps, target.shape)
         for bound, shape in wanted:
-            stored = self.lookup(source, bound)
-            if stored is None:
-                absent.append(source.names(bound)[0])
-            else:
-                uses = self.uses.setdefault(stored.name, {})
-                uses.setdefault(use, set()).add(index)
-                self.check(target, stored, shape, tensor)
+            names = source.names(bound)
+            name = next((name for name in names if name in self.stored), None)
+            if name is None:
+                absent.append(names[0])
+                continue
+            self.uses.setdefault(name, {}).setdefault(use, set()).add(index)
+            self.check(target, self.stored[name], shape, tensor)
+            present.append(self.stored[name])
         if absent:
             may_be = tensor.is_optional and len(absent) == len(wanted)
             if not may_be or isinstance(target.raw, jax.ShapeDtypeStruct):
                 self.missing.append((target, absent))
         elif len(self.problems) == before:
-            self.ready.append((target, source))
+            self.ready.append((target, source, present))
 
     def check(
         self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
@@ -396,9 +392,11 @@ class LoadPlan:
         """Reads all values, each at its place; nothing is written yet."""
         problems: list[str] = []
         values: list[tuple[Path, Any]] = []
-        for target, source in self.ready:
+        for target, source, present in self.ready:
+            views = (stored.view("load_weights") for stored in present)
+            arrays = (_converted(view, target.dtype) for view in views)
             try:
-                array = self.read(target, source)
+                array = assembled(source.tensor.steps, target.shape, arrays)
             except _LostValues as lost:
                 problems.append(f"{target.text}: {lost}")
             else:
@@ -410,16 +408,6 @@ class LoadPlan:
                 + section("values that cannot be converted", problems)
             )
         return values
-
-    def read(self, target: Target, source: Source) -> np.ndarray:
-        """The value for one target, in its dtype; a view of the file if that can be."""
-
-        def tensor(bound: Bound) -> np.ndarray:
-            stored = self.lookup(source, bound)
-            assert stored is not None  # or the target were not ready
-            return _converted(stored.view("load_weights"), target.dtype)
-
-        return assembled(source.tensor.steps, target.shape, source.bound, tensor)
 
 
 class _LostValues(Exception):

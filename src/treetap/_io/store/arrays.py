@@ -12,7 +12,6 @@ axes of the value in the Record, so a shard's own index says where it belongs.
 import math
 import pathlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +27,10 @@ LARGEST = 2**26  # bytes of a chunk; more is split along rows
 PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
 
 
-def tensorstore_for(name: str) -> ModuleType:
-    """The package that reads and writes the arrays."""
+def require_tensorstore(name: str) -> None:
+    """Refuses to go on without the package that reads and writes the arrays."""
     with needing("tensorstore", "store", name):
-        import tensorstore
-    return tensorstore
+        import tensorstore  # noqa: F401 - imported where it is used
 
 
 def column_for(text: str, value: Any, axis: int | None) -> Column:
@@ -60,10 +58,10 @@ def _spec(column: Column, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def created(
-    ts: ModuleType, column: Column, folder: pathlib.Path, compression: int
-) -> Any:
+def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
     """An empty array; what a killed program left there goes. A future of it."""
+    import tensorstore as ts
+
     squeezed = [{"name": "zstd", "configuration": {"level": compression}}]
     codecs = [
         {"name": "bytes", "configuration": {"endian": "little"}},
@@ -74,10 +72,10 @@ def created(
     return ts.open(spec, create=True, delete_existing=True)
 
 
-def opened(
-    ts: ModuleType, column: Column, folder: pathlib.Path, name: str
-) -> "LeafArray":
+def opened(column: Column, folder: pathlib.Path, name: str) -> "LeafArray":
     """An array that is there, and is what the column says."""
+    import tensorstore as ts
+
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
         raise WeightsError(f"{name}: {folder} is a link that leads elsewhere.")
     _refuse_size(column, column.chunk, f"{name}: a chunk")

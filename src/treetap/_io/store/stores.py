@@ -18,7 +18,7 @@ from treetap._core.errors import CaptureError, StructureError, WeightsError
 from treetap._core.wording import near_to, quoted, shown, typed
 from treetap._io.files import refusing, require_path
 from treetap._io.record_descriptions import Malformed, rebuilt
-from treetap._io.store.arrays import StoredArray, opened, tensorstore_for
+from treetap._io.store.arrays import StoredArray, opened, require_tensorstore
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
 
@@ -50,7 +50,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str]):
         name = "Store"
         require_path(path, name)
-        ts = tensorstore_for(name)
+        require_tensorstore(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         contents = read_contents(self._folder, name)
         batches = contents.batches
@@ -59,7 +59,7 @@ class Store:
         self._starts = [[0] * len(contents.columns), *(b.ends for b in batches)]
         self._arrays: list[StoredArray] = []
         for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
-            array = opened(ts, column, column.folder(self._folder, number), name)
+            array = opened(column, column.folder(self._folder, number), name)
             if (found := array.held.shape[0]) < rows:
                 raise WeightsError(
                     f"{name}: {shown(column.text)} has {found} rows, and "

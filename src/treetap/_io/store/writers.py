@@ -29,7 +29,7 @@ from treetap._io.store.arrays import (
     column_for,
     created,
     opened,
-    tensorstore_for,
+    require_tensorstore,
 )
 from treetap._io.store.axes import EXAMPLES, Axis, axes_of, axis_rules
 from treetap._io.store.contents import (
@@ -79,7 +79,7 @@ class StoreWriter:
     ):
         name = "StoreWriter"
         require_path(path, name)
-        self._ts = tensorstore_for(name)
+        require_tensorstore(name)
         self._folder = pathlib.Path(os.path.abspath(path))
         self._axes = axis_rules(axis, name)
         if type(compression) is not int or not 0 <= compression <= 22:
@@ -111,7 +111,7 @@ class StoreWriter:
     def _open_arrays(self, name: str) -> None:
         """Opens the arrays, as they are now."""
         self._arrays = [
-            opened(self._ts, column, column.folder(self._folder, number), name)
+            opened(column, column.folder(self._folder, number), name)
             for number, column in enumerate(self._contents.columns)
         ]
 
@@ -225,7 +225,7 @@ class StoreWriter:
             shutil.rmtree(data)
         made = enumerate(columns if self._is_first else ())
         futures = (
-            created(self._ts, each, each.folder(self._folder, n), self._compression)
+            created(each, each.folder(self._folder, n), self._compression)
             for n, each in made
         )
         self._finish(futures)
