@@ -59,13 +59,13 @@ class Leaf(NamedTuple):
     Attributes:
         text: What it is called in a file.
         value: The array, or the data of random keys.
-        site: The number of its site.
+        site: Where it belongs.
         part: The attribute of the site that holds it.
     """
 
     text: str
     value: Any
-    site: int
+    site: Site
     part: str
 
 
@@ -97,7 +97,7 @@ def described(record: Record, name: str) -> tuple[list[Any], list[Leaf]]:
             "gives one, beside the result."
         )
     leaves: dict[str, Leaf] = {}
-    sites = [_site(site, number, leaves, name) for number, site in enumerate(record)]
+    sites = [_site(site, leaves, name) for site in record]
     return sites, list(leaves.values())
 
 
@@ -109,9 +109,7 @@ def _own_name(text: str, taken: Container[str]) -> str:
     return next(own for own in itertools.chain([text], others) if own not in taken)
 
 
-def _site(
-    site: Site, number: int, leaves: dict[str, Leaf], name: str
-) -> dict[str, Any]:
+def _site(site: Site, leaves: dict[str, Leaf], name: str) -> dict[str, Any]:
     where = f"{name}: {site.text}"
     about: dict[str, Any] = {field: getattr(site, field) for field in _FIELDS}
     about["path"] = [_key(key, where) for key in site.path]
@@ -122,8 +120,7 @@ def _site(
     for part in PARTS:
         value = getattr(site, part)
         if value is not None:
-            place = _Place(site.text, number, part, where, leaves)
-            about[part] = place.node(value, ())
+            about[part] = _Place(site, part, where, leaves).node(value, ())
     return about
 
 
@@ -145,8 +142,7 @@ def _refuse_statistics(site: Site, where: str) -> None:
 class _Place(NamedTuple):
     """One tree of a site, while it is taken apart; `leaves` gathers those of all."""
 
-    text: str
-    site: int
+    site: Site
     part: str
     where: str
     leaves: dict[str, Leaf]
@@ -189,7 +185,7 @@ class _Place(NamedTuple):
         if is_key(held):
             about["key"] = str(jax.random.key_impl(held))
             held = jax.random.key_data(held)
-        text = _own_name(leaf_text(self.text, keys, self.part), self.leaves)
+        text = _own_name(leaf_text(self.site.text, keys, self.part), self.leaves)
         self.leaves[text] = Leaf(text, held, self.site, self.part)
         return about
 

@@ -43,9 +43,8 @@ def axes_of(
             raise refuse_nothing(select, [site.text for site in record], name)
     found: list[int | None] = []
     for leaf in leaves:
-        site = record[leaf.site]
-        given = next((axis for select, axis in rules if select(site)), EXAMPLES)
-        axis = len(stacked_by(site.wraps)) if given is EXAMPLES else given
+        given = next((axis for select, axis in rules if select(leaf.site)), EXAMPLES)
+        axis = len(stacked_by(leaf.site.wraps)) if given is EXAMPLES else given
         is_short = axis is not None and np.ndim(leaf.value) <= axis
         if is_short and given is not EXAMPLES and leaf.part in ("value", "grad"):
             raise StructureError(
