@@ -5,7 +5,8 @@ A file may come from anybody. So readers check what it says before they allocate
 change anything, run nothing that it names, and tell all that does not fit in one error.
 Writers replace a file in one step, or leave what was there.
 
-`files` has what all of them share: paths as arguments, and the way to the disk.
+`files` has what all of them share: paths as arguments, the way to the disk, and the
+errors of other libraries.
 `safetensors_file` is the one format in which arrays are written as files: what is in a
 file, one tensor at a time, and writing one. Above it lie two roads.
 

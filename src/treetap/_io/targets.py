@@ -28,11 +28,7 @@ from treetap._io.safetensors_file import WRITABLE
 from treetap._io.weight_rules import Shape
 
 SHOWN = 20  # lines of each kind in a message
-NUMBERS: dict[type, np.dtype[Any]] = {
-    bool: np.dtype(np.bool_),
-    int: np.dtype(np.int64),
-    float: np.dtype(np.float64),
-}
+NUMBERS = {kind: np.dtype(kind) for kind in (bool, int, float)}  # of 64 bits, but one
 
 
 class Target(NamedTuple):

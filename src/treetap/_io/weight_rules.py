@@ -405,11 +405,12 @@ def tensor(name: str, *alternatives: str) -> Tensor:
 
 
 def _groups(side: str) -> Groups:
-    """The axes of one side of a pattern; `1` is an axis without names."""
-    found = re.findall(r"\(([^()]*)\)|([^\s()]+)|([()])", side)
-    if any(stray for _, _, stray in found):
-        return (("(", "("),)  # refused as a name that stands twice
-    groups = [inner.split() if not single else [single] for inner, single, _ in found]
+    """The axes of one side of a pattern; `1` is an axis without names.
+
+    A parenthesis without its other is an axis, too, which has no good name.
+    """
+    found = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", side)
+    groups = [[single] if single else inner.split() for inner, single in found]
     return tuple(tuple(n for n in group if n != "1") for group in groups)
 
 

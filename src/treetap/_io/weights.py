@@ -337,7 +337,7 @@ class LoadPlan:
             return
         absent: list[str] = []
         present: list[Stored] = []
-        before = len(self.problems)
+        wrong: list[str] = []
         use, index = _use_of(tensor.steps, target.shape)
         for bound, shape in wanted:
             names = source.names(bound)
@@ -346,37 +346,36 @@ class LoadPlan:
                 absent.append(names[0])
                 continue
             self.uses.setdefault(name, {}).setdefault(use, set()).add(index)
-            self.check(target, self.stored[name], shape, tensor)
             present.append(self.stored[name])
+            if reason := self.unfit(target, self.stored[name], shape, tensor):
+                wrong.append(reason)
+        self.problems += wrong
         if absent:
             may_be = tensor.is_optional and len(absent) == len(wanted)
             if not may_be or isinstance(target.raw, jax.ShapeDtypeStruct):
                 self.missing.append((target, absent))
-        elif len(self.problems) == before:
+        elif not wrong:
             self.ready.append((target, source, present))
 
-    def check(
+    def unfit(
         self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
-    ) -> None:
-        """Notes how a tensor does not fit."""
+    ) -> str:
+        """How a tensor does not fit; empty when it does."""
         place = f"{target.text}: the tensor {quoted(stored.name)} is {stored.text}"
         if stored.shape != shape:
             turned = stored.shape == shape[::-1] and not tensor.steps
             hint = "; is it `.transpose()` of it?" if turned else ""
             via = f" by {tensor!r}" if tensor.steps else ""
-            self.problems.append(f"{place}, the model needs {shape}{via}{hint}")
-        elif stored.dtype is None:
-            self.problems.append(f"{place}, a dtype that JAX cannot read")
-        elif not is_held(target.raw):
-            self.problems.append(
-                f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
-            )
-        elif stored.dtype != target.dtype:
-            can_cast = _can_cast(stored.dtype, target.dtype)
-            if can_cast and self.cast:
-                return
-            hint = "; `cast=True` converts" if can_cast else ""
-            self.problems.append(f"{place}, the model needs {target.dtype}{hint}")
+            return f"{place}, the model needs {shape}{via}{hint}"
+        if stored.dtype is None:
+            return f"{place}, a dtype that JAX cannot read"
+        if not is_held(target.raw):
+            return f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
+        can_cast = _can_cast(stored.dtype, target.dtype)
+        if stored.dtype == target.dtype or (can_cast and self.cast):
+            return ""
+        hint = "; `cast=True` converts" if can_cast else ""
+        return f"{place}, the model needs {target.dtype}{hint}"
 
     def unused(self, ignore: Sequence[str]) -> list[str]:
         """Tensors, and parts of tensors, that no Variable wants."""
