@@ -103,8 +103,9 @@ def _checkpointer(ocp: ModuleType) -> Any:
     return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
-def _place_of(path: str | os.PathLike[str]) -> pathlib.Path | str:
+def _place_of(path: Any, name: str) -> pathlib.Path | str:
     """A folder of this machine; or a text, of remote storage."""
+    require_path(path, name)
     text = os.fspath(path)
     return text if "://" in text else pathlib.Path(os.path.abspath(text))
 
@@ -137,7 +138,7 @@ def save_checkpoint(
         (3, (2,))
     """
     name = "save_checkpoint"
-    require_path(path, name)
+    place = _place_of(path, name)
     ocp = _orbax(name)
     values: dict[Names, Any] = {}
     problems: list[str] = []
@@ -157,7 +158,6 @@ def save_checkpoint(
             + section("what cannot be saved", problems)
         )
     args = ocp.args.StandardSave(nested(values.items()))
-    place = _place_of(path)
     if isinstance(place, pathlib.Path):
         _refuse_place(place, overwrite, name)
     if isinstance(place, str) or jax.process_count() > 1:
@@ -256,10 +256,9 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
             changed.
     """
     name = "restore_checkpoint"
-    require_path(path, name)
+    place = _place_of(path, name)
     ocp = _orbax(name)
     tree = _Tree(target, name)
-    place = _place_of(path)
     if isinstance(place, pathlib.Path):
         _refuse_incomplete(place, name)
     with _checkpointer(ocp) as checkpointer:

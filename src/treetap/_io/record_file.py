@@ -17,7 +17,7 @@ import numpy as np
 
 from treetap._core.errors import CaptureError, WeightsError
 from treetap._core.wording import shown
-from treetap._io.files import refusing, require_path
+from treetap._io.files import refusing
 from treetap._io.record_descriptions import (
     DTYPES,
     Leaf,
@@ -120,7 +120,6 @@ def load_record(path: str | os.PathLike[str]) -> Record:
         a     tap  int32[3], bool[3]  15 B
     """
     name = "load_record"
-    require_path(path, name)
     stored, texts = tensors_and_texts(path, name)
     if ABOUT not in texts:
         names = ", ".join(map(shown, sorted(stored)[:5])) or "no tensors"

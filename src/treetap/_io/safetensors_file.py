@@ -115,6 +115,7 @@ def tensors_and_texts(path: str | os.PathLike[str], name: str) -> Held:
         path: A safetensors file, an index of several, or a folder with either.
         name: The public function at work, for messages.
     """
+    require_path(path, name)
     place = pathlib.Path(path)
     if place.is_dir():
         place = _chosen(place, name)

@@ -30,7 +30,6 @@ from treetap._core.trees.update import update
 from treetap._core.variables.kinds import Cache, Intermediate, RngState
 from treetap._core.variables.values import without_ref
 from treetap._core.wording import near_to, quoted, shown
-from treetap._io.files import require_path
 from treetap._io.safetensors_file import (
     Stored,
     new_file,
@@ -293,9 +292,8 @@ def load_weights(
         LoadedWeights(loaded=('up/kernel',), missing=(), unused=())
     """
     name = "load_weights"
-    require_path(path, name)
-    found = Rules(rules, name)
     stored = stored_tensors(path, name)
+    found = Rules(rules, name)
     targets, problems = targets_of(model, only, name)
     plan = LoadPlan(stored, cast, problems)
     for target in targets:
