@@ -148,7 +148,7 @@ def save_checkpoint(
         if joined in flat:
             problems.append(f"{leaf.text} and {flat[joined]} would both be {joined!r}")
         flat[joined] = leaf.text
-        if reason := no_value(leaf.raw) or _no_kind(leaf.raw):
+        if reason := no_value(leaf.raw):
             problems.append(f"{leaf.text} {reason}")
         values[leaf.names] = without_ref(leaf.raw)
     if problems or not values:
@@ -176,15 +176,6 @@ def save_checkpoint(
             f"{name}: {place} could not be written: {error!s:.300}. What was there "
             "before is as it was; if the disk is full, make room, and save again."
         ) from error
-
-
-def _no_kind(raw: Any) -> str:
-    """Why a value is not for a checkpoint; empty when it is."""
-    if type(raw) in NUMBERS or is_ref(raw):
-        return ""
-    if isinstance(raw, jax.Array | np.ndarray | np.generic) and raw.dtype != object:
-        return ""
-    return f"is a {type(raw).__name__}, not an array or a number"
 
 
 def _refuse_place(place: pathlib.Path, overwrite: bool, name: str) -> None:

@@ -21,7 +21,7 @@ from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.split import split
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.placement import resolve_sharding
-from treetap._core.variables.values import is_gone
+from treetap._core.variables.values import is_gone, is_ref
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import first_few
 from treetap._io.safetensors_file import WRITABLE
@@ -103,7 +103,10 @@ def no_value(raw: Any) -> str:
         return "is being traced: save outside of transforms"
     if is_gone(raw):
         return "was donated or deleted"
-    return ""
+    is_array = isinstance(raw, jax.Array | np.ndarray | np.generic)
+    if type(raw) in NUMBERS or is_ref(raw) or (is_array and raw.dtype != object):
+        return ""
+    return f"is a {type(raw).__name__}, not an array or a number"
 
 
 def is_held(raw: Any) -> bool:

@@ -19,11 +19,6 @@ from treetap._io.record_descriptions import DTYPES, Malformed, checked_site, wan
 from treetap._io.safetensors_file import MOST_AXES
 from treetap._io.store.journals import read_journal
 
-_NATIVE = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
-    "float64 complex64 complex128".split()
-)
-
 
 class Column(NamedTuple):
     """One leaf of all batches: what it is called, and what a row of it is.
@@ -46,7 +41,9 @@ class Column(NamedTuple):
     @property
     def stored(self) -> np.dtype[Any]:
         """The type in the file: of the same bits, where zarr has not the same."""
-        return DTYPES[self.dtype if self.dtype in _NATIVE else "uint8"]
+        dtype = DTYPES[self.dtype]
+        is_numpys = dtype.isbuiltin == 1
+        return dtype if is_numpys or self.dtype == "bfloat16" else DTYPES["uint8"]
 
     def rows_of(self, value: Any) -> int:
         """How many rows the value of a batch has."""
