@@ -18,7 +18,7 @@ from kept_records import assert_same, record_of
 import treetap as tt
 from meshes import mesh_of
 from treetap._io.record_descriptions import DTYPES
-from treetap._io.store import arrays
+from treetap._io.store import arrays, writers
 from treetap._io.store.stores import Store
 from treetap._io.store.writers import StoreWriter
 from treetap._observe.records import Record, Site
@@ -628,7 +628,7 @@ def test_an_interrupted_batch_comes_to_its_end_before_the_next(tmp_path, monkeyp
     with StoreWriter(tmp_path / "runs") as writer:
         writer.append(record_of(0))
         with monkeypatch.context() as patch:
-            patch.setattr(arrays.LeafArray, "written", lambda *_: iter([Slow()]))
+            patch.setattr(writers, "written", lambda *_: iter([Slow()]))
             with pytest.raises(KeyboardInterrupt):
                 writer.append(record_of(1))
         assert len(waited) == 1

@@ -5,14 +5,14 @@ The rows of all batches lie one after the other. A chunk is what one shard of th
 batch held, so processes write their own and nothing is gathered; each chunk carries a
 checksum, and one that is missing is an error, never zeros. Needs tensorstore.
 
-A batch is written and read through a view of its rows (`LeafArray.view`) that has the
-axes of the value in the Record, so a shard's own index says where it belongs.
+A batch is written and read through a view of its rows that has the axes of the value in
+the Record, so a shard's own index says where it belongs.
 """
 
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,8 +72,8 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
     return ts.open(spec, create=True, delete_existing=True)
 
 
-def opened(column: Column, folder: pathlib.Path, name: str) -> "LeafArray":
-    """An array that is there, and is what the column says."""
+def opened(column: Column, folder: pathlib.Path, name: str) -> Any:
+    """An array that is there, as tensorstore has it; it is what the column says."""
     import tensorstore as ts
 
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
@@ -82,15 +82,15 @@ def opened(column: Column, folder: pathlib.Path, name: str) -> "LeafArray":
     where = f"{name}: the array of {shown(column.text)}"
     what = f"{where} is broken, missing, or of another store"
     with refusing(what, ValueError, OSError):
-        array = ts.open(_spec(column, folder), open=True).result()
-    codecs = {codec["name"] for codec in array.codec.to_json()["codecs"]}
-    if tuple(array.shape[1:]) != column.shape or codecs - PACKINGS:
+        held: Any = ts.open(_spec(column, folder), open=True).result()
+    codecs = {codec["name"] for codec in held.codec.to_json()["codecs"]}
+    if tuple(held.shape[1:]) != column.shape or codecs - PACKINGS:
         raise WeightsError(
-            f"{where} has the shape {array.shape!r}, packed by "
+            f"{where} has the shape {held.shape!r}, packed by "
             f"{sorted(codecs)!r:.200}, and the journal says rows of "
             f"{column.shape!r:.200}. It is of another store."
         )
-    return LeafArray(column, array)
+    return held
 
 
 def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
@@ -105,44 +105,35 @@ def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
         ) from error
 
 
-class LeafArray(NamedTuple):
-    """An open array, and the column that it holds.
-
-    Attributes:
-        column: What a row is.
-        held: The array as tensorstore has it.
-    """
-
-    column: Column
-    held: Any
-
-    def resized(self, rows: int) -> Any:
-        """Makes room for rows, or takes it back; a future of what is then held."""
-        end = [rows, *self.column.shape]
-        return self.held.resize(exclusive_max=end, resize_metadata_only=True)
-
-    def view(self, start: int, stop: int) -> Any:
-        """Some rows, with the axes of a value in a Record."""
-        if self.column.axis is None:
-            return self.held[start]
-        order = [*range(1, self.held.ndim)]
-        order.insert(self.column.axis, 0)
-        return self.held[start:stop].translate_to[0].transpose(order)
-
-    def written(self, value: Any, start: int) -> Iterator[Any]:
-        """Writes a value, each shard by itself; gives futures."""
-        view = self.view(start, start + self.column.rows_of(value))
-        if isinstance(value, jax.Array):
-            for shard in value.addressable_shards:
-                if shard.replica_id == 0:
-                    yield _write(view[shard.index], self.column, shard.data)
-        elif jax.process_index() == 0:
-            yield _write(view, self.column, value)
+def resized(held: Any, rows: int) -> Any:
+    """Makes room for rows, or takes it back; a future of the array as it is then."""
+    end = [rows, *held.shape[1:]]
+    return held.resize(exclusive_max=end, resize_metadata_only=True)
 
 
-def _write(view: Any, column: Column, data: Any) -> Any:
+def view(held: Any, axis: int | None, start: int, stop: int) -> Any:
+    """Some rows, with the axes of a value in a Record."""
+    if axis is None:
+        return held[start]
+    order = [*range(1, held.ndim)]
+    order.insert(axis, 0)
+    return held[start:stop].translate_to[0].transpose(order)
+
+
+def written(held: Any, column: Column, value: Any, start: int) -> Iterator[Any]:
+    """Writes a value, each shard by itself; gives futures."""
+    rows = view(held, column.axis, start, start + column.rows_of(value))
+    if isinstance(value, jax.Array):
+        for shard in value.addressable_shards:
+            if shard.replica_id == 0:
+                yield _write(rows[shard.index], column, shard.data)
+    elif jax.process_index() == 0:
+        yield _write(rows, column, value)
+
+
+def _write(rows: Any, column: Column, data: Any) -> Any:
     data = np.require(data, requirements="C")
-    return view.write(data if data.dtype == column.stored else data.view(column.stored))
+    return rows.write(data if data.dtype == column.stored else data.view(column.stored))
 
 
 class StoredArray:
@@ -157,14 +148,14 @@ class StoredArray:
         dtype: The type of numbers.
     """
 
-    __slots__ = ("_array", "column", "dtype", "shape", "text")
+    __slots__ = ("_held", "column", "dtype", "shape", "text")
 
-    def __init__(self, array: LeafArray, rows: int):
-        self._array = array
-        self.column = array.column
-        self.text = array.column.text
-        self.shape = (rows, *array.column.shape)
-        self.dtype = DTYPES[array.column.dtype]
+    def __init__(self, column: Column, held: Any, rows: int):
+        self._held = held
+        self.column = column
+        self.text = column.text
+        self.shape = (rows, *column.shape)
+        self.dtype = DTYPES[column.dtype]
 
     @property
     def ndim(self) -> int:
@@ -201,15 +192,16 @@ class StoredArray:
             rest = [slice(None)] * (self.ndim - len(items) + 1)
             items[place : place + 1] = rest
         places = [self._place(axis, item) for axis, item in enumerate(items)]
-        return self._reading(self._array.held[tuple(places)], f"{index!r:.60}")
+        return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
     def begun_value(self, start: int, stop: int) -> Any:
         """Begins to read the value of a batch, with the axes that it had."""
-        return self._reading(self._array.view(start, stop), f"{start}:{stop}")
+        rows = view(self._held, self.column.axis, start, stop)
+        return self._reading(rows, f"{start}:{stop}")
 
-    def _reading(self, view: Any, index: str) -> Any:
-        _refuse_size(self.column, view.shape, f"StoredArray: [{index}]")
-        return view.read()
+    def _reading(self, rows: Any, index: str) -> Any:
+        _refuse_size(self.column, rows.shape, f"StoredArray: [{index}]")
+        return rows.read()
 
     def finished(self, future: Any) -> np.ndarray:
         """What was begun."""

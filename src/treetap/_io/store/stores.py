@@ -59,14 +59,14 @@ class Store:
         self._starts = [[0] * len(contents.columns), *(b.ends for b in batches)]
         self._arrays: list[StoredArray] = []
         for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
-            array = opened(column, column.folder(self._folder, number), name)
-            if (found := array.held.shape[0]) < rows:
+            held = opened(column, column.folder(self._folder, number), name)
+            if (found := held.shape[0]) < rows:
                 raise WeightsError(
                     f"{name}: {shown(column.text)} has {found} rows, and "
                     f"{rows} were appended: {self._folder} was changed by something "
                     "else."
                 )
-            self._arrays.append(StoredArray(array, rows))
+            self._arrays.append(StoredArray(column, held, rows))
         self._by_text = {array.text: array for array in self._arrays}
 
     @property

@@ -30,6 +30,8 @@ from treetap._io.store.arrays import (
     created,
     opened,
     require_tensorstore,
+    resized,
+    written,
 )
 from treetap._io.store.axes import EXAMPLES, Axis, axes_of, axis_rules
 from treetap._io.store.contents import (
@@ -196,8 +198,8 @@ class StoreWriter:
         starts = contents.ends
         counts = [c.rows_of(leaf.value) for c, leaf in zip(contents.columns, leaves)]
         self._resize([start + count for start, count in zip(starts, counts)])
-        parts = zip(self._arrays, leaves, starts)
-        futures = (array.written(leaf.value, start) for array, leaf, start in parts)
+        values = (leaf.value for leaf in leaves)
+        futures = map(written, self._arrays, contents.columns, values, starts)
         self._finish(itertools.chain.from_iterable(futures))
         self._journal.write({"rows": counts, "metadata": told})
         self._meet("told")
@@ -236,12 +238,9 @@ class StoreWriter:
 
     def _resize(self, ends: Sequence[int]) -> None:
         """Makes room for rows, or takes back what a batch that failed had made."""
-        pairs = zip(self._arrays, ends) if self._is_first else ()
-        found = self._finish(array.resized(end) for array, end in pairs)
-        if self._is_first:
-            pairs = zip(self._arrays, found)
-            self._arrays = [array._replace(held=held) for array, held in pairs]
-        else:
+        futures = map(resized, self._arrays, ends) if self._is_first else ()
+        self._arrays = self._finish(futures)
+        if not self._is_first:
             self._open_arrays("StoreWriter.append")
 
 
