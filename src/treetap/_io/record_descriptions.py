@@ -49,7 +49,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class Malformed(ValueError):
+class Malformed(Exception):
     """What a file describes cannot be; says how."""
 
 
@@ -237,8 +237,6 @@ def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
     try:
         sites = wanted(description, list, "the list of sites")
         return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
-    except Malformed:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Malformed(f"{error!r:.200}") from error
 

@@ -6,6 +6,7 @@ weights file. A target may be abstract, or an array on many devices; `sharding_o
 where a value read for it belongs.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,8 +78,9 @@ def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[
             continue
         place, dtype = target.text, target.dtype
         if dtype is None:
-            held = type(target.raw).__name__
-            problems.append(f"{place} holds a {held}, not an array")
+            problems.append(
+                f"{place} holds a {type(target.raw).__name__}, not an array"
+            )
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
             problems.append(f"{place} holds {dtype}, which has no place in the format")
         elif dtype not in WRITABLE:
@@ -131,10 +133,8 @@ def sharding_of(raw: Any, holder: Any, where: str) -> Any:
         return raw.sharding if raw.committed else None
     sharding = getattr(raw, "sharding", None)
     if sharding is None and isinstance(holder, Variable):
-        try:
+        with contextlib.suppress(MetadataError):  # there is no mesh
             sharding = resolve_sharding(holder.get_metadata())
-        except MetadataError:  # there is no mesh
-            return None
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         mesh = jax.sharding.get_mesh()
         if mesh.abstract_mesh != sharding.mesh:

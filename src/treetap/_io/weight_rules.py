@@ -509,8 +509,9 @@ class Rules:
 def _resolved(pattern: str, given: set[str], held: Tensor, name: str) -> Tensor:
     """A rule's Tensor in which every name in braces has a meaning, and only one."""
     wanted = set(fields_in(held.names[0], name))
-    fields = [step.field for step in held.steps if isinstance(step, Gathered)]
-    named = {field for field in fields if field is not None}
+    gathers = [step for step in held.steps if isinstance(step, Gathered)]
+    unnamed = [step for step in gathers if step.field is None]
+    named = {step.field for step in gathers if step.field is not None}
     free = wanted - given - named
     place = f"{name}: the rule {pattern!r}: {held!r}"
     if strange := sorted(named - (wanted - given)):
@@ -520,21 +521,17 @@ def _resolved(pattern: str, given: set[str], held: Tensor, name: str) -> Tensor:
             f"{place} does not use {lost}, so several Variables would have one tensor. "
             "Use it in the name; if they are to share a tensor, write `*` instead."
         )
-    if len(free) == fields.count(None) == 1:
-        (field,) = free
-        steps = [
-            replace(step, field=field)
-            if isinstance(step, Gathered) and step.field is None
-            else step
-            for step in held.steps
-        ]
-        return replace(held, steps=tuple(steps))
+    if len(free) == len(unnamed) == 1:
+        filled_in: dict[Step, Step] = {
+            unnamed[0]: replace(unnamed[0], field=free.pop())
+        }
+        return replace(held, steps=tuple(filled_in.get(s, s) for s in held.steps))
     if free:
         raise WeightsError(
             f"{place} does not say what {sorted(free)} in braces stands for. Put it "
             "into the pattern, or gather over it: `.stack('name')`."
         )
-    if None in fields:
+    if unnamed:
         raise WeightsError(
             f"{place} has nothing to stack over: the pattern has every name."
         )

@@ -380,9 +380,8 @@ class LoadPlan:
         patterns = [ignore] if isinstance(ignore, str) else list(ignore)
         found: list[str] = []
         for name in self.stored:
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                continue
-            found += _left_over(name, self.uses.get(name))
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                found += _left_over(name, self.uses.get(name))
         return found
 
     def values(self, path: Any) -> list[tuple[Path, Any]]:

@@ -111,7 +111,7 @@ class JournalContents:
                 self.sites = [checked_site(about) for about in sites]
                 # Last, should an interrupt come in between.
                 self.columns = [_column(about) for about in entry["columns"]]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, Malformed, TypeError, ValueError) as error:
             raise WeightsError(f"{self._where} is broken: {error!r:.200}.") from error
 
     def _batch(self, entry: Any) -> Batch:

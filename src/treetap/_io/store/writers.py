@@ -264,12 +264,11 @@ def _as_json(metadata: Any, name: str) -> dict[str, Any]:
     try:
         if not isinstance(told, Mapping):
             raise TypeError(f"it is a {type(told).__name__}")
-        text = json.dumps(dict(told), allow_nan=False)
+        return json.loads(json.dumps(dict(told), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name}: `metadata` is a mapping of what JSON has: {error}."
         ) from error
-    return json.loads(text)
 
 
 _OTHER = "Records of one kind belong in one store; begin another for these."
