@@ -60,11 +60,6 @@ _STARTS = {
 }
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape from a file, not longer than a line."""
-    return str(shape) if len(shape) <= 12 else f"({len(shape)} axes)"
-
-
 class Stored(NamedTuple):
     """What a header says of one tensor; `start` and `stop` count from the file's."""
 
@@ -77,8 +72,9 @@ class Stored(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its type, in the words of the format."""
-        return f"{self.code}{shape_text(self.shape)}"
+        """Its type, in the words of the format; not longer than a line."""
+        axes = len(self.shape)
+        return f"{self.code}{self.shape if axes <= 12 else f'({axes} axes)'}"
 
     @property
     def dtype(self) -> np.dtype[Any] | None:

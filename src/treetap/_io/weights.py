@@ -222,7 +222,6 @@ class OutgoingTensors:
             else:
                 arrays = [known[index][1] for index in sorted(known)]
                 self._put(whole, np.concatenate(arrays, cut.axis), givers)
-        self._parts.clear()
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
