@@ -36,6 +36,8 @@ Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merge
 #   of the names in braces, and its shape;
 # - `join(arrays, after)`: the value, from the file to the model;
 # - `split(array)`: the tensors, from the model to the file.
+#
+# `pieces` refuses shapes that the step cannot give, so it is asked first.
 
 Pieces = Sequence[tuple[Bound, Shape]]
 
@@ -213,16 +215,15 @@ class Gathered:
 
     def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
-        axis = _axis_in(self.axis, after, self)
-        return np.stack(arrays, axis) if self.is_new else np.concatenate(arrays, axis)
+        join = np.stack if self.is_new else np.concatenate
+        return join(arrays, self.axis)
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         """From the model to the file."""
-        axis = _axis_in(self.axis, array.shape, self)
         if self.is_new:
-            return list(np.moveaxis(array, axis, 0))
-        sizes = [shape[axis] for _, shape in self.pieces(array.shape)]
-        return np.split(array, np.cumsum(sizes)[:-1], axis)
+            return list(np.moveaxis(array, self.axis, 0))
+        sizes = [shape[self.axis] for _, shape in self.pieces(array.shape)]
+        return np.split(array, np.cumsum(sizes)[:-1], self.axis)
 
 
 Step = Transposed | Rearranged | Part | Gathered
