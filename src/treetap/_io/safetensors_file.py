@@ -86,14 +86,13 @@ class Stored(NamedTuple):
         dtype = DTYPES[self.code]
         if self.start == self.stop:
             return np.empty(self.shape, dtype)
-        size = (self.stop - self.start,)
         try:
-            mapped = np.memmap(self.file, np.uint8, "r", offset=self.start, shape=size)
+            mapped = np.memmap(self.file, dtype, "r", self.start, self.shape)
         except ValueError as error:
             raise WeightsError(
                 f"{name}: {self.file} was changed while it was read."
             ) from error
-        return mapped.view(np.ndarray).view(dtype).reshape(self.shape)
+        return mapped.view(np.ndarray)
 
 
 Held = tuple[dict[str, Stored], dict[str, str]]  # tensors by name, and metadata
