@@ -232,6 +232,14 @@ def test_everything_that_differs_is_told_at_once(path):
     assert "in the checkpoint only (1):\n    - old" in text
 
 
+def test_two_leaves_of_the_target_that_read_alike_are_refused(path):
+    one = tt.Param(jnp.ones(2))
+    tt.save_checkpoint(path, {"x": {1: one}})
+    target = {"x": {1: one, "1": tt.Param(jnp.zeros(2))}}
+    with pytest.raises(WeightsError, match=r"in the target only \(1\):\n    - x/1 \("):
+        tt.restore_checkpoint(path, target)
+
+
 def test_keys_of_another_implementation_with_data_of_the_same_shape(path):
     tt.save_checkpoint(path, {"key": jax.random.key(0, impl="rbg")})
     with pytest.raises(WeightsError, match="implementation that was saved"):

@@ -297,7 +297,7 @@ def _matched(
     wrong: list[str] = []
     for leaf in leaves:
         names = leaf.names if leaf.names in known else leaf.pure
-        if names not in known:
+        if names not in known or names in found:  # each leaf is one of the target's
             missing.append(f"{leaf.text} ({type(leaf.holder).__name__})")
             continue
         found[names] = leaf
