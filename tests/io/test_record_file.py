@@ -236,6 +236,10 @@ def test_a_file_of_weights_is_no_record(tmp_path):
         load_record(tmp_path / "w.safetensors")
     with pytest.raises(FileNotFoundError, match="load_record: there is no file"):
         load_record(tmp_path / "none.safetensors")
+    save_file({}, tmp_path / "w.safetensors")
+    for place in (tmp_path / "w.safetensors", tmp_path):
+        with pytest.raises(tt.WeightsError, match="it holds no tensors"):
+            load_record(place)
 
 
 MANY_DIGITS = "@digits@"  # which `json` would not write
