@@ -523,10 +523,8 @@ def _resolved(pattern: str, given: set[str], held: Tensor, name: str) -> Tensor:
             "Use it in the name; if they are to share a tensor, write `*` instead."
         )
     if len(free) == len(unnamed) == 1:
-        filled_in: dict[Step, Step] = {
-            unnamed[0]: replace(unnamed[0], field=free.pop())
-        }
-        return replace(held, steps=tuple(filled_in.get(s, s) for s in held.steps))
+        changed: dict[Step, Step] = {unnamed[0]: replace(unnamed[0], field=free.pop())}
+        return replace(held, steps=tuple(changed.get(s, s) for s in held.steps))
     if free:
         raise WeightsError(
             f"{place} does not say what {sorted(free)} in braces stands for. Put it "
