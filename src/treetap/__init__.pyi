@@ -51,6 +51,7 @@ from treetap._capture.statistics.reducers import Norm as Norm
 from treetap._capture.statistics.reducers import Reducer as Reducer
 from treetap._capture.statistics.reducers import TopK as TopK
 from treetap._capture.statistics.reducers import TopKFound as TopKFound
+from treetap._capture.walk.spots import Axis as Axis
 from treetap._compare.comparison import Comparison as Comparison
 from treetap._compare.comparison import Difference as Difference
 from treetap._compare.comparison import compare as compare

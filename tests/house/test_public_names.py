@@ -81,7 +81,7 @@ def test_public_methods_are_documented():
 
 def test_every_name_of_treetap_is_in_nnx_except_its_own_additions():
     additions = """
-        AbsMax AliasError AllFinite AttributeStatusError Bars Blame CaptureError
+        AbsMax AliasError AllFinite AttributeStatusError Axis Bars Blame CaptureError
         Comparison CycleError DeadUnits DeadUnitsFound Difference EventWriter Figures
         FilterError Histogram HistogramFound MetadataError Moments MomentsFound
         NonFinite NonFiniteFound Norm PatchGrid PathIn Record Reducer Report Select Site
