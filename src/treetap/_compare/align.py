@@ -7,6 +7,9 @@ that `blocks/0/attn:__call__` is PyTorch's `blocks.0.attn`. Rules rename, as tho
 """
 
 import functools
+import itertools
+import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from treetap._capture.selectors import Select, as_select, refuse_nothing
-from treetap._compare.sources import Entry, Side
+from treetap._compare.sources import Entry, Side, without_call
 from treetap._compare.unroll import Pair
 from treetap._core.errors import CaptureError
 from treetap._core.wording import near_to, shown
@@ -35,14 +38,12 @@ from treetap._io.weight_rules import (
 
 NUMBERS = ("value", "grad")
 Turn = tuple[Step, ...] | Callable[[np.ndarray], Any]
-Key = tuple[tuple[str, str], ...]
 _CALL = re.compile(r"#\d+")
 
 
 def dotted(text: str) -> str:
     """A name as another program might write it."""
-    short = re.sub(r"(^|:)__call__(?=$|[.#])", "", text)
-    return re.sub(r"[/:]", ".", short)
+    return re.sub(r"[/:]", ".", without_call(text))
 
 
 class Names:
@@ -152,7 +153,8 @@ class Aligner:
 
     def _source(self, entry: Entry) -> Source:
         """What the first rule that matches says; without a call index, for each."""
-        texts = [text for form in entry.forms for text in (form, _CALL.sub("", form))]
+        forms = entry.text, without_call(entry.text)
+        texts = [text for form in forms for text in (form, _CALL.sub("", form))]
         found = [self._rules.find((text,)) for text in texts]
         matched = [source for source in found if source.rule is not None]
         return min(matched, key=lambda x: self._order[x.rule], default=found[0])
@@ -181,7 +183,7 @@ class _Match:
     Attributes:
         entry: Of `a`.
         pieces: Entries of `b`, or None where there is none, with the shapes that are
-            wanted; by what the names in braces stand for.
+            wanted; by the name that is looked for first.
         misfit: Why the shape of `a` cannot be had; empty if it can.
     """
 
@@ -198,10 +200,11 @@ class _Match:
         except Misfit as error:
             self.misfit = str(error)
             wanted = [(self._some_bound(), entry.shape)]
-        self.pieces: dict[Key, tuple[Entry | None, Shape]] = {}
+        self.pieces: dict[str, tuple[Entry | None, Shape]] = {}
         for bound, shape in wanted:
-            found = (names.find(text, entry.part) for text in self._texts(bound))
-            self.pieces[_key(bound)] = next(filter(None, found), None), shape
+            texts = self._texts(bound)
+            found = (names.find(text, entry.part) for text in texts)
+            self.pieces[texts[0]] = next(filter(None, found), None), shape
 
     @property
     def is_required(self) -> bool:
@@ -214,24 +217,22 @@ class _Match:
     def _some_bound(self) -> Bound:
         """Some meaning for names in braces when shapes do not tell."""
         gathered = [step for step in self._steps if isinstance(step, Gathered)]
-        labels = {str(g.field): g.over[0] if g.over else "0" for g in gathered}
+        labels = {str(step.field): (step.over or "0")[0] for step in gathered}
         return {**self._source.bound, **labels}
 
     def missing(self) -> str | None:
         """The first name that `b` does not have."""
-        for key, (found, _) in self.pieces.items():
-            if found is None:
-                return self._texts(dict(key))[0]
-        return None
+        lost = (text for text, (found, _) in self.pieces.items() if found is None)
+        return next(lost, None)
 
-    def _piece(self, bound: Bound) -> tuple[Entry, Shape]:
-        found, shape = self.pieces[_key(bound)]
-        assert found is not None, bound
+    def _piece(self, text: str) -> tuple[Entry, Shape]:
+        found, shape = self.pieces[text]
+        assert found is not None, text
         return found, shape
 
     def pair(self) -> Pair:
         """Both, the second in the layout of the first; of a match that misses none."""
-        pieces = [self._piece(dict(key)) for key in self.pieces]
+        pieces = [*map(self._piece, self.pieces)]
         first = pieces[0][0]
         if self.misfit:
             return Pair(self.entry, first, self.misfit)
@@ -254,7 +255,8 @@ class _Match:
         return Pair(self.entry, made)
 
     def _read(self, steps: Sequence[Step], shape: Shape, bound: Bound) -> np.ndarray:
-        pieces = (self._piece(each) for each, _ in needs(steps, shape, bound))
+        texts = (self._texts(each)[0] for each, _ in needs(steps, shape, bound))
+        pieces = map(self._piece, texts)
         arrays = (found.read().reshape(piece) for found, piece in pieces)
         return assembled(steps, shape, arrays)
 
@@ -266,7 +268,8 @@ class _Match:
         layers: list[tuple[str, Callable[[], np.ndarray]]] = []
         for more, shape in last.pieces(self.entry.shape):
             bound = {**self._source.bound, **more}
-            first, _ = self._piece(next(needs(steps, shape, bound))[0])
+            innermost, _ = next(needs(steps, shape, bound))
+            first, _ = self._piece(self._texts(innermost)[0])
             read = functools.partial(self._read, steps, shape, bound)
             layers.append((first.text, read))
         return tuple(layers)
@@ -286,10 +289,6 @@ class _Match:
         return Pair(self.entry, replace(found, shape=shape, own_shape=first.shape))
 
 
-def _key(bound: Bound) -> Key:
-    return tuple(sorted(bound.items()))
-
-
 def is_fold(one: Shape, other: Shape) -> bool:
     """Whether shapes differ only in neighbouring axes that are merged in one of them.
 
@@ -298,17 +297,11 @@ def is_fold(one: Shape, other: Shape) -> bool:
     """
     if one == other:
         return True
-    one, other = (tuple(n for n in shape if n != 1) for shape in (one, other))
-    if len(one) > len(other):
-        one, other = other, one
-    rest = list(other)
-    for length in one:
-        product = 1
-        while rest and product < length:
-            product *= rest.pop(0)
-        if product != length:
-            return False
-    return not rest
+    if 0 in (*one, *other) or math.prod(one) != math.prod(other):
+        return False
+    # After how many elements an axis ends: where axes are merged, some ends are gone.
+    ends, others = (set(itertools.accumulate(s, operator.mul)) for s in (one, other))
+    return ends - {1} <= others or others - {1} <= ends
 
 
 # Layouts.

@@ -219,7 +219,7 @@ def _number(value: float | None) -> str:
     """A distance in a few letters."""
     if value is None or math.isnan(value):
         return "-"
-    return "0" if value == 0 else "inf" if math.isinf(value) else f"{value:.1e}"
+    return f"{value:.1e}" if value else "0"
 
 
 def _steps(value: float | None) -> str:
@@ -347,18 +347,17 @@ def _with_floor(
 ) -> list[Pair]:
     """Pairs with the same array of a third run, under the names of either."""
     third = side_of(noise, "noise", name)
-    wanted = [(pair.a.text, pair.a.part) for pair in aligned.pairs if not pair.reason]
+    wanted = [pair.key for pair in aligned.pairs if not pair.reason]
     missing: list[list[str]] = []
     for each in (Aligner(None, None, name), aligner):
         try:
             found = each.align(a, third).pairs
         except CaptureError:  # rules for names that it does not have
             continue
-        floors = {(p.a.text, p.a.part): p.b for p in found if not p.reason}
-        missing.append([text for text, part in wanted if (text, part) not in floors])
+        floors = {pair.key: pair.b for pair in found if not pair.reason}
+        missing.append([key[0] for key in wanted if key not in floors])
         if not missing[-1]:
-            keyed = [((p.a.text, p.a.part), p) for p in aligned.pairs]
-            return [pair._replace(floor=floors.get(key)) for key, pair in keyed]
+            return [p._replace(floor=floors.get(p.key)) for p in aligned.pairs]
     raise refuse_noise(min(missing, key=len), name)
 
 

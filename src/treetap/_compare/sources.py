@@ -63,14 +63,13 @@ class Entry:
         layers = "".join(f"[{number}]" for number in self.layers)
         return leaf_text(f"{self.text}{layers}", (), self.part)
 
-    @property
-    def forms(self) -> tuple[str, str]:
-        """How it may be written: in full, and with `:__call__` left out."""
-        short = re.sub(r"(^|:)__call__(?=$|[.#])", "", self.text)
-        return self.text, short
-
 
 Side = list[Entry]
+
+
+def without_call(text: str) -> str:
+    """A name with `:__call__` left out, as people write it for short."""
+    return re.sub(r"(^|:)__call__(?=$|[.#])", "", text)
 
 
 def side_of(given: Any, what: str, name: str) -> Side:
@@ -126,32 +125,28 @@ def _arrays_in(
 
 
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
-    label = shown(leaf_text(text, (), part))
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if reason := _refused(leaf):
+        label = shown(leaf_text(text, (), part))
+        raise CaptureError(f"{where}: {label} {reason}.")
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    shape, dtype = np.shape(leaf), np.dtype(leaf.dtype)
+    return Entry(text, part, site, shape, dtype, lambda: np.asarray(leaf))
+
+
+def _refused(leaf: Any) -> str:
+    """Why an array cannot be compared; empty when it can."""
     if isinstance(leaf, Tracer):
-        raise CaptureError(
-            f"{where}: {label} is being traced; compare outside of transforms."
-        )
+        return "is being traced; compare outside of transforms"
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise CaptureError(
-            f"{where}: {label} is abstract; compare what `observe` gave."
-        )
+        return "is abstract; compare what `observe` gave"
     if is_gone(leaf):
-        raise CaptureError(f"{where}: {label} was donated or deleted.")
+        return "was donated or deleted"
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise CaptureError(
-            f"{where}: {label} lies on devices of other processes; gather it first."
-        )
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-    if dtype is None:
-        leaf = np.asarray(leaf)
-        dtype = leaf.dtype
-    if np.dtype(dtype).kind in "OSUM":
-        raise CaptureError(
-            f"{where}: {label} is {dtype}, which is no array of numbers."
-        )
-    return Entry(text, part, site, shape, np.dtype(dtype), lambda: np.asarray(leaf))
+        return "lies on devices of other processes; gather it first"
+    if not is_key(leaf) and np.dtype(leaf.dtype).kind in "OSUM":
+        return f"is {leaf.dtype}, which is no array of numbers"
+    return ""
 
 
 # Names and arrays.

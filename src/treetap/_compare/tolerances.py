@@ -101,7 +101,8 @@ class _Sums:
 
 def measure(a: np.ndarray, b: np.ndarray) -> Measures:
     """How far `a` is from `b`, which have the same shape."""
-    step = _real(coarser(a.dtype, b.dtype))
+    step = coarser(a.dtype, b.dtype)
+    step = step if is_exact(step) else jnp.finfo(step).dtype  # of complex ones: real
     wide = [side for side in (a, b) if side.dtype in (np.float64, np.complex128)]
     sums = _Sums(step, _scale(max(map(_largest, wide), default=1.0)))
     for pieces in _pieces(a, b):
@@ -138,12 +139,6 @@ def _scale(largest: float) -> float:
     if largest == 0 or 1e-140 < largest < 1e140:
         return 1.0
     return 2.0 ** -max(-1000, min(1000, round(math.log2(largest))))
-
-
-def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.float32 if dtype == np.complex64 else np.float64)
-    return dtype
 
 
 def _flat(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -201,13 +196,11 @@ class Limit(NamedTuple):
     peak: float
 
 
-EXACT = Limit(0.0, 0.0)
-
-
-def usual(dtype: Any) -> float:
+def usual(dtype: np.dtype[Any]) -> float:
     """The relative error that a deep model may have from rounding alone."""
-    found = _TOLERANCES.get(np.dtype(dtype).name)
-    return 4 * float(jnp.finfo(dtype).eps) if found is None else found
+    if is_exact(dtype):
+        return 0.0
+    return _TOLERANCES.get(dtype.name, 4 * float(jnp.finfo(dtype).eps))
 
 
 class Limits:
@@ -222,9 +215,9 @@ class Limits:
 
     def __init__(self, tolerance: Any, absolute: float, factor: float, name: str):
         given = tolerance if isinstance(tolerance, Mapping) else {"**": tolerance}
-        self._rules = [(as_select(key), value) for key, value in given.items()]
-        numbers = [value for _, value in self._rules if value is not None]
-        for number in (*numbers, absolute, factor):
+        rules = [(as_select(key), value) for key, value in given.items()]
+        self._rules = [(select, value) for select, value in rules if value is not None]
+        for number in (*(value for _, value in self._rules), absolute, factor):
             is_number = isinstance(number, int | float | np.number)
             if not is_number or isinstance(number, bool) or not number >= 0:
                 raise ValueError(
@@ -247,12 +240,9 @@ class Limits:
                 self._factor * max(floor.relative, least),
                 self._factor * max(floor.peak, 2 * least),
             )
-        for select, value in self._rules:
-            if value is not None and select(a.site):
-                return Limit(float(value), PEAK * float(value))
-        if is_exact(dtype):
-            return EXACT
-        return Limit(usual(dtype), PEAK * usual(dtype))
+        told = (value for select, value in self._rules if select(a.site))
+        relative = float(next(told, usual(dtype)))
+        return Limit(relative, PEAK * relative)
 
     def why(self, found: Measures, limit: Limit) -> str:
         """Why a pair counts as different; empty when it does not."""

@@ -33,6 +33,11 @@ class Pair(NamedTuple):
     reason: str = ""
     floor: Entry | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells pairs apart: the name in the first side, and the part."""
+        return self.a.text, self.a.part
+
 
 def in_order(pairs: Sequence[Pair]) -> list[Pair]:
     """Pairs as they were computed."""

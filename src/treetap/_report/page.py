@@ -14,12 +14,13 @@ import base64
 import functools
 import hashlib
 import html
+import itertools
 import json
 import math
 import os
 import pathlib
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
@@ -166,12 +167,22 @@ def report(
     held = _records(records)
     numbers = _steps(steps, len(held))
     sites = sites_of(held)
-    found = [record.figures() for record in held]
-    rows = [[figures.get(site.text) for site in sites] for figures in found]
-    payload = payload_of(held, rows, numbers, title, model)
-    _add_pictures(payload, sites, rows)
-    verdicts = [_verdict_text(one, payload) for one in payload["verdicts"]]
-    return Report(payload["title"], "; ".join(verdicts), payload)
+    figures = [record.figures() for record in held]
+    rows = [[found.get(site.text) for site in sites] for found in figures]
+    entries, notes = _entries(sites, rows)
+    notes += _add_pictures(entries, sites, rows)
+    verdicts = _verdicts(rows)
+    payload = {
+        "title": title or _name(model, sites),
+        "about": _about(sites, held, numbers, model),
+        "steps": numbers,
+        "sites": entries,
+        "verdicts": verdicts,
+        "first": {key: verdicts[0][key] for key in ("site", "step")},
+        "notes": notes,
+    }
+    texts = [_verdict_text(verdict, payload) for verdict in verdicts]
+    return Report(payload["title"], "; ".join(texts), payload)
 
 
 def _page(name: str) -> str:
@@ -212,23 +223,23 @@ def _steps(steps: Iterable[int] | None, count: int) -> Sequence[int | None]:
 
 
 def _add_pictures(
-    payload: dict[str, Any], sites: Sequence[Site], rows: Sequence[Row]
-) -> None:
-    """Adds pictures of the values as they were last, as far as there is room."""
+    entries: Sequence[Entry], sites: Sequence[Site], rows: Sequence[Row]
+) -> list[str]:
+    """Adds pictures of the values as they were last; gives notes on what has none."""
     last = [
-        max(step for step, row in enumerate(rows) if row[n] is not None)
-        for n in range(len(sites))
+        [(step, pair[0]) for step, pair in enumerate(found) if pair is not None][-1]
+        for found in zip(*rows)
     ]
-    pairs = [rows[step][n] for n, step in enumerate(last)]
-    known = [None if pair is None else pair[0] for pair in pairs]
+    known = [figures for _, figures in last]
     pictures, left_out = pictures_of(sites, known, PICTURE_BUDGET)
     for n, picture in pictures.items():
-        payload["sites"][n]["pictures"] = {**picture, "step": last[n]}
-    if left_out:
-        payload["notes"].append(
-            f"Pictures of {left_out:,} sites were left out: all together may take "
-            f"{readable_bytes(PICTURE_BUDGET)}. Select fewer sites to see theirs."
-        )
+        entries[n]["pictures"] = {**picture, "step": last[n][0]}
+    if not left_out:
+        return []
+    return [
+        f"Pictures of {left_out:,} sites were left out: all together may take "
+        f"{readable_bytes(PICTURE_BUDGET)}. Select fewer sites to see theirs."
+    ]
 
 
 def _verdict_text(verdict: dict[str, Any], payload: dict[str, Any]) -> str:
@@ -244,55 +255,21 @@ def _verdict_text(verdict: dict[str, Any], payload: dict[str, Any]) -> str:
 # measured is left out.
 
 
-class Trouble(NamedTuple):
-    """Where something was not finite: the sooner, the smaller."""
-
-    step: int
-    is_grad: bool
-    site: int
-    figures: Figures
-
-
-def payload_of(
-    records: Sequence[Record],
-    rows: Sequence[Row],
-    steps: Sequence[Any],
-    title: str,
-    model: Any,
-) -> Entry:
-    """All that the page shows, except pictures.
-
-    Args:
-        records: One for each step.
-        rows: For each step the figures of all sites, in the order of `sites_of`.
-        steps: Their numbers.
-        title: As of `report`.
-        model: As of `report`.
-    """
-    sites = sites_of(records)
-    is_many = 2 * len(sites) * len(records) > MOST_BARS
+def _entries(
+    sites: Sequence[Site], rows: Sequence[Row]
+) -> tuple[list[Entry], list[str]]:
+    """The sites with their figures by step, and notes on what is left out."""
+    is_many = 2 * len(sites) * len(rows) > MOST_BARS
     has_bars = [not is_many or row is rows[-1] for row in rows]
+    flags = jax.device_get([(site.taken, site.count) for site in sites])
     entries = [
-        _site(site, [row[n] for row in rows], has_bars) for n, site in enumerate(sites)
+        _site(site, list(zip(found, has_bars)), _note(*flag))
+        for site, found, flag in zip(sites, zip(*rows), flags)
     ]
-    _add_notes(sites, entries)
-    notes = []
-    if is_many and len(records) > 1:
-        notes.append("Histograms are of the last step only: there are many sites.")
-    values, grads = first_troubles(rows)
-    first = min(filter(None, (values, grads)), default=None)
-    return {
-        "title": title or _name(model, sites),
-        "about": _about(sites, records, steps, model),
-        "steps": list(steps),
-        "sites": entries,
-        "verdicts": _verdicts(rows, values, grads),
-        "first": {
-            "site": None if first is None else first.site,
-            "step": None if first is None else first.step,
-        },
-        "notes": notes,
-    }
+    if is_many and len(rows) > 1:
+        note = "Histograms are of the last step only: there are many sites."
+        return entries, [note]
+    return entries, []
 
 
 def sites_of(records: Sequence[Record]) -> list[Site]:
@@ -308,12 +285,10 @@ def sites_of(records: Sequence[Record]) -> list[Site]:
             continue
         place = 0
         for text in texts:
-            if text in known:
-                place = order.index(text) + 1
-                continue
-            order.insert(place, text)
-            known.add(text)
-            place += 1
+            if text not in known:
+                order.insert(place, text)
+                known.add(text)
+            place = order.index(text) + 1
     last = {site.text: site for record in records for site in record}
     return [last[text] for text in order]
 
@@ -343,8 +318,7 @@ def _about(
 # Sites.
 
 
-def _site(site: Site, found: Sequence[Pair | None], has_bars: Sequence[bool]) -> Entry:
-    pairs = list(zip(found, has_bars))
+def _site(site: Site, pairs: Sequence[tuple[Pair | None, bool]], note: str) -> Entry:
     values = [pair and _figures(pair[0], bars) for pair, bars in pairs]
     grads = [pair and pair[1] and _figures(pair[1], bars) for pair, bars in pairs]
     entry = {
@@ -363,7 +337,21 @@ def _site(site: Site, found: Sequence[Pair | None], has_bars: Sequence[bool]) ->
         entry["values"] = values
     if any(grads):
         entry["grads"] = grads
+    if note:
+        entry["note"] = note
     return entry
+
+
+def _note(taken: Any, count: Any) -> str:
+    """Says of a branch how often it was taken, and of a loop how often it ran."""
+    if taken is not None and not np.any(taken):
+        return "branch not taken"
+    if taken is not None and not np.all(taken):
+        return f"taken {int(np.sum(taken))} of {np.size(taken)} times"
+    if count is None:
+        return ""
+    ends = dict.fromkeys(np.unique(count)[[0, -1]].tolist())
+    return f"ran {' to '.join(map(str, ends))} times"
 
 
 def class_name(site: Site) -> str:
@@ -384,11 +372,8 @@ def _type(site: Site) -> str:
 
 def _figures(figures: Figures, has_bars: bool = True) -> Entry | None:
     """Figures without what was not measured; None if nothing was."""
-    found: Entry = {}
-    for key, name in NUMBERS.items():
-        number = getattr(figures, name)
-        if number is not None:
-            found[key] = _number(number)
+    numbers = {key: getattr(figures, name) for key, name in NUMBERS.items()}
+    found: Entry = {k: _number(x) for k, x in numbers.items() if x is not None}
     if figures.nonfinite and not (figures.nan or figures.infinite):
         found["bad"] = True
     if figures.bars is not None and has_bars:
@@ -432,41 +417,31 @@ def _parts(parts: Sequence[Figures]) -> Entry:
     return found
 
 
-def _add_notes(sites: Sequence[Site], entries: Sequence[Entry]) -> None:
-    """Says of branches that were not taken, and of loops how often they ran."""
-    flags = jax.device_get([(site.taken, site.count) for site in sites])
-    for entry, (taken, count) in zip(entries, flags):
-        if taken is not None and not np.any(taken):
-            entry["note"] = "branch not taken"
-        elif taken is not None and not np.all(taken):
-            entry["note"] = f"taken {int(np.sum(taken))} of {np.size(taken)} times"
-        elif count is not None:
-            times = np.unique(count)
-            entry["note"] = "ran " + " to ".join(map(str, times[[0, -1]])) + " times"
-            if len(times) == 1:
-                entry["note"] = f"ran {times[0]} times"
-
-
 # The verdict.
 
 
-def first_troubles(rows: Sequence[Row]) -> tuple[Trouble | None, Trouble | None]:
-    """The first value and the first gradient, as made, that are not all finite."""
-    values = (x for x in _troubles(rows) if not x.is_grad)
-    grads = (x for x in _troubles(rows) if x.is_grad)
-    return next(values, None), next(grads, None)
+class Trouble(NamedTuple):
+    """Where something was not finite."""
+
+    step: int
+    is_grad: bool
+    site: int
+    figures: Figures
 
 
-def _troubles(rows: Sequence[Row]) -> Iterator[Trouble]:
-    """What is not finite, in the order made: gradients from the last site back."""
-    for step, row in enumerate(rows):
-        places = range(len(row))
-        for which, order in ((0, places), (1, reversed(places))):
-            for n in order:
-                pair = row[n]
-                figures = None if pair is None else pair[which]
-                if figures is not None and figures.nonfinite:
-                    yield Trouble(step, bool(which), n, figures)
+def first_troubles(rows: Sequence[Row]) -> list[Trouble]:
+    """The first value, and the first gradient, that are not all finite, as made.
+
+    In each step values come first, then gradients from the last site back.
+    """
+    places = range(len(rows[0]))
+    order = [(False, n) for n in places] + [(True, n) for n in reversed(places)]
+    found: dict[bool, Trouble] = {}
+    for (step, row), (is_grad, n) in itertools.product(enumerate(rows), order):
+        figures = row[n] and row[n][is_grad]
+        if figures is not None and figures.nonfinite:
+            found.setdefault(is_grad, Trouble(step, is_grad, n, figures))
+    return list(found.values())
 
 
 def troubles_text(figures: Figures) -> str:
@@ -476,20 +451,17 @@ def troubles_text(figures: Figures) -> str:
     return ", ".join(found) or "not finite"
 
 
-def _verdicts(
-    rows: Sequence[Row], value: Trouble | None, grad: Trouble | None
-) -> list[Entry]:
-    troubles = sorted(filter(None, (value, grad)), key=lambda x: x[:2])
-    if troubles:
+def _verdicts(rows: Sequence[Row]) -> list[Entry]:
+    if troubles := first_troubles(rows):
         return [_verdict(trouble) for trouble in troubles]
-    measured = [[pair for pair in row if pair] for row in rows]
-    known = [pair[0].nonfinite is not None for row in measured for pair in row]
+    measured = [pair for row in rows for pair in row if pair]
+    known = [value.nonfinite is not None for value, _ in measured]
     kind, text = "good", "All finite"
     if not any(known):
         kind, text = "unknown", "Whether values are finite was not measured"
     elif not all(known):
         text = f"All finite, of {sum(known):,} values that were measured"
-    elif any(pair[1] is not None for row in measured for pair in row):
+    elif any(grad is not None for _, grad in measured):
         text = "All finite, values and gradients"
     return [{"kind": kind, "text": text, "site": None, "step": None}]
 
