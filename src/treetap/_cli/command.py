@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from treetap._cli.failures import (
     Failure,
     message_of,
     place_of,
-    print_traceback,
 )
 from treetap._cli.inputs import inputs_for, load_into
 from treetap._cli.programs import How, Program, program_of
@@ -212,7 +212,7 @@ def guarded(run: Callable[..., int]) -> Callable[..., None]:
             if isinstance(error, SystemExit) and not place_of(error):
                 raise  # rich's, when nobody reads on
             if debug:
-                print_traceback(error)
+                traceback.print_exception(error)
             click.echo(f"Error: {message_of(error)}", err=True)
             code = BAD
         click.get_current_context().exit(code)

@@ -30,7 +30,7 @@ def console_of() -> "Console":
 
 
 @contextmanager
-def progress_of(enabled: bool = True) -> Iterator["Progress"]:
+def progress_of() -> Iterator["Progress"]:
     """Bars for long work, on stderr; nothing where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,7 +42,7 @@ def progress_of(enabled: bool = True) -> Iterator["Progress"]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[told]}"),
     )
-    shown = enabled and sys.stderr.isatty() and not console.is_dumb_terminal
+    shown = sys.stderr.isatty() and not console.is_dumb_terminal
     with Progress(
         *columns,
         console=console,
@@ -54,9 +54,9 @@ def progress_of(enabled: bool = True) -> Iterator["Progress"]:
 
 
 @contextmanager
-def waiting(text: str, enabled: bool = True) -> Iterator[None]:
+def waiting(text: str) -> Iterator[None]:
     """Says what is going on, while it is."""
-    with progress_of(enabled) as progress:
+    with progress_of() as progress:
         progress.add_task(text, total=None, told="")
         yield
 

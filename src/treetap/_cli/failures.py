@@ -8,7 +8,6 @@ has the line of that code it came from.
 
 import linecache
 import os
-import sys
 import sysconfig
 import traceback
 from types import FrameType
@@ -113,8 +112,3 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, _LOOKED):
         text += "\nThe model looks at values while it is compiled: try --eager."
     return f"{text}\n  {place}" if place else text
-
-
-def print_traceback(error: BaseException) -> None:
-    """All of an error, for `--debug`."""
-    traceback.print_exception(error, file=sys.stderr)

@@ -6,7 +6,7 @@ value and gradient, and the first of them that is not finite.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from treetap._core import display
 from treetap._core.wording import json_number, many, typed
 from treetap._observe.observe import observe, sites
 from treetap._observe.records import Record, Site
-from treetap._report.page import NUMBERS, first_troubles, troubles_text
-from treetap._report.table import NOTHING, Column, Listing, short_types
+from treetap._report.page import NUMBERS, Trouble, first_troubles, troubles_text
+from treetap._report.table import NOTHING, Column, Listing, numbers, short_types
 
 REDUCERS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram(), DeadUnits())
 SPARK = 12
@@ -72,29 +72,6 @@ class Row(NamedTuple):
         return ", ".join(f"{label}{troubles_text(x)}" for label, x in bad)
 
 
-class First(NamedTuple):
-    """Where the first number that is not finite is.
-
-    Attributes:
-        site: The text of the site.
-        part: `value` or `gradient`.
-        figures: Those of the value or gradient.
-        turn: In a scan, the first iteration that has some, or the shard.
-    """
-
-    site: str
-    part: str
-    figures: Figures
-    turn: int | None
-
-    def __str__(self) -> str:
-        what = "gradient of " if self.part == "gradient" else ""
-        where = "" if self.turn is None else f" at [{self.turn}]"
-        count = self.figures.count
-        of = f" of {count:,} numbers" if count else ""
-        return f"{what}{self.site}{where} ({troubles_text(self.figures)}{of})"
-
-
 @dataclass(frozen=True)
 class Look:
     """What was seen of a run.
@@ -109,7 +86,21 @@ class Look:
     record: Record
     rows: tuple[Row, ...]
     loss: float | None
-    first: First | None
+    first: Trouble | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether all is finite, and if not, what is the first that is not."""
+        if self.first is None:
+            return "All is finite."
+        figures, turn = self.first.figures, self.first.turn
+        what = "First not finite: "
+        if self.first.is_grad:
+            what = f"All values are finite. {what}gradient of "
+        where = "" if turn is None else f" at [{turn}]"
+        of = f" of {figures.count:,} numbers" if figures.count else ""
+        site = self.rows[self.first.site].site.text
+        return f"{what}{site}{where} ({troubles_text(figures)}{of})."
 
 
 def observed(program: Program, select: Any, *, grads: bool, reduce: bool) -> Look:
@@ -138,19 +129,8 @@ def look_at(
     rows = tuple(
         Row(shapes.get(site.text, site), *figures[site.text]) for site in record
     )
-    return Look(record, rows, loss, first_nonfinite(rows))
-
-
-def first_nonfinite(rows: tuple[Row, ...]) -> First | None:
-    """The first as made: values in their order, then gradients from the last site."""
-    found = first_troubles([[(row.value, row.gradient) for row in rows]])
-    trouble = next(filter(None, found), None)
-    if trouble is None:
-        return None
-    figures, part = trouble.figures, "gradient" if trouble.is_grad else "value"
-    turns = [n for n, one in enumerate(figures.parts) if one.nonfinite]
-    turn = turns[0] if turns else None
-    return First(rows[trouble.site].site.text, part, figures, turn)
+    troubles = first_troubles([[(row.value, row.gradient) for row in rows]])
+    return Look(record, rows, loss, next(iter(troubles), None))
 
 
 def type_text(site: Site) -> str:
@@ -171,14 +151,10 @@ def look_shown(look: Look, title: str, notes: Sequence[str]) -> list[Any]:
     from rich.text import Text
 
     signs = LETTERS if console_of().options.ascii_only else BLOCKS
-    shown: list[Any] = [Text(title, "bold"), figures_listing(look, signs)]
-    if look.first is None:
-        shown.append(Text("All is finite.", "green"))
-    else:
-        told = f"First not finite: {look.first}."
-        if look.first.part == "gradient":
-            told = f"All values are finite. {told}"
-        shown.append(Text(told, "bold red"))
+    style = "green" if look.first is None else "bold red"
+    listing = figures_listing(look, signs)
+    shown = [Text(title, "bold"), listing, Text(look.verdict, style)]
+    if look.first is not None:
         hint = "`treetap blame` names the operation that made it."
         shown.append(Text(hint, "dim"))
     return [*shown, *map(Text, notes)]
@@ -187,35 +163,31 @@ def look_shown(look: Look, title: str, notes: Sequence[str]) -> list[Any]:
 def figures_listing(look: Look, signs: str) -> Listing:
     """The table of a look; histograms are drawn with some signs."""
     rows = look.rows
-
-    def number(head: str, rank: int, texts: Iterator[str]) -> Column:
-        return Column(head, list(texts), True, rank=rank)
-
     columns = [Column("site", [row.site.text for row in rows], least=SITE_WIDTH)]
     styles = {n: "red" for n, row in enumerate(rows) if row.nonfinite}
     if look.first is not None:
         marks = [row.nonfinite for row in rows]
-        place = [row.site.text for row in rows].index(look.first.site)
+        place = look.first.site
         marks[place], styles[place] = f"first: {marks[place]}", "bold white on red"
         columns.append(Column("not finite", marks, rank=1, least=12))
     types = [short_types(type_text(row.site)) for row in rows]
     if any(types):
         columns.append(Column("type", types, rank=8, least=18, style="dim"))
         sizes = (display.readable_bytes(row.site.nbytes) for row in rows)
-        columns.append(number("memory", 10, sizes))
+        columns.append(numbers("memory", sizes, 10))
     bars = [_bars_text(row.value, signs) for row in rows]
     values = [row.value for row in rows]
     columns += [
         Column("histogram", bars, rank=5, style="cyan"),
-        number("mean", 6, (number_text(f.mean) for f in values)),
-        number("std", 3, (number_text(f.std) for f in values)),
-        number("max", 2, (number_text(f.abs_max) for f in values)),
-        number("dead", 7, (share_text(f.dead) for f in values)),
+        numbers("mean", (number_text(f.mean) for f in values), 6),
+        numbers("std", (number_text(f.std) for f in values), 3),
+        numbers("max", (number_text(f.abs_max) for f in values), 2),
+        numbers("dead", (share_text(f.dead) for f in values), 7),
     ]
     if any(row.gradient is not None for row in rows):
         slopes = [row.gradient or Figures() for row in rows]
-        columns.append(number("grad", 4, (number_text(f.norm) for f in slopes)))
-        columns.append(number("ratio", 9, (number_text(r.ratio) for r in rows)))
+        columns.append(numbers("grad", (number_text(f.norm) for f in slopes), 4))
+        columns.append(numbers("ratio", (number_text(r.ratio) for r in rows), 9))
     return Listing(columns, styles, REMEDY)
 
 
@@ -286,8 +258,8 @@ def look_dict(look: Look) -> dict[str, Any]:
         for row in look.rows
     ]
     first = look.first and {
-        "site": look.first.site,
-        "part": look.first.part,
+        "site": rows[look.first.site]["site"],
+        "part": "gradient" if look.first.is_grad else "value",
         "at": look.first.turn,
         "nonfinite": look.first.figures.nonfinite,
     }

@@ -18,13 +18,11 @@ import numpy as np
 
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
-from treetap._core.trees.attributes import Node
 from treetap._core.wording import quoted
 from treetap._io.safetensors_file import is_shape, stored_tensors
 from treetap._io.weights import load_weights
-from treetap._report.table import SHORT_TYPES
+from treetap._report.table import long_type
 
-_LONG_TYPES = {short: name for name, short in SHORT_TYPES.items()}
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*(?:_\w+)?)"
     r"\[(?P<sizes>[\d,\s]*)\](?:<(?P<below>\d{1,20}))?"
@@ -55,10 +53,7 @@ def spec_of(text: str) -> Spec:
     found = _SPEC.fullmatch(text.strip())
     if found is None:
         raise Failure(f"--shape {text!r} is not understood. It is written {FORM}.")
-    short = re.fullmatch(r"([a-z]+?)(\d+)", found["dtype"])
-    name = found["dtype"]
-    if short and short[1] in _LONG_TYPES:
-        name = _LONG_TYPES[short[1]] + short[2]
+    name = long_type(found["dtype"])
     try:
         dtype = jnp.dtype(name)
     except TypeError as error:
@@ -235,7 +230,6 @@ def inputs_for(
 
 def load_into(case: Case, path: str, *, cast: bool) -> None:
     """Reads the weights of a case's model from a file."""
-    owner = getattr(case.call, "__self__", case.call)
-    if not isinstance(owner, Node):
+    if case.owner is None:
         raise Failure(f"--weights: {case.name} is a function, and holds no weights.")
-    load_weights(path, owner, cast=cast)
+    load_weights(path, case.owner, cast=cast)

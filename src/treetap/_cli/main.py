@@ -41,7 +41,6 @@ from treetap._cli.programs import How
 from treetap._compare.comparison import compare as compare_sides
 from treetap._compare.tolerances import FACTOR
 from treetap._core.display import readable_bytes
-from treetap._core.trees.attributes import Node
 from treetap._core.wording import json_number, many
 from treetap._io.record_file import save_record
 from treetap._observe.blame.blame import blame as blame_fn
@@ -224,17 +223,15 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
     """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
     with request.working(f"Tracing {target}"):
         case, inputs = request.prepared(target, abstract=True)
-        method = getattr(case.call, "__name__", "__call__")
-        model = getattr(case.call, "__self__", case.call)
-        if not isinstance(model, Node):
+        if case.owner is None:
             raise Failure(
                 f"{target} is a function, and a summary is of a Module. Return the "
                 "Module from the factory; `treetap sites` also lists functions."
             )
         found = summary_of(
-            model,
+            case.owner,
             *inputs.args,
-            method="__call__" if model is case.call else method,
+            method="__call__" if case.owner is case.call else case.call.__name__,
             depth=depth,
             **inputs.kwargs,
         )

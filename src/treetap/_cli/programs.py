@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
 from treetap._core.trees.attributes import Node
-from treetap._observe.handlers import owner_of
 from treetap._transforms.grad import value_and_grad
 from treetap._transforms.jit import jit
 
@@ -59,7 +58,7 @@ def program_of(
     elif how == "eager":
         made = Program(case.call, inputs.args, inputs.kwargs)
     else:
-        args = (owner_of(case.call), *inputs.args)
+        args = (case.owner, *inputs.args)
         made = Program(_applied(case), args, inputs.kwargs)
     if how == "eager":
         return made
@@ -69,7 +68,7 @@ def program_of(
 
 def _differentiated(case: Case, inputs: Inputs) -> Program:
     """The value and gradient of a case's loss."""
-    owner = owner_of(case.call)
+    owner = case.owner
     if case.loss is None:
         call = case.call if owner is None else _applied(case)
         loss, told = mean_square(call), MEAN_SQUARE
@@ -124,7 +123,7 @@ def _is_constant(value: Any) -> bool:
 
 def _applied(case: Case) -> Callable[..., Any]:
     """The call as a function of the Module, or of None, and its inputs."""
-    if owner_of(case.call) is None:
+    if case.owner is None:
         return lambda _, *args, **kwargs: case.call(*args, **kwargs)
     if inspect.ismethod(case.call):
         return case.call.__func__

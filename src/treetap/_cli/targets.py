@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from treetap._cli.failures import Failure
 from treetap._core.trees.attributes import Node
 from treetap._core.wording import quoted, shown
+from treetap._observe.handlers import owner_of
 
 DEEPEST = 50  # packages inside one another; Python looks for each in the one before
 RETURNS = "A factory returns a model, (model, inputs) or (model, inputs, loss)."
@@ -53,6 +54,11 @@ class Case:
     inputs: Inputs | None = None
     loss: Callable[..., Any] | None = None
 
+    @property
+    def owner(self) -> Node | None:
+        """The Module that is called, or a method of; None for other functions."""
+        return owner_of(self.call)
+
 
 def case_of(target: str) -> Case:
     """Imports a TARGET and makes what it stands for."""
@@ -65,10 +71,9 @@ def case_of(target: str) -> Case:
     is_file = place.endswith(".py") or os.sep in place
     module = _from_file(place) if is_file else _from_package(place)
     found = _attribute(module, place, name)
+    found = _callable(found, target, "is")
     if isinstance(found, Node):
-        return Case(target, _callable(found, target, "is"))
-    if not callable(found):
-        raise Failure(f"{target} is {_kind(found)}, which cannot be called. {RETURNS}")
+        return Case(target, found)
     if _needs_arguments(found):
         if isinstance(found, type):
             raise Failure(

@@ -37,7 +37,13 @@ from treetap._core.wording import (
 )
 from treetap._io.weight_rules import Tensor
 from treetap._observe.records import Record
-from treetap._report.table import Column, Listing, printed_plainly, short_types
+from treetap._report.table import (
+    Column,
+    Listing,
+    numbers,
+    printed_plainly,
+    short_types,
+)
 
 NAN = float("nan")
 UNKNOWN = Measures(NAN, NAN, NAN, NAN, None, 0, 0)
@@ -187,21 +193,17 @@ class Comparison:
 
 def _listing(lines: Sequence[Difference]) -> Listing:
     """The table of a comparison."""
-
-    def number(head: str, texts: Iterator[str], rank: int) -> Column:
-        return Column(head, list(texts), True, rank=rank)
-
     columns = [Column("site", [line.site for line in lines], least=16)]
     if any(line.other != line.site for line in lines):
         others = [line.other for line in lines]
         columns.append(Column("in b", others, rank=5, least=16))
     columns += [
         Column("type", [_types_text(line) for line in lines], rank=6, least=18),
-        number("max abs", (_number(line.max_abs) for line in lines), 3),
-        number("relative", (_number(line.relative) for line in lines), 1),
-        number("cosine", (_cosine(line.cosine) for line in lines), 8),
-        number("ulp", (_steps(line.ulp) for line in lines), 7),
-        number("limit", (_number(line.limit) for line in lines), 4),
+        numbers("max abs", (_number(line.max_abs) for line in lines), 3),
+        numbers("relative", (_number(line.relative) for line in lines), 1),
+        numbers("cosine", (_cosine(line.cosine) for line in lines), 8),
+        numbers("ulp", (_steps(line.ulp) for line in lines), 7),
+        numbers("limit", (_number(line.limit) for line in lines), 4),
         Column("", [line.reason for line in lines], rank=2, least=14),
     ]
     far = {n: "bold red" for n, line in enumerate(lines) if line.reason}

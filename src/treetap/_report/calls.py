@@ -43,20 +43,6 @@ from treetap._transforms.lift.lift import Lift
 QUIET = Listening(frozenset(), None, False)  # hears nothing; `sow` stores nothing
 
 
-class Run(NamedTuple):
-    """A call that was traced.
-
-    Attributes:
-        out: The result.
-        leaves: The Variables and plain values of the arguments.
-        known: What is known of the paths of Modules.
-    """
-
-    out: Any
-    leaves: list[Any]
-    known: Roots
-
-
 class MethodCall(NamedTuple):
     """A call of a method of an object, without its values.
 
@@ -88,10 +74,16 @@ class MethodCall(NamedTuple):
         leaves = [next(supply) if is_array(leaf) else leaf for leaf in self.leaves]
         return regrow(self.definition, self.tree.unflatten(leaves))
 
-    def run(self, arrays: Sequence[Any], asked: Listening = QUIET) -> Run:
+    def run(
+        self, arrays: Sequence[Any], asked: Listening = QUIET
+    ) -> tuple[Any, list[Any], Roots]:
         """Calls the method as in a capture; marks that are heard stay in the program.
 
         So `sow` and `perturb` do not store anything, and do not complain.
+
+        Returns:
+            The result, the Variables and plain values of the arguments, and what is
+            known of the paths of Modules.
         """
         tree, leaves = self.rebuilt(arrays)
         (node, args), kwargs = tree["args"], tree["kwargs"]
@@ -109,7 +101,7 @@ class MethodCall(NamedTuple):
         is_wanted = asked is CALLS and not is_wrapped(getattr(type(node), self.method))
         fn, handler = told if is_wanted else bound, Handler(asked)
         with handler.around(fn, args, kwargs, run=leave_marked) as out:
-            return Run(out, leaves, handler.session.known)
+            return out, leaves, handler.session.known
 
 
 def taken_apart(
@@ -212,7 +204,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
 
     def pure(arrays: list[Any]) -> None:
         with around_methods(around_methods.value), around_methods(_told):
-            known.append(given.run(arrays, CALLS).known)
+            known.append(given.run(arrays, CALLS)[2])
 
     jaxpr = jax.make_jaxpr(pure)(given.arrays)
     names = _Names(node)

@@ -55,10 +55,10 @@ def _forward(note: Note) -> tuple[Program, list[Any]]:
     """A call as a function of arrays: its results, and what Variables come to hold."""
 
     def program(arrays: list[Any]) -> Any:
-        run = note.given.run(arrays)
+        out, leaves, _ = note.given.run(arrays)
         given = set(map(id, arrays))
-        held = _arrays_in(raw_values(run.leaves))
-        return _arrays_in(run.out), [x for x in held if id(x) not in given]
+        held = _arrays_in(raw_values(leaves))
+        return _arrays_in(out), [x for x in held if id(x) not in given]
 
     return program, note.given.arrays
 

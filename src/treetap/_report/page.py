@@ -428,6 +428,12 @@ class Trouble(NamedTuple):
     site: int
     figures: Figures
 
+    @property
+    def turn(self) -> int | None:
+        """In a scan, the first iteration that has some, or the shard."""
+        turns = (n for n, part in enumerate(self.figures.parts) if part.nonfinite)
+        return next(turns, None)
+
 
 def first_troubles(rows: Sequence[Row]) -> list[Trouble]:
     """The first value, and the first gradient, that are not all finite, as made.

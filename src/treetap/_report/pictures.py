@@ -71,7 +71,7 @@ def pictures_of(
         figures: Of the values, where they are known.
         budget: How many bytes all pictures may take.
     """
-    pending: dict[int, tuple[list[Plan], Any]] = {}
+    pending: dict[int, tuple[str, list[Plan], Any]] = {}
     left_out = 0
     for number, (site, known) in enumerate(zip(sites, figures)):
         value = _matrix(site.value)
@@ -87,13 +87,10 @@ def pictures_of(
             continue
         budget -= needed
         is_wrong = known is not None and bool(known.nonfinite)
-        pending[number] = plans, _drawn(value, plans, is_wrong=is_wrong)
-    fetched = jax.device_get({n: made for n, (_, made) in pending.items()})
-    drawn = {}
-    for number, (plans, _) in pending.items():
-        value = _matrix(sites[number].value)
-        drawn[number] = _picture(typed(value), plans, fetched[number])
-    return drawn, left_out
+        drawn = _drawn(value, plans, is_wrong=is_wrong)
+        pending[number] = typed(value), plans, drawn
+    fetched = jax.device_get(pending)
+    return {number: _picture(*held) for number, held in fetched.items()}, left_out
 
 
 def _matrix(value: Any) -> Any:
@@ -138,22 +135,23 @@ def _plan(value: Any, apart: int, *, with_heads: bool) -> Plan:
     heads = inner[-1] if with_heads and inner else 0
     outer = math.prod(lead[:apart])
     some = list(itertools.islice(np.ndindex(*lead[:apart]), MOST_TILES))
-    zeros = (0,) * (len(inner) - 1 if heads else len(inner))
-    indices, labels = [], []
-    for place in some:
-        name = ",".join(map(str, place))
-        if not heads:
-            indices.append((*place, *zeros))
-            labels.append(name)
-            continue
-        for head in range(min(heads, max(1, MOST_TILES // len(some)))):
-            indices.append((*place, *zeros, head))
-            labels.append(f"{name} · head {head}" if name else f"head {head}")
+    zeros = (0,) * (len(inner) - bool(heads))
+    shown = min(heads, max(1, MOST_TILES // len(some)))
+    ends = [*np.ndindex(shown)] if heads else [()]
+    tiles = [(place, end) for place in some for end in ends]
+    indices = tuple((*place, *zeros, *end) for place, end in tiles)
+    labels = tuple(_label(place, end) for place, end in tiles)
     block = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
     size = math.ceil(rows / block[0]), math.ceil(columns / block[1])
-    axes = (*("i" for _ in range(apart)), *("" for _ in zeros), *("h" * bool(heads)))
+    axes = (*["i"] * apart, *[""] * len(zeros), *["h"] * bool(heads))
     total, free = outer * (heads or 1), (apart, apart + len(zeros))
-    return Plan(tuple(indices), tuple(labels), total, block, size, free, axes)
+    return Plan(indices, labels, total, block, size, free, axes)
+
+
+def _label(place: Index, head: Index) -> str:
+    """What a tile is called: `3 · head 1`."""
+    heads = [f"head {number}" for number in head]
+    return " · ".join(filter(None, [",".join(map(str, place)), *heads]))
 
 
 def _drawn(value: Any, plans: Sequence[Plan], *, is_wrong: bool) -> Any:

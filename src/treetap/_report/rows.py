@@ -18,8 +18,8 @@ from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import opened
 from treetap._core.trees.sharing import places
-from treetap._core.variables.kinds import Param, RngState
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.kinds import Param
+from treetap._core.variables.variable import Variable, raw_values
 from treetap._modules.containers import Dict, List
 from treetap._report.calls import Call, recorded
 from treetap._report.flops import Flops
@@ -105,9 +105,9 @@ class Entry(NamedTuple):
 
 def kind_name(value: Any) -> str:
     """What the values of a Variable, or an array that none holds, are counted as."""
-    if isinstance(value, RngState):
-        return "RngState"
-    return type(value).__name__ if isinstance(value, Variable) else "Array"
+    if not isinstance(value, Variable):
+        return "Array"
+    return value._counted_as or type(value).__name__
 
 
 def leaves_below(root: Any) -> Iterator[Any]:
@@ -121,19 +121,16 @@ def leaves_below(root: Any) -> Iterator[Any]:
 
 def size_of(value: Any) -> Size:
     """The size of a Variable or an array."""
-    raw = value.get_raw_value() if isinstance(value, Variable) else value
-    return Size(*display.size_of(raw))
+    return Size(*display.size_of(raw_values([value])))
 
 
 def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
     """Sizes by kind of Variable of all that is below a value, kinds sorted."""
     found: dict[str, Size] = {}
     for value in leaves_below(root):
-        raw = value.get_raw_value() if isinstance(value, Variable) else value
-        if not display.has_arrays(raw):
-            continue
-        kind = kind_name(value)
-        found[kind] = found.get(kind, Size()).plus(size_of(value))
+        if display.has_arrays(raw_values([value])):
+            kind = kind_name(value)
+            found[kind] = found.get(kind, Size()).plus(size_of(value))
     return tuple(sorted(found.items()))
 
 

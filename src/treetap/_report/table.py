@@ -9,7 +9,8 @@ out the columns that matter least, and says which; it is never garbled.
 import html
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +58,11 @@ class Column(NamedTuple):
     def needed(self) -> int:
         """How wide it has to be."""
         return min(self.full, self.least) if self.least else self.full
+
+
+def numbers(head: str, cells: Iterable[str], rank: int) -> Column:
+    """A column of numbers in a listing."""
+    return Column(head, list(cells), is_number=True, rank=rank)
 
 
 def table_of(
@@ -109,43 +115,39 @@ def compact_frame() -> dict[str, Any]:
     return {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": 0}
 
 
+@dataclass(frozen=True)
 class Fitting:
     """A table that is compact where it would be too wide.
 
-    Args:
+    Attributes:
         draw: Makes the table; told whether it is to be compact.
     """
 
-    def __init__(self, draw: Callable[[bool], "Table"]):
-        self._draw = draw
+    draw: Callable[[bool], "Table"]
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> Iterator[Any]:
         from rich.measure import Measurement
 
-        table = self._draw(False)
+        table = self.draw(False)
         unbounded = options.update(max_width=100_000)
         width = Measurement.get(console, unbounded, table).maximum
-        yield table if width <= options.max_width else self._draw(True)
+        yield table if width <= options.max_width else self.draw(True)
 
 
-class Listing:
+class Listing(NamedTuple):
     """A table that leaves out columns until it fits.
 
-    Args:
+    Attributes:
         columns: In their order.
         styles: Of rows, by number; rich's.
         remedy: What to say of where the columns that were left out can be seen.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[Column],
-        styles: Mapping[int, str] = NOTHING,
-        remedy: str = "",
-    ):
-        self.columns, self.styles, self.remedy = columns, styles, remedy
+    columns: Sequence[Column]
+    styles: Mapping[int, str] = NOTHING
+    remedy: str = ""
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
@@ -213,8 +215,15 @@ def printed_plainly(table: Any) -> str:
 
 _TYPES = re.compile(r"\b(b?float|u?int|complex)(\d+)")
 SHORT_TYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_LONG_TYPES = {short: name for name, short in SHORT_TYPES.items()}
 
 
 def short_types(text: str) -> str:
     """A text with types of numbers as jaxprs write them: `f32[4,8]`."""
     return _TYPES.sub(lambda found: SHORT_TYPES[found[1]] + found[2], text)
+
+
+def long_type(name: str) -> str:
+    """A type of numbers in full, of one that may be short: `f32` is `float32`."""
+    pattern = r"^[a-z]+(?=\d+$)"
+    return re.sub(pattern, lambda found: _LONG_TYPES.get(found[0], found[0]), name)
