@@ -80,17 +80,15 @@ class Target(NamedTuple):
         """The same for a tree like the value, or for one array for all leaves."""
         leaves, tree = jax.tree.flatten(value)
         places = range(self.tree.num_leaves)
-        if tree == self.tree:
-            pairs = [(leaf, [n]) for n, leaf in enumerate(leaves)]
-        elif jax.tree_util.treedef_is_leaf(tree):
-            pairs = [(leaves[0], list(places))]
-        else:
+        if tree != self.tree and not jax.tree_util.treedef_is_leaf(tree):
             raise CaptureError(
                 f"edit: the value at {self.text} is {self.tree}, and the edit has "
                 f"{tree}. Give the same structure, or one array."
             )
+        # For which leaves of the value each array is.
+        parts = [[n] for n in places] if tree == self.tree else [places]
         found = []
-        for array, numbers in pairs:
+        for array, numbers in zip(leaves, parts):
             kinds = {self.axes_of(array, n) for n in numbers}
             if len(kinds) > 1:
                 raise CaptureError(
@@ -106,10 +104,8 @@ class Target(NamedTuple):
 
 def _fits(shape: Shape, base: Shape) -> bool:
     """Whether an array of a shape broadcasts to another."""
-    if len(shape) > len(base):
-        return False
     pairs = zip(reversed(shape), reversed(base))
-    return all(mine in (1, other) for mine, other in pairs)
+    return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
 
 
 def _together(fn: Callable[..., Any], value: Any, other: Any) -> Any:

@@ -6,6 +6,7 @@ value and gradient, and the first of them that is not finite.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -135,11 +136,10 @@ def look_at(
 
 def type_text(site: Site) -> str:
     """Shapes and types of a site's value; each once."""
-    texts = [
+    counts = Counter(
         typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
         for leaf in jax.tree.leaves(site.value)
-    ]
-    counts = {text: texts.count(text) for text in texts}
+    )
     return ", ".join(t if n == 1 else f"{n} {t}" for t, n in counts.items())
 
 

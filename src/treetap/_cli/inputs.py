@@ -19,6 +19,7 @@ import numpy as np
 from treetap._cli.failures import Failure
 from treetap._cli.targets import Case, Inputs
 from treetap._core.wording import quoted
+from treetap._io.record_descriptions import DTYPES
 from treetap._io.safetensors_file import is_shape, stored_tensors
 from treetap._io.weights import load_weights
 from treetap._report.table import long_type
@@ -59,7 +60,7 @@ def spec_of(text: str) -> Spec:
     except TypeError as error:
         message = f"--shape {text!r}: there is no type {found['dtype']!r}."
         raise Failure(message) from error
-    if not _is_known(dtype):
+    if dtype.name not in DTYPES:
         raise Failure(f"--shape {text!r}: JAX has no type {found['dtype']!r}.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise Failure(
@@ -82,16 +83,6 @@ def spec_of(text: str) -> Spec:
     return Spec(found["name"] or "", tuple(map(int, sizes)), dtype, below)
 
 
-def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has numbers of a type.
-
-    Spans of time are none, though numpy's are, nor has it numbers beyond 64 bits.
-    """
-    is_number = jnp.issubdtype(dtype, jnp.number) and dtype.kind not in "mM"
-    is_wide = dtype.itemsize > (16 if dtype.kind == "c" else 8)
-    return (is_number and not is_wide) or dtype.kind == "b"
-
-
 def _drawn(spec: Spec, key: jax.Array) -> jax.Array:
     if jnp.issubdtype(spec.dtype, jnp.bool_):
         return jax.random.bernoulli(key, 0.5, spec.shape)
@@ -106,21 +97,18 @@ def drawn(texts: Sequence[str], seed: int, *, abstract: bool = False) -> Inputs:
     """Arrays as they are written, drawn from a seed, or only their shapes."""
     specs = [spec_of(text) for text in texts]
     keys = jax.random.split(jax.random.key(seed), len(specs))
-    arrays = [
-        jax.ShapeDtypeStruct(spec.shape, spec.dtype) if abstract else _drawn(spec, key)
-        for spec, key in zip(specs, keys)
-    ]
-    return _arranged([(s.name, array) for s, array in zip(specs, arrays)], "--shape")
-
-
-def _arranged(pairs: Sequence[tuple[str, Any]], where: str) -> Inputs:
+    args: list[Any] = []
     named: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in named:
-            raise Failure(f"{where} has two inputs called {name!r}.")
-        if name:
-            named[name] = value
-    return Inputs(tuple(value for name, value in pairs if not name), named)
+    for spec, key in zip(specs, keys):
+        if spec.name in named:
+            raise Failure(f"--shape has two inputs called {spec.name!r}.")
+        array = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        array = array if abstract else _drawn(spec, key)
+        if spec.name:
+            named[spec.name] = array
+        else:
+            args.append(array)
+    return Inputs(tuple(args), named)
 
 
 def read(path: str) -> Inputs:
@@ -183,7 +171,7 @@ def _member(archive: zipfile.ZipFile, about: zipfile.ZipInfo, where: str) -> np.
 
 def _on_device(name: str, array: np.ndarray, path: str) -> jax.Array:
     """An array as JAX has it: of 32 bits unless 64 are allowed."""
-    if not _is_known(array.dtype):
+    if array.dtype.name not in DTYPES:
         raise Failure(
             f"--inputs: {name!r} in {path} has the type {array.dtype}, which JAX does "
             "not have. Types such as bfloat16 are kept by .safetensors."

@@ -82,7 +82,8 @@ def _differentiated(case: Case, inputs: Inputs) -> Program:
                 f"{case.name}: a loss is of the Module, and the model returned is a "
                 "method of one. Return the Module."
             )
-    where = [0] if owner is not None else _differentiable(args)
+    where = [n for n, arg in enumerate(args) if _is_differentiable(arg)]
+    where = where if owner is None else [0]
     if not where:
         raise Failure(
             f"{case.name}: --grads has nothing to differentiate by: it is a function, "
@@ -130,20 +131,12 @@ def _applied(case: Case) -> Callable[..., Any]:
     return lambda model, *args, **kwargs: model(*args, **kwargs)
 
 
-def _differentiable(args: tuple[Any, ...]) -> list[int]:
-    def is_floating(arg: Any) -> bool:
-        if isinstance(arg, Node):
-            return True
-        leaves = jax.tree.leaves(arg)
-        kinds = [getattr(leaf, "dtype", type(leaf)) for leaf in leaves]
-        return bool(kinds) and all(jnp.issubdtype(k, jnp.inexact) for k in kinds)
-
-    return [
-        n
-        for n, arg in enumerate(args)
-        if isinstance(arg, Node) or not callable(arg)
-        if is_floating(arg)
-    ]
+def _is_differentiable(arg: Any) -> bool:
+    """Whether an argument is a Module, or all its numbers are floating."""
+    if isinstance(arg, Node) or callable(arg):
+        return isinstance(arg, Node)
+    kinds = [getattr(leaf, "dtype", type(leaf)) for leaf in jax.tree.leaves(arg)]
+    return bool(kinds) and all(jnp.issubdtype(kind, jnp.inexact) for kind in kinds)
 
 
 def mean_square(fn: Callable[..., Any]) -> Callable[..., jax.Array]:

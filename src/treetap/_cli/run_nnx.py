@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from treetap._cli.failures import BAD, INTERRUPTED
 from treetap.nnx.as_flax import as_flax
-
-INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended
 
 
 def run(script: str, args: list[str], module: bool = False) -> int:
@@ -58,7 +57,7 @@ def _program(script: str, args: list[str], folder: str) -> Iterator[None]:
 
 def _refuse(text: str) -> int:
     print(text, file=sys.stderr)
-    return 2
+    return BAD
 
 
 def _code_of(leaving: SystemExit) -> int:

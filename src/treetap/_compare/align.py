@@ -12,7 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,41 +68,29 @@ class Names:
         return [shown(forms[form]) for form in near_to(dotted(text), forms, 3, 0.5)]
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """Two sides beside each other.
-
-    Attributes:
-        pairs: What both have, in the order of the first.
-        only_a: What only the first has.
-        only_b: What only the second has.
-    """
-
-    pairs: list[Pair]
-    only_a: list[Entry]
-    only_b: list[Entry]
-
-
 class Aligner:
     """Rules and layouts made ready.
 
     Args:
         rename: As for `compare`.
         layout: As for `compare`.
-        name: The public function at work, for messages.
     """
 
-    def __init__(self, rename: Any, layout: Any, name: str):
-        self._name = name
+    def __init__(self, rename: Any = None, layout: Any = None):
         given = rename
         if isinstance(rename, Mapping):
             given = {_pattern(key): value for key, value in rename.items()}
-        self._rules = Rules(given, name)
+        self._rules = Rules(given, "compare")
         self._order = {key: n for n, key in enumerate(given or {})}
-        self._layout = _layouts(layout, name)
+        self._layout = _layouts(layout)
 
-    def align(self, a: Side, b: Side) -> Aligned:
-        """Finds the partner of each entry of `a`."""
+    def align(self, a: Side, b: Side) -> tuple[list[Pair], Side, Side]:
+        """Finds the partner of each entry of `a`.
+
+        Returns:
+            What both have, in the order of the first; what only the first has; what
+            only the second has.
+        """
         names = Names(b)
         parts_a, parts_b = ({entry.part for entry in side} for side in (a, b))
         pairs: list[Pair] = []
@@ -127,12 +115,12 @@ class Aligner:
                 alone.append(entry)
         if lost:
             raise CaptureError(
-                f"{self._name}: rules give names that `b` does not have."
+                "compare: rules give names that `b` does not have."
                 + section("what was looked for", lost)
                 + "\nCorrect them, or say `tensor(...).optional()`."
             )
         rest = [e for e in b if e.part in NUMBERS and e.part in parts_a]
-        return Aligned(pairs, alone, [e for e in rest if id(e) not in used])
+        return pairs, alone, [e for e in rest if id(e) not in used]
 
     def refuse_unused(self, a: Side) -> None:
         """Refuses rules and layouts that no entry of a side needs."""
@@ -143,13 +131,13 @@ class Aligner:
             wanted = re.sub(r"\{\w+\}", "0", pattern)
             near = near_to(wanted, texts, 3, 0.3)
             raise CaptureError(
-                f"{self._name}: the rule for {pattern!r} in `rename` takes no site of "
+                f"compare: the rule for {pattern!r} in `rename` takes no site of "
                 "`a`, or only what an earlier rule takes. Near it are: "
                 f"{', '.join(map(shown, near or texts[:5]))}."
             )
         for select, _ in self._layout:
             if not any(select(entry.site) for entry in a):
-                raise refuse_nothing(select, texts, f"{self._name}: `layout`")
+                raise refuse_nothing(select, texts, "compare: `layout`")
 
     def _source(self, entry: Entry) -> Source:
         """What the first rule that matches says; without a call index, for each."""
@@ -307,15 +295,15 @@ def is_fold(one: Shape, other: Shape) -> bool:
 # Layouts.
 
 
-def _layouts(given: Any, name: str) -> list[tuple[Select, Turn]]:
+def _layouts(given: Any) -> list[tuple[Select, Turn]]:
     if given is None:
         return []
     if not isinstance(given, Mapping):
         given = {"**": given}
-    return [(as_select(key), _turn(turn, name)) for key, turn in given.items()]
+    return [(as_select(key), _turn(turn)) for key, turn in given.items()]
 
 
-def _turn(given: Any, name: str) -> Turn:
+def _turn(given: Any) -> Turn:
     if callable(given):
         return given
     if isinstance(given, str) and "->" in given:
@@ -327,6 +315,6 @@ def _turn(given: Any, name: str) -> Turn:
     if is_axes and not isinstance(given, str):
         return tensor("x").transpose(*given).steps
     raise TypeError(
-        f"{name}: a layout is axes such as (0, 2, 3, 1), a text such as 'NCHW->NHWC' "
+        "compare: a layout is axes such as (0, 2, 3, 1), a text such as 'NCHW->NHWC' "
         f"or 'b t (h k) -> b t h k', or a function of an array, not {given!r:.60}."
     )

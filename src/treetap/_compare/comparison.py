@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from treetap._capture.selectors import as_select, refuse_nothing
-from treetap._compare.align import Aligned, Aligner
+from treetap._compare.align import Aligner
 from treetap._compare.sources import Side, side_of
 from treetap._compare.tolerances import (
     FACTOR,
@@ -300,36 +300,34 @@ def compare(
         >>> bool(comparison), comparison.first.site
         (False, 'norm')
     """
-    name = "compare"
-    limits = Limits(tolerance, absolute, noise_factor, name)
-    aligner = Aligner(rename, layout, name)
-    sides = [side_of(a, "a", name), side_of(b, "b", name)]
+    limits = Limits(tolerance, absolute, noise_factor)
+    aligner = Aligner(rename, layout)
+    sides = [side_of(a, "a"), side_of(b, "b")]
     aligner.refuse_unused(sides[0])
     chosen = as_select("**" if select is None else select)
     ours = [entry for entry in sides[0] if chosen(entry.site)]
     if not ours:
-        raise refuse_nothing(chosen, [e.text for e in sides[0]], name)
-    aligned = aligner.align(ours, sides[1])
-    if not aligned.pairs:
-        raise _refuse_strangers(ours, sides[1], name)
-    pairs = aligned.pairs
+        raise refuse_nothing(chosen, [e.text for e in sides[0]], "compare")
+    pairs, only_a, only_b = aligner.align(ours, sides[1])
+    if not pairs:
+        raise _refuse_strangers(ours, sides[1])
     if noise is not None:
-        pairs = _with_floor(aligned, ours, noise, aligner, name)
-    rest = [entry for entry in aligned.only_b if chosen(entry.site)]
+        pairs = _with_floor(pairs, ours, noise, aligner)
     allowed = as_select([*ignore] if isinstance(ignore, list | tuple) else ignore)
-    return Comparison(
-        tuple(_difference(pair, limits) for pair in in_order(pairs)),
-        tuple(e.label for e in aligned.only_a if not allowed(e.site)),
-        tuple(e.label for e in rest if not allowed(e.site)),
-    )
+    alone = [
+        tuple(e.label for e in only if chosen(e.site) and not allowed(e.site))
+        for only in (only_a, only_b)
+    ]
+    lines = tuple(_difference(pair, limits) for pair in in_order(pairs))
+    return Comparison(lines, *alone)
 
 
-def _refuse_strangers(a: Side, b: Side, name: str) -> CaptureError:
+def _refuse_strangers(a: Side, b: Side) -> CaptureError:
     """The error for two sides of which nothing is called alike."""
     from_a, from_b = (list(dict.fromkeys(e.text for e in side)) for side in (a, b))
     both = [", ".join(map(shown, texts[:6])) for texts in (from_a, from_b)]
     return CaptureError(
-        f"{name}: no site of `a` has the name of one of `b`.\n"
+        "compare: no site of `a` has the name of one of `b`.\n"
         f"  a ({len(from_a)}): {both[0]}\n  b ({len(from_b)}): {both[1]}\n"
         "Say with `rename` what sites of `a` are called in `b`: "
         f"`rename={{{_suggested(from_a, from_b)}}}`."
@@ -345,22 +343,22 @@ def _suggested(a: Sequence[str], b: Sequence[str]) -> str:
 
 
 def _with_floor(
-    aligned: Aligned, a: Side, noise: Comparable, aligner: Aligner, name: str
+    pairs: Sequence[Pair], a: Side, noise: Comparable, aligner: Aligner
 ) -> list[Pair]:
     """Pairs with the same array of a third run, under the names of either."""
-    third = side_of(noise, "noise", name)
-    wanted = [pair.key for pair in aligned.pairs if not pair.reason]
+    third = side_of(noise, "noise")
+    wanted = [pair.key for pair in pairs if not pair.reason]
     missing: list[list[str]] = []
-    for each in (Aligner(None, None, name), aligner):
+    for each in (Aligner(), aligner):
         try:
-            found = each.align(a, third).pairs
+            found, _, _ = each.align(a, third)
         except CaptureError:  # rules for names that it does not have
             continue
         floors = {pair.key: pair.b for pair in found if not pair.reason}
         missing.append([key[0] for key in wanted if key not in floors])
         if not missing[-1]:
-            return [p._replace(floor=floors.get(p.key)) for p in aligned.pairs]
-    raise refuse_noise(min(missing, key=len), name)
+            return [pair._replace(floor=floors.get(pair.key)) for pair in pairs]
+    raise refuse_noise(min(missing, key=len))
 
 
 def _difference(pair: Pair, limits: Limits) -> Difference:
@@ -374,8 +372,8 @@ def _difference(pair: Pair, limits: Limits) -> Difference:
             # it is of the same computation as the one that is nearer
             both = [measure(array, quiet) for array in arrays]
             floor = min(both, key=lambda each: each.relative)
-        found, limits_here = measure(*arrays), limits.of(a, b, floor)
-        limit, reason = limits_here.relative, limits.why(found, limits_here)
+        found, (limit, peak) = measure(*arrays), limits.of(a, b, floor)
+        reason = limits.why(found, limit, peak)
     return Difference(
         site=a.label,
         other=b.label,

@@ -6,6 +6,7 @@ of `save_record`, or of any other program. Nothing is read before it is measured
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -22,12 +23,10 @@ from treetap._core.errors import CaptureError
 from treetap._core.paths import plain_key
 from treetap._core.variables.values import is_gone
 from treetap._core.wording import shown
-from treetap._io.record_descriptions import is_key, leaf_text
+from treetap._io.record_descriptions import PARTS, is_key, leaf_text
 from treetap._io.record_file import ABOUT, ORDER, record_in
 from treetap._io.safetensors_file import tensors_and_texts
 from treetap._observe.records import Record, Site
-
-PARTS = ("value", "taken", "count", "grad")
 
 
 @dataclass(frozen=True)
@@ -72,27 +71,26 @@ def without_call(text: str) -> str:
     return re.sub(r"(^|:)__call__(?=$|[.#])", "", text)
 
 
-def side_of(given: Any, what: str, name: str) -> Side:
+def side_of(given: Any, what: str) -> Side:
     """The arrays of something that can be compared.
 
     Args:
         given: A Record, a mapping, or the path of a file.
         what: Which argument it is, for messages.
-        name: The public function at work, for messages.
     """
     if isinstance(given, Record):
-        found = _of_record(given, f"{name}: `{what}`")
+        found = _of_record(given, f"compare: `{what}`")
     elif isinstance(given, Mapping):
-        found = _of_mapping(given, f"{name}: `{what}`")
+        found = _of_mapping(given, f"compare: `{what}`")
     elif isinstance(given, str | os.PathLike):
-        found = _of_file(given, name)
+        found = _of_file(given)
     else:
         raise TypeError(
-            f"{name}: `{what}` is a Record, a mapping of names to arrays, or the path "
+            f"compare: `{what}` is a Record, a mapping of names to arrays, or the path "
             f"of a safetensors file, not a {type(given).__name__}."
         )
     if not found:
-        raise CaptureError(f"{name}: `{what}` has no values to compare.")
+        raise CaptureError(f"compare: `{what}` has no values to compare.")
     return found
 
 
@@ -100,12 +98,11 @@ def side_of(given: Any, what: str, name: str) -> Side:
 
 
 def _of_record(record: Record, where: str) -> Side:
-    found: Side = []
-    for site in record:
-        for part in PARTS:
-            value = getattr(site, part)
-            found += _arrays_in(value, site.text, part, site, where)
-    return found
+    return [
+        entry
+        for site, part in itertools.product(record, PARTS)
+        for entry in _arrays_in(getattr(site, part), site.text, part, site, where)
+    ]
 
 
 def _arrays_in(
@@ -183,22 +180,23 @@ def _site_named(text: str) -> Site:
 # Files.
 
 
-def _of_file(path: str | os.PathLike[str], name: str) -> Side:
-    stored, texts = tensors_and_texts(path, name)
+def _of_file(path: str | os.PathLike[str]) -> Side:
+    stored, texts = tensors_and_texts(path, "compare")
     if ABOUT in texts:
-        record = record_in(path, stored, texts[ABOUT], lambda array, _: array, name)
-        return _of_record(record, f"{name}: {path}")
+        about = texts[ABOUT]
+        record = record_in(path, stored, about, lambda array, _: array, "compare")
+        return _of_record(record, f"compare: {path}")
     found: Side = []
     for key in _ordered(stored, texts.get(ORDER)):
         tensor = stored[key]
         dtype = tensor.dtype
         if dtype is None:
             raise CaptureError(
-                f"{name}: {key!r:.80} in {path} is {tensor.code}, which JAX does not "
+                f"compare: {key!r:.80} in {path} is {tensor.code}, which JAX does not "
                 "have."
             )
         text, part = _parted(key)
-        read = functools.partial(tensor.view, name)
+        read = functools.partial(tensor.view, "compare")
         found.append(Entry(text, part, _site_named(text), tensor.shape, dtype, read))
     values = [entry.text for entry in found if entry.part == "value"]
     ranks = {text: rank for rank, text in enumerate(values)}
@@ -213,7 +211,5 @@ def _ordered(stored: Mapping[str, Any], text: str | None) -> list[str]:
     except (ValueError, RecursionError):
         order = []
     names = order if isinstance(order, list) else []
-    told = [key for key in names if isinstance(key, str)]
-    first = [key for key in dict.fromkeys(told) if key in stored]
-    known = set(first)
-    return first + sorted(key for key in stored if key not in known)
+    told = [key for key in names if isinstance(key, str) and key in stored]
+    return [*dict.fromkeys([*told, *sorted(stored)])]

@@ -189,13 +189,6 @@ def _steps(x: np.ndarray, y: np.ndarray, dtype: np.dtype[Any]) -> float:
 # Limits.
 
 
-class Limit(NamedTuple):
-    """How large `relative` and `peak` of some Measures may be."""
-
-    relative: float
-    peak: float
-
-
 def usual(dtype: np.dtype[Any]) -> float:
     """The relative error that a deep model may have from rounding alone."""
     if is_exact(dtype):
@@ -210,10 +203,9 @@ class Limits:
         tolerance: As for `compare`.
         absolute: As for `compare`.
         factor: As `noise_factor` for `compare`.
-        name: The public function at work, for messages.
     """
 
-    def __init__(self, tolerance: Any, absolute: float, factor: float, name: str):
+    def __init__(self, tolerance: Any, absolute: float, factor: float):
         given = tolerance if isinstance(tolerance, Mapping) else {"**": tolerance}
         rules = [(as_select(key), value) for key, value in given.items()]
         self._rules = [(select, value) for select, value in rules if value is not None]
@@ -221,12 +213,12 @@ class Limits:
             is_number = isinstance(number, int | float | np.number)
             if not is_number or isinstance(number, bool) or not number >= 0:
                 raise ValueError(
-                    f"{name}: a tolerance is a number from 0, and this is {number!r}."
+                    f"compare: a tolerance is a number from 0, and this is {number!r}."
                 )
         self.absolute, self._factor = float(absolute), float(factor)
 
-    def of(self, a: Entry, b: Entry, floor: Measures | None) -> Limit:
-        """The limit for a pair of arrays.
+    def of(self, a: Entry, b: Entry, floor: Measures | None) -> tuple[float, float]:
+        """What `relative` and `peak` of a pair of arrays may be.
 
         Args:
             a: Of the first side.
@@ -236,29 +228,27 @@ class Limits:
         dtype = coarser(a.dtype, b.dtype)
         if floor is not None:
             least = 0.0 if is_exact(dtype) else float(jnp.finfo(dtype).eps) / 2
-            return Limit(
-                self._factor * max(floor.relative, least),
-                self._factor * max(floor.peak, 2 * least),
-            )
+            relative = self._factor * max(floor.relative, least)
+            return relative, self._factor * max(floor.peak, 2 * least)
         told = (value for select, value in self._rules if select(a.site))
         relative = float(next(told, usual(dtype)))
-        return Limit(relative, PEAK * relative)
+        return relative, PEAK * relative
 
-    def why(self, found: Measures, limit: Limit) -> str:
+    def why(self, found: Measures, relative: float, peak: float) -> str:
         """Why a pair counts as different; empty when it does not."""
         if math.isinf(found.max_abs):
             return "not finite in one of them"
         if found.max_abs <= self.absolute:
             return ""
-        if found.relative > limit.relative:
+        if found.relative > relative:
             return "relative error"
-        return "one number far off" if found.peak > limit.peak else ""
+        return "one number far off" if found.peak > peak else ""
 
 
-def refuse_noise(missing: list[str], name: str) -> CaptureError:
+def refuse_noise(missing: list[str]) -> CaptureError:
     """The error for a third run that lacks sites."""
     told = first_few([*map(shown, missing)])
     return CaptureError(
-        f"{name}: `noise` lacks {len(missing)} of the sites compared: {told}. It is a "
+        f"compare: `noise` lacks {len(missing)} of the sites compared: {told}. It is a "
         "run of the same computation as `a` or as `b`, with the same names."
     )

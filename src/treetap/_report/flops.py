@@ -18,6 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
+from treetap._core.variables.values import is_inexact
 from treetap._core.variables.variable import raw_values
 from treetap._report.calls import Note
 from treetap._report.texts import is_array
@@ -68,13 +69,13 @@ def _with_derivatives(note: Note) -> tuple[Program, list[Any]]:
     forward, arrays = _forward(note)
 
     def program(arrays: list[Any]) -> Any:
-        chosen = [n for n, array in enumerate(arrays) if _is_inexact(array)]
+        chosen = [n for n, array in enumerate(arrays) if is_inexact(array)]
 
         def of_chosen(values: list[Any]) -> list[Any]:
             given = list(arrays)
             for n, value in zip(chosen, values):
                 given[n] = value
-            return [x for x in forward(given)[0] if _is_inexact(x)]
+            return [x for x in forward(given)[0] if is_inexact(x)]
 
         out, pullback = jax.vjp(of_chosen, [arrays[n] for n in chosen])
         return out, pullback([jnp.ones_like(x) for x in out])
@@ -86,20 +87,13 @@ def _arrays_in(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
-def _is_inexact(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
 def _counted(program: Program, arrays: list[Any]) -> int | None:
     """FLOPs of a program, of sharded arrays or else of plain ones; None if it fails.
 
     Alone, a method may lack what is around it, such as a mapped axis or a mesh; and not
     every device has an analysis.
     """
-    given = [arrays]
-    if any(array.sharding is not None for array in arrays):
-        given.append([array.update(sharding=None) for array in arrays])
-    for tried in given:
+    for tried in (arrays, [array.update(sharding=None) for array in arrays]):
         with contextlib.suppress(Exception):
             body = jax_compat.body_of(jax.make_jaxpr(program)(tried))
             return round(_flops_of(body)[1])

@@ -29,7 +29,6 @@ from urllib.parse import unquote
 import jax
 import numpy as np
 
-from treetap._capture.module_paths import class_named
 from treetap._capture.statistics.figures import Bars, Figures
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
@@ -356,9 +355,6 @@ def _note(taken: Any, count: Any) -> str:
 
 def class_name(site: Site) -> str:
     """The class of the Module a site is in, without where it was defined."""
-    cls = class_named(site.module)
-    if cls is not None:
-        return cls.__name__
     return unquote(site.module.rstrip("!").partition("*")[0]).rpartition(".")[2]
 
 

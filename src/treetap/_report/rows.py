@@ -96,13 +96,6 @@ def sizes_dict(sizes: Iterable[tuple[str, Size]]) -> dict[str, dict[str, int]]:
     return {k: {"elements": x.elements, "bytes": x.nbytes} for k, x in sizes}
 
 
-class Entry(NamedTuple):
-    """A row together with the Module it speaks of (or an abstract copy of it)."""
-
-    row: Row
-    node: Any
-
-
 def kind_name(value: Any) -> str:
     """What the values of a Variable, or an array that none holds, are counted as."""
     if not isinstance(value, Variable):
@@ -153,7 +146,7 @@ def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
     return visit((), node)
 
 
-def entries_of(
+def rows_of(
     node: Any,
     method: str,
     args: Any,
@@ -163,8 +156,10 @@ def entries_of(
     depth: int | None,
     flops: bool = False,
     vjp_flops: bool = False,
-) -> list[Entry]:
-    """The rows of a call, in the order in which the calls start.
+) -> list[tuple[Row, Any]]:
+    """The rows of a call, each with its Module (or an abstract copy of it).
+
+    They are in the order in which the calls start.
 
     Args:
         node: The model; it is not changed.
@@ -179,7 +174,7 @@ def entries_of(
     _check(node, method, depth, name)
     at = {path: value for path, value, _ in places(node) if isinstance(value, Node)}
     counter = Flops()
-    found: list[Entry] = []
+    found: list[tuple[Row, Any]] = []
     for call in _distinct(recorded(node, method, args, kwargs, name)):
         if depth is not None and len(call.path) > depth:
             continue
@@ -202,7 +197,7 @@ def entries_of(
             flops=counter.forward(note) if flops else None,
             vjp_flops=counter.backward(note) if vjp_flops else None,
         )
-        found.append(Entry(row, module))
+        found.append((row, module))
     return found
 
 

@@ -7,11 +7,11 @@ each method of each Module that is called, in the order in which the calls start
 Parameters" counts Params; other kinds of Variable are shown apart.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treetap._core.display import readable_bytes
 from treetap._core.paths import Path
@@ -19,33 +19,26 @@ from treetap._core.variables.metadata import REQUIRED
 from treetap._core.variables.variable import Variable
 from treetap._modules.random_streams import RngStream
 from treetap._report.rows import (
-    Entry,
     Row,
     Size,
-    entries_of,
     kind_name,
     leaves_below,
     own_leaves,
     parameters_of,
+    rows_of,
     sizes_dict,
     sizes_of,
 )
 from treetap._report.table import (
+    NOTHING,
     Column,
     Fitting,
-    compact_frame,
     html_of,
     printed,
     printed_plainly,
     short_types,
-    table_of,
 )
 from treetap._report.texts import text_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,18 +110,13 @@ class Summary:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich import box
 
-        def draw(compact: bool) -> "Table":
-            frame: dict[str, Any] = {"box": box.ROUNDED}
-            return table_of(
-                self._columns(compact),
-                styles={n: "bold" for n, row in enumerate(self.rows) if not row.path},
-                highlights=HIGHLIGHTS,
-                title=f"{self.name} summary",
-                caption=others_text(self.sizes, ", ") or None,
-                **(compact_frame() if compact else frame),
-            )
-
-        yield Fitting(draw)
+        options = {
+            "styles": {n: "bold" for n, row in enumerate(self.rows) if not row.path},
+            "highlights": HIGHLIGHTS,
+            "title": f"{self.name} summary",
+            "caption": others_text(self.sizes, ", ") or None,
+        }
+        yield Fitting(self._columns, {"box": box.ROUNDED}, options)
 
     def __str__(self) -> str:
         return printed_plainly(self)
@@ -202,14 +190,12 @@ def class_text(row: Row, compact: bool) -> str:
 def call_columns(rows: Sequence[Row], compact: bool, root: str = "") -> list[Column]:
     """What is called, and with what."""
 
-    def types(texts: Iterable[str]) -> list[str]:
-        return [short_types(text) if compact else text for text in texts]
-
+    short = short_types if compact else str
     return [
         Column("path", labels(rows, compact, root)),
         Column("type", [class_text(row, compact) for row in rows]),
-        Column("inputs", types(row.inputs for row in rows)),
-        Column("outputs", types(row.outputs for row in rows)),
+        Column("inputs", [short(row.inputs) for row in rows]),
+        Column("outputs", [short(row.outputs) for row in rows]),
     ]
 
 
@@ -267,10 +253,8 @@ def summary(
         │ Total    │            │            │            │     32 │ 128 B │    64 │
         ╰──────────┴────────────┴────────────┴────────────┴────────┴───────┴───────╯
     """  # noqa: RUF002 - the sign that is printed
-    entries = entries_of(
-        obj, method, args, kwargs, name="summary", depth=depth, flops=flops
-    )
-    rows = tuple(entry.row for entry in entries)
+    found = rows_of(obj, method, args, kwargs, name="summary", depth=depth, flops=flops)
+    rows = tuple(row for row, _ in found)
     total = parameters_of(leaves_below(obj))
     name = type(obj).__name__
     return Summary(name, rows, sizes_of(obj), *total, flops=rows[0].flops)
@@ -288,9 +272,9 @@ def tabulate(
     depth: int | None = None,
     method: str = "__call__",
     row_filter: Callable[[Any], bool] = hide_streams,
-    table_kwargs: Mapping[str, Any] = NO_OPTIONS,
-    column_kwargs: Mapping[str, Any] = NO_OPTIONS,
-    console_kwargs: Mapping[str, Any] = NO_OPTIONS,
+    table_kwargs: Mapping[str, Any] = NOTHING,
+    column_kwargs: Mapping[str, Any] = NOTHING,
+    console_kwargs: Mapping[str, Any] = NOTHING,
     compute_flops: bool = False,
     compute_vjp_flops: bool = False,
     **kwargs: Any,
@@ -339,7 +323,7 @@ def tabulate(
         <BLANKLINE>
                         Total Parameters: 3 (12 B)
     """
-    entries = entries_of(
+    found = rows_of(
         obj,
         method,
         args,
@@ -349,32 +333,27 @@ def tabulate(
         flops=compute_flops,
         vjp_flops=compute_vjp_flops,
     )
-    shown = [entry for entry in entries if row_filter(entry.row)]
+    shown = [(row, node) for row, node in found if row_filter(row)]
     figures = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
     sizes, parameters = sizes_of(obj), parameters_of(leaves_below(obj))
     caption = f"\nTotal Parameters: {parameters}\n{others_text(sizes, chr(10))}"
 
-    def draw(compact: bool) -> "Table":
-        given = {
-            "title": f"{type(obj).__name__} Summary",
-            "caption": caption.rstrip(),
-            **(compact_frame() if compact else {}),
-            "show_lines": True,
-            "show_footer": True,
-            **table_kwargs,
-        }
-        return table_of(
-            _columns_of(shown, figures, sizes, compact),
-            highlights=HIGHLIGHTS,
-            column_options=column_kwargs,
-            **given,
-        )
-
-    return printed(Fitting(draw), {"force_terminal": True, **console_kwargs})
+    options = {
+        "highlights": HIGHLIGHTS,
+        "column_options": column_kwargs,
+        "title": f"{type(obj).__name__} Summary",
+        "caption": caption.rstrip(),
+        "show_lines": True,
+        "show_footer": True,
+        **table_kwargs,
+    }
+    columns = functools.partial(_columns_of, shown, figures, sizes)
+    table = Fitting(columns, NOTHING, options)
+    return printed(table, {"force_terminal": True, **console_kwargs})
 
 
 def _columns_of(
-    entries: Sequence[Entry],
+    found: Sequence[tuple[Row, Any]],
     figures: Sequence[str],
     sizes: Sequence[tuple[str, Size]],
     compact: bool,
@@ -387,7 +366,7 @@ def _columns_of(
             return text
         return re.sub(r"(?m)^([\d,]+) \(", r"\1\n(", short_types(text))
 
-    rows = [entry.row for entry in entries]
+    rows = [row for row, _ in found]
     columns = call_columns(rows, compact)
     for head in figures:
         counts = (getattr(row, head) for row in rows)
@@ -395,17 +374,17 @@ def _columns_of(
         columns.append(Column(head, texts, is_number=True))
     columns[-1] = columns[-1]._replace(total=Text("Total", justify="right"))
     for kind, size in sizes:
-        texts = [short(_kind_text(entry, kind)) for entry in entries]
+        texts = [short(_kind_text(row, node, kind)) for row, node in found]
         columns.append(Column(kind, texts, total=short(str(size))))
     return columns
 
 
-def _kind_text(entry: Entry, kind: str) -> str:
+def _kind_text(row: Row, node: Any, kind: str) -> str:
     """The Variables of one kind that a Module holds itself, and the size of all."""
-    size = dict(entry.row.sizes).get(kind)
+    size = dict(row.sizes).get(kind)
     if size is None:
         return ""
-    own = [(name, x) for name, x in own_leaves(entry.node) if kind_name(x) == kind]
+    own = [(name, x) for name, x in own_leaves(node) if kind_name(x) == kind]
     lines = [_variable_text(name, value) for name, value in own]
     return "\n".join([*lines, *[""] * bool(lines), str(size)])
 

@@ -10,7 +10,6 @@ import html
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,25 +114,32 @@ def compact_frame() -> dict[str, Any]:
     return {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": 0}
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """A table that is compact where it would be too wide.
+class Fitting(NamedTuple):
+    """A table that is compact, and has no frame, where it would be too wide.
 
     Attributes:
-        draw: Makes the table; told whether it is to be compact.
+        columns: Makes the columns; told whether they are to be compact.
+        frame: Options of the table where it has room.
+        options: Options of `table_of`.
     """
 
-    draw: Callable[[bool], "Table"]
+    columns: Callable[[bool], Sequence[Column]]
+    frame: Options
+    options: Options
+
+    def _table(self, compact: bool) -> "Table":
+        frame = compact_frame() if compact else self.frame
+        return table_of(self.columns(compact), **{**frame, **self.options})
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> Iterator[Any]:
         from rich.measure import Measurement
 
-        table = self.draw(False)
+        table = self._table(False)
         unbounded = options.update(max_width=100_000)
         width = Measurement.get(console, unbounded, table).maximum
-        yield table if width <= options.max_width else self.draw(True)
+        yield table if width <= options.max_width else self._table(True)
 
 
 class Listing(NamedTuple):
