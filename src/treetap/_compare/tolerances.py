@@ -64,68 +64,66 @@ def coarser(a: Any, b: Any) -> np.dtype[Any]:
     return np.dtype(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps)))
 
 
-class _Sums:
-    """What one pass over two arrays gathers."""
-
-    def __init__(self, step: np.dtype[Any], scale: float):
-        self.step, self.scale = step, scale
-        self.squares = np.zeros(4)  # of difference², a², b², a·b
-        self.most = self.largest = self.steps = 0.0
-        self.unequal = 0
-        self.is_torn = False  # by a value that is not finite
-
-    def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Takes a piece of each."""
-        same = a == b
-        finite = np.isfinite(a) & np.isfinite(b)
-        if not finite.all():
-            same |= np.isnan(a) & np.isnan(b)
-            self.is_torn = self.is_torn or bool((~finite & ~same).any())
-            a, b = a[finite], b[finite]
-        unequal = int(same.size - np.count_nonzero(same))
-        self.unequal += unequal
-        self.largest = max(self.largest, float(np.abs(b).max(initial=0)))
-        with np.errstate(over="ignore"):
-            apart = a - b
-        if unequal and apart.size:
-            self.most = max(self.most, float(np.abs(apart).max()))
-            if not is_exact(self.step):
-                self.steps = max(self.steps, _steps(a, b, self.step))
-        if self.scale != 1:
-            a, b = a * self.scale, b * self.scale
-            apart = a - b
-        pairs = ((apart, apart), (a, a), (b, b), (a, b))
-        # without the threads of a matrix library, which wait for each other
-        self.squares += [np.einsum("i,i->", *pair) for pair in pairs]
-
-
 def measure(a: np.ndarray, b: np.ndarray) -> Measures:
     """How far `a` is from `b`, which have the same shape."""
     step = coarser(a.dtype, b.dtype)
     step = step if is_exact(step) else jnp.finfo(step).dtype  # of complex ones: real
     wide = [side for side in (a, b) if side.dtype in (np.float64, np.complex128)]
-    sums = _Sums(step, _scale(max(map(_largest, wide), default=1.0)))
+    scale = _scale(max(map(_largest, wide), default=1.0))
+    sums, peaks = np.zeros(5), np.zeros(4)
     for pieces in _pieces(a, b):
-        sums.add(*pieces)
+        more, high = _measured(*pieces, step, scale)
+        sums, peaks = sums + more, np.maximum(peaks, high)
+    apart, first, second, product = sums[:4].tolist()
+    most, largest, steps, is_torn = peaks.tolist()
+    unequal = int(sums[4])
     if is_exact(a.dtype) and is_exact(b.dtype):  # float64 has not all integers
-        sums.unequal = int(np.count_nonzero(a != b))
-        sums.most = max(sums.most, float(sums.unequal > 0))
-    ulp = None if is_exact(step) else sums.steps
-    if sums.is_torn:
+        unequal = int(np.count_nonzero(a != b))
+        most = max(most, float(unequal > 0))
+    ulp = None if is_exact(step) else steps
+    if is_torn:
         lost, worst = math.inf, None if ulp is None else math.inf
-        return Measures(lost, lost, lost, math.nan, worst, sums.unequal, a.size)
-    apart, first, second, product = (float(each) for each in sums.squares)
+        return Measures(lost, lost, lost, math.nan, worst, unequal, a.size)
     norms = math.sqrt(first) * math.sqrt(second)
     cosine = product / norms if norms else 0.0
     return Measures(
-        max_abs=sums.most,
+        max_abs=most,
         relative=_ratio(math.sqrt(apart), math.sqrt(second)),
-        peak=_ratio(sums.most, sums.largest),
+        peak=_ratio(most, largest),
         cosine=min(1.0, max(-1.0, cosine)) if apart else 1.0,
         ulp=ulp,
-        unequal=sums.unequal,
+        unequal=unequal,
         size=a.size,
     )
+
+
+def _measured(
+    a: np.ndarray, b: np.ndarray, step: np.dtype[Any], scale: float
+) -> tuple[list[Any], list[Any]]:
+    """What a piece of each adds to the sums over all, and what is largest in it.
+
+    Returns:
+        The sums of difference², a², b² and a·b, and how many are unequal; the largest
+        difference, number and distance in steps, and whether a value that is not finite
+        tears the two apart.
+    """
+    same, is_torn = a == b, False
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not finite.all():
+        same |= np.isnan(a) & np.isnan(b)
+        is_torn = (~finite & ~same).any()
+        a, b = a[finite], b[finite]
+    unequal = same.size - np.count_nonzero(same)
+    with np.errstate(over="ignore"):
+        apart = a - b
+    steps = _steps(a, b, step) if unequal and not is_exact(step) else 0.0
+    peaks = [np.abs(apart).max(initial=0), np.abs(b).max(initial=0), steps, is_torn]
+    if scale != 1:
+        a, b = a * scale, b * scale
+        apart = a - b
+    pairs = ((apart, apart), (a, a), (b, b), (a, b))
+    # without the threads of a matrix library, which wait for each other
+    return [*(np.einsum("i,i->", *pair) for pair in pairs), unequal], peaks
 
 
 def _ratio(above: float, below: float) -> float:
