@@ -175,8 +175,9 @@ def figures_listing(look: Look, signs: str) -> Listing:
         columns.append(Column("type", types, rank=8, least=18, style="dim"))
         sizes = (display.readable_bytes(row.site.nbytes) for row in rows)
         columns.append(numbers("memory", sizes, 10))
-    bars = [_bars_text(row.value, signs) for row in rows]
     values = [row.value for row in rows]
+    counts = [[] if f.bars is None else f.bars.counts.tolist() for f in values]
+    bars = [spark(each, SPARK, signs) for each in counts]
     columns += [
         Column("histogram", bars, rank=5, style="cyan"),
         numbers("mean", (number_text(f.mean) for f in values), 6),
@@ -189,12 +190,6 @@ def figures_listing(look: Look, signs: str) -> Listing:
         columns.append(numbers("grad", (number_text(f.norm) for f in slopes), 4))
         columns.append(numbers("ratio", (number_text(r.ratio) for r in rows), 9))
     return Listing(columns, styles, REMEDY)
-
-
-def _bars_text(figures: Figures, signs: str) -> str:
-    if figures.bars is None:
-        return ""
-    return spark(figures.bars.counts.tolist(), SPARK, signs)
 
 
 def sites_listing(record: Record) -> Listing:

@@ -252,6 +252,11 @@ def _rows_of(start: Start) -> int:
     return math.prod(sizes.elements())
 
 
+def nodes_of(root: Any) -> dict[Path, Any]:
+    """The objects of ours below a value, by path."""
+    return {path: value for path, value, _ in places(root) if isinstance(value, Node)}
+
+
 class _Names:
     """The paths of Modules that a function got as arguments, and scopes call by class.
 
@@ -260,10 +265,7 @@ class _Names:
     """
 
     def __init__(self, root: Any):
-        self.nodes: dict[Path, Any] = {}
-        for path, value, _ in places(root):
-            if isinstance(value, Node):
-                self.nodes.setdefault(path, value)
+        self.nodes = nodes_of(root)
         self.known: dict[Path, Path] = {}  # from what scopes say
 
     def call(self, told: Path, note: Note, times: int | None) -> Call:

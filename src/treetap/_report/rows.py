@@ -7,7 +7,6 @@ of Variable, each Variable once, the states of random streams together, arrays t
 Variable holds as kind `Array`.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from treetap._core.trees.sharing import places
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._modules.containers import Dict, List
-from treetap._report.calls import Call, recorded
+from treetap._report.calls import Call, nodes_of, recorded
 from treetap._report.flops import Flops
 from treetap._report.texts import is_array
 
@@ -29,12 +28,8 @@ from treetap._report.texts import is_array
 class Size(NamedTuple):
     """A number of elements, and the bytes they take."""
 
-    elements: int = 0
-    nbytes: int = 0
-
-    def plus(self, other: "Size") -> "Size":
-        """Both together."""
-        return Size(self.elements + other.elements, self.nbytes + other.nbytes)
+    elements: int
+    nbytes: int
 
     def __str__(self) -> str:
         return f"{self.elements:,} ({display.readable_bytes(self.nbytes)})"
@@ -112,25 +107,23 @@ def leaves_below(root: Any) -> Iterator[Any]:
             yield value
 
 
-def size_of(value: Any) -> Size:
-    """The size of a Variable or an array."""
-    return Size(*display.size_of(raw_values([value])))
+def size_of(leaves: Iterable[Any]) -> Size:
+    """The size of Variables and arrays together."""
+    return Size(*display.size_of(raw_values(leaves)))
 
 
 def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
     """Sizes by kind of Variable of all that is below a value, kinds sorted."""
-    found: dict[str, Size] = {}
+    found: dict[str, list[Any]] = {}
     for value in leaves_below(root):
         if display.has_arrays(raw_values([value])):
-            kind = kind_name(value)
-            found[kind] = found.get(kind, Size()).plus(size_of(value))
-    return tuple(sorted(found.items()))
+            found.setdefault(kind_name(value), []).append(value)
+    return tuple((kind, size_of(found[kind])) for kind in sorted(found))
 
 
 def parameters_of(leaves: Iterable[Any]) -> Size:
     """The size of the Params among Variables and arrays."""
-    sizes = (size_of(value) for value in leaves if isinstance(value, Param))
-    return functools.reduce(Size.plus, sizes, Size())
+    return size_of(value for value in leaves if isinstance(value, Param))
 
 
 def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
@@ -172,7 +165,7 @@ def rows_of(
         vjp_flops: Whether those with derivatives are.
     """
     _check(node, method, depth, name)
-    at = {path: value for path, value, _ in places(node) if isinstance(value, Node)}
+    at = nodes_of(node)
     counter = Flops()
     found: list[tuple[Row, Any]] = []
     for call in _distinct(recorded(node, method, args, kwargs, name)):
