@@ -145,10 +145,8 @@ class Request(NamedTuple):
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
         """Long work: told on a terminal. What others print is kept out of JSON."""
-        with contextlib.ExitStack() as stack:
-            if self.as_json:
-                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            stack.enter_context(waiting(text))
+        aside = contextlib.redirect_stdout(sys.stderr)
+        with aside if self.as_json else contextlib.nullcontext(), waiting(text):
             yield
 
     def answer(self, found: Mapping[str, Any], *shown: Any) -> None:

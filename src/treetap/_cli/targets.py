@@ -71,16 +71,14 @@ def case_of(target: str) -> Case:
     is_file = place.endswith(".py") or os.sep in place
     module = _from_file(place) if is_file else _from_package(place)
     found = _attribute(module, place, name)
-    found = _callable(found, target, "is")
-    if isinstance(found, Node):
-        return Case(target, found)
-    if _needs_arguments(found):
-        if isinstance(found, type):
-            raise Failure(
-                f"{target} is a class that takes {_signature(found)}. Name a function "
-                "without arguments that makes one."
-            )
-        return Case(target, found)  # a function, which is what is looked at
+    call = _callable(found, target, "is")
+    if isinstance(found, type) and _needs_arguments(found):
+        raise Failure(
+            f"{target} is a class that takes {_signature(found)}. Name a function "
+            "without arguments that makes one."
+        )
+    if isinstance(found, Node) or _needs_arguments(found):
+        return Case(target, call)  # it is what is looked at, and no factory
     return _case_from(found(), target)
 
 

@@ -69,15 +69,13 @@ def _with_derivatives(note: Note) -> tuple[Program, list[Any]]:
     forward, arrays = _forward(note)
 
     def program(arrays: list[Any]) -> Any:
-        chosen = [n for n, array in enumerate(arrays) if is_inexact(array)]
+        chosen = {n: array for n, array in enumerate(arrays) if is_inexact(array)}
 
-        def of_chosen(values: list[Any]) -> list[Any]:
-            given = list(arrays)
-            for n, value in zip(chosen, values):
-                given[n] = value
+        def of_chosen(values: dict[int, Any]) -> list[Any]:
+            given = [values.get(n, array) for n, array in enumerate(arrays)]
             return [x for x in forward(given)[0] if is_inexact(x)]
 
-        out, pullback = jax.vjp(of_chosen, [arrays[n] for n in chosen])
+        out, pullback = jax.vjp(of_chosen, chosen)
         return out, pullback([jnp.ones_like(x) for x in out])
 
     return program, arrays

@@ -440,7 +440,8 @@ def first_troubles(rows: Sequence[Row]) -> list[Trouble]:
     order = [(False, n) for n in places] + [(True, n) for n in reversed(places)]
     found: dict[bool, Trouble] = {}
     for (step, row), (is_grad, n) in itertools.product(enumerate(rows), order):
-        figures = row[n] and row[n][is_grad]
+        pair = row[n]
+        figures = pair and pair[is_grad]
         if figures is not None and figures.nonfinite:
             found.setdefault(is_grad, Trouble(step, is_grad, n, figures))
     return list(found.values())
