@@ -8,13 +8,13 @@ has the line of that code it came from.
 
 import linecache
 import os
-import sysconfig
 import traceback
 from types import FrameType
 
 import jax
 
 from treetap._core.errors import TreetapError
+from treetap._observe.blame.blame import NOT_USERS
 
 FOUND = 1  # the exit code of a command that found what it looks for
 BAD = 2  # of one that could not be done
@@ -32,18 +32,7 @@ class Failure(Exception):
     """Something to be told in one message; the command ends with the code 2."""
 
 
-def _folder(path: str) -> str:
-    return os.path.join(os.path.abspath(path), "")
-
-
-_NOT_USERS = tuple(
-    _folder(path)
-    for path in (
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(jax.__file__),
-        sysconfig.get_paths()["stdlib"],
-    )
-)
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _PACKAGES = {"site-packages", "dist-packages"}  # of this environment, or one below it
 
 
@@ -52,7 +41,7 @@ def is_users(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = os.path.abspath(file)
-    return not path.startswith(_NOT_USERS) and _PACKAGES.isdisjoint(path.split(os.sep))
+    return not path.startswith(NOT_USERS) and _PACKAGES.isdisjoint(path.split(os.sep))
 
 
 def short_path(file: str) -> str:
@@ -83,7 +72,7 @@ def place_of(error: BaseException) -> str:
 def _is_ours(error: BaseException) -> bool:
     """Whether the library itself raised an error: then its text says all."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_code.co_filename.startswith(_NOT_USERS[0])
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
 
 
 def _name_of(frame: FrameType) -> str:

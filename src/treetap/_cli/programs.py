@@ -116,10 +116,8 @@ def _with_constants(program: Program) -> Program:
 
 def _is_constant(value: Any) -> bool:
     """Whether a value is a flag, a count, a text, a function: a part of the program."""
-    is_leaf = any(leaf is value for leaf in jax.tree.leaves(value))
-    return is_leaf and not (
-        hasattr(value, "dtype") or isinstance(value, float | complex)
-    )
+    is_number = hasattr(value, "dtype") or isinstance(value, float | complex)
+    return jax.tree_util.all_leaves([value]) and not is_number
 
 
 def _applied(case: Case) -> Callable[..., Any]:

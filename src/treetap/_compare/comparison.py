@@ -22,7 +22,6 @@ from treetap._compare.tolerances import (
     Limits,
     Measures,
     measure,
-    refuse_noise,
 )
 from treetap._compare.unroll import Pair, in_order
 from treetap._core.errors import CaptureError
@@ -164,11 +163,12 @@ class Comparison:
         return f"{many(len(self.differences), 'site')} compared, {differ}"
 
     def _caption(self) -> str:
-        texts = [_alone_text(self.only_a, "a"), _alone_text(self.only_b, "b")]
         first = self.first
-        if first is not None:
-            texts.insert(0, f"First to differ: {first.site} ({first.reason}).")
-        return "\n".join(text for text in texts if text)
+        texts = [f"First to differ: {first.site} ({first.reason})."] if first else []
+        for names, side in ((self.only_a, "a"), (self.only_b, "b")):
+            if names:
+                texts.append(f"Only in {side} ({len(names)}): {first_few(names)}.")
+        return "\n".join(texts)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
@@ -230,11 +230,6 @@ def _steps(value: float | None) -> str:
 
 def _cosine(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.6f}"
-
-
-def _alone_text(names: Sequence[str], side: str) -> str:
-    """A sentence on sites that only one side has; empty when there are none."""
-    return f"Only in {side} ({len(names)}): {first_few(names)}." if names else ""
 
 
 def compare(
@@ -358,7 +353,11 @@ def _with_floor(
         missing.append([key[0] for key in wanted if key not in floors])
         if not missing[-1]:
             return [pair._replace(floor=floors.get(pair.key)) for pair in pairs]
-    raise refuse_noise(min(missing, key=len))
+    lost = [*map(shown, min(missing, key=len))]
+    raise CaptureError(
+        f"compare: `noise` lacks {len(lost)} of the sites compared: {first_few(lost)}. "
+        "It is a run of the same computation as `a` or as `b`, with the same names."
+    )
 
 
 def _difference(pair: Pair, limits: Limits) -> Difference:

@@ -20,8 +20,6 @@ import numpy as np
 
 from treetap._capture.selectors import as_select
 from treetap._compare.sources import Entry
-from treetap._core.errors import CaptureError
-from treetap._core.wording import first_few, shown
 
 FACTOR = 8.0
 PEAK = 4.0
@@ -241,12 +239,3 @@ class Limits:
         if found.relative > relative:
             return "relative error"
         return "one number far off" if found.peak > peak else ""
-
-
-def refuse_noise(missing: list[str]) -> CaptureError:
-    """The error for a third run that lacks sites."""
-    told = first_few([*map(shown, missing)])
-    return CaptureError(
-        f"compare: `noise` lacks {len(missing)} of the sites compared: {told}. It is a "
-        "run of the same computation as `a` or as `b`, with the same names."
-    )

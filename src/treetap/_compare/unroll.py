@@ -60,18 +60,12 @@ def _unrolled(pairs: Sequence[Pair], level: int, most: int) -> list[Pair]:
     return found
 
 
-def _axes(entry: Entry) -> list[int]:
-    """The axes that loops gave a value, outermost first."""
-    around = itertools.takewhile(  # which may have kept one iteration, or many
-        lambda name: name != WHILE.name, entry.site.wraps
-    )
-    stacking = enumerate(stacked_by(around))
-    return [axis for axis, name in stacking if name == SCAN.name]
-
-
 def _axis(pair: Pair, level: int) -> int | None:
     """The axis of a pair that the loop at a level has now; those before are gone."""
-    axes = _axes(pair.a)
+    wraps = pair.a.site.wraps
+    # A `while` may have kept one iteration, or many: what is inside it stays together.
+    around = itertools.takewhile(lambda name: name != WHILE.name, wraps)
+    axes = [n for n, name in enumerate(stacked_by(around)) if name == SCAN.name]
     return axes[level] - level if level < len(axes) else None
 
 

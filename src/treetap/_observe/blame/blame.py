@@ -317,7 +317,7 @@ def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     return {"iterations": tuple(loops), "shard": shard}
 
 
-_NOT_USERS = tuple(
+NOT_USERS = tuple(
     os.path.join(path, "")
     for path in (
         os.path.dirname(jax.__file__),
@@ -348,8 +348,8 @@ def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
 def _is_users(file: str) -> bool:
     if file.startswith("<frozen"):
         return False
-    own = file.startswith(_PACKAGES) and not file.startswith(_NOT_USERS[:2])
-    return own or not file.startswith(_NOT_USERS)
+    own = file.startswith(_PACKAGES) and not file.startswith(NOT_USERS[:2])
+    return own or not file.startswith(NOT_USERS)
 
 
 def _argument(fn: Any, args: Any, kwargs: Any, value: Any) -> str:
