@@ -70,22 +70,30 @@ def plain_key(entry: Any) -> Key:
     return entry
 
 
-class Opened(NamedTuple):
-    """One level of a container: what it was, its keys, its children."""
-
-    kind: type
-    keys: tuple[Key, ...]
-    children: Sequence[Any]
-    definition: Any
-
-    def close(self, children: Iterable[Any]) -> Any:
-        """Rebuilds the container around other children."""
-        return close_container(self.kind, self.keys, self.definition, children)
-
-
 def is_named_tuple(kind: type) -> bool:
     """Whether `kind` was made by `namedtuple` or `NamedTuple`."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+class Opened(NamedTuple):
+    """One level of a container: what it was, its keys, its children."""
+
+    type: type
+    keys: tuple[Key, ...]
+    definition: Any
+    children: Sequence[Any]
+
+    def close(self, children: Iterable[Any]) -> Any:
+        """Rebuilds the container around other children."""
+        kind = self.type
+        if kind is dict:
+            found = dict(zip(self.keys, children, strict=True))
+            return {key: found[key] for key in self.definition or self.keys}
+        if kind in (list, tuple):
+            return kind(children)
+        if is_named_tuple(kind):
+            return kind(*children)
+        return self.definition.unflatten(children)
 
 
 _containers: set[type] = {list, tuple, dict, type(None)}
@@ -111,30 +119,16 @@ def open_container(value: Any) -> Opened:
     if kind is dict:
         keys = tuple(sorted_keys(value))
         # The order of insertion is kept as the definition, and restored by `close`.
-        return Opened(kind, keys, [value[key] for key in keys], tuple(value))
+        return Opened(kind, keys, tuple(value), [value[key] for key in keys])
     if kind in (list, tuple):
-        return Opened(kind, tuple(range(len(value))), value, None)
+        return Opened(kind, tuple(range(len(value))), None, value)
     if is_named_tuple(kind):
-        return Opened(kind, kind._fields, value, None)
+        return Opened(kind, kind._fields, None, value)
     pairs, _ = flatten_one_level_with_keys(value)
     pairs = tuple(pairs)
     definition = tree_structure(value, is_leaf=lambda child: child is not value)
     keys = tuple(plain_key(key) for key, _ in pairs)
-    return Opened(kind, keys, [child for _, child in pairs], definition)
-
-
-def close_container(
-    kind: type, keys: Sequence[Key], definition: Any, children: Iterable[Any]
-) -> Any:
-    """Builds a container from what `open_container` told of it."""
-    if kind is dict:
-        found = dict(zip(keys, children, strict=True))
-        return {key: found[key] for key in definition or keys}
-    if kind in (list, tuple):
-        return kind(children)
-    if is_named_tuple(kind):
-        return kind(*children)
-    return definition.unflatten(children)
+    return Opened(kind, keys, definition, [child for _, child in pairs])
 
 
 def copy_containers(value: Any) -> Any:

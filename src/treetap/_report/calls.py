@@ -254,7 +254,7 @@ def _rows_of(start: Start) -> int:
 
 def nodes_of(root: Any) -> dict[Path, Any]:
     """The objects of ours below a value, by path."""
-    return {path: value for path, value, _ in places(root) if isinstance(value, Node)}
+    return {path: value for path, value in places(root) if isinstance(value, Node)}
 
 
 class _Names:

@@ -101,7 +101,7 @@ def kind_name(value: Any) -> str:
 def leaves_below(root: Any) -> Iterator[Any]:
     """Variables, and arrays outside of them, each once."""
     seen: set[int] = set()
-    for _, value, _ in places(root):
+    for _, value in places(root):
         if (isinstance(value, Variable) or is_array(value)) and id(value) not in seen:
             seen.add(id(value))
             yield value

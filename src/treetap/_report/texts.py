@@ -59,15 +59,15 @@ def _is_typed(value: Any) -> bool:
 
 def _container_text(value: Any) -> str:
     opened = open_container(value)
-    if opened.kind in (list, tuple):
+    if opened.type in (list, tuple):
         return "\n".join(_item("-", child) for child in opened.children)
     pairs = zip(opened.keys, opened.children)
-    if opened.kind is dict:  # in the order of insertion
+    if opened.type is dict:  # in the order of insertion
         pairs = value.items()
     lines = [_item(f"{key}:", child) for key, child in pairs]
-    if opened.kind is dict or is_named_tuple(opened.kind):
+    if opened.type is dict or is_named_tuple(opened.type):
         return "\n".join(lines)
-    return "\n".join([opened.kind.__name__, *(f"  {line}" for line in lines)])
+    return "\n".join([opened.type.__name__, *(f"  {line}" for line in lines)])
 
 
 def _item(label: str, value: Any) -> str:

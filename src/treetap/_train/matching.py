@@ -41,7 +41,7 @@ def leaves_of(tree: Any, graph: bool, name: str) -> Leaves:
         name: The public function at work, for messages.
     """
     found = take_apart(tree, graph, name)[1]
-    return dict(flat_items(found)) if isinstance(found, dict) else {(): found}
+    return dict(flat_items(found))
 
 
 def gathered(leaves: Mapping[Path, Any]) -> Any:

@@ -39,7 +39,7 @@ class JitPartial(Jit[..., Any]):
         """As for a `Jit`; arguments given now may hold no Variables."""
         args, kwargs = tree
         given = {"args": args[len(self._fixed) :], "kwargs": kwargs}
-        for path, value, _ in places(given):
+        for path, value in places(given):
             if isinstance(value, Variable):
                 raise StructureError(
                     f"jit_partial: Found Variable in non-partial arguments: the "

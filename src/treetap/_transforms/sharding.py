@@ -91,7 +91,7 @@ def _mapped(
         return rebuilt(tree, graph, name, variable=noted, leaf=leaf)
     except MetadataError as error:
         (kind,) = {type(found).__name__ for found in at}
-        path = next(path for path, value, _ in places(tree) if value is at[0])
+        path = next(path for path, value in places(tree) if value is at[0])
         where = f"the {kind} at {show_path(path)}"
         raise MetadataError(f"{name}: {where}: {error}") from None
 

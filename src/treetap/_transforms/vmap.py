@@ -110,7 +110,7 @@ def _named(error: ValueError, inputs: Inputs, axes: list[Any]) -> ValueError:
     fixed = {id(x) for x, axis in zip(inputs.leaves, axes) if axis is None}
     found = [
         f"{show_path(path)} ({type(value).__name__})"
-        for path, value, _ in places(inputs.tree)
+        for path, value in places(inputs.tree)
         if isinstance(value, Variable) and id(value) in fixed
     ]
     return type(error)(

@@ -112,7 +112,7 @@ class SplitContext:
         elif context is not None:
             context.outside = walk.members
         found = {} if state is NOTHING else state
-        return graphdef, *state_groups("split_context", found, filters)
+        return graphdef, *state_groups(found, filters, "split_context")
 
 
 class MergeContext:

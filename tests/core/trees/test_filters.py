@@ -14,7 +14,6 @@ from treetap._core.trees.filters import (
     grouped,
     predicate_of,
     predicates_of,
-    refuse_rest,
 )
 
 PARAM, STAT = tt.Param(jnp.ones(2)), tt.BatchStat(1.0, tag="seen")
@@ -145,24 +144,24 @@ def test_a_catch_all_may_only_stand_last(catch_all):
 
 def test_values_go_to_the_first_filter_that_takes_them():
     flat = [(("a",), PARAM), (("b",), STAT), (("c",), 3)]
-    groups, rest = grouped(flat, predicates_of([tt.Param, tt.Variable]))
-    assert groups == [[(("a",), PARAM)], [(("b",), STAT)]]
-    assert rest == [(("c",), 3)]
+    groups = grouped(flat, [tt.Param, tt.Variable, ...])
+    assert groups == [[(("a",), PARAM)], [(("b",), STAT)], [(("c",), 3)]]
+    assert grouped(flat, [tt.Param, tt.Variable]) == groups[:2]
 
 
 def test_a_remainder_is_named():
-    refuse_rest("test", [])
+    assert grouped([], [tt.BatchStat], "split") == [[]]
     with pytest.raises(
         tt.FilterError,
         match=r"split: Non-exhaustive filters, got a non-empty remainder: a/0 \(Param\)"
         r"\. Add `\.\.\.` as the last filter",
     ):
-        refuse_rest("split", [(("a", 0), PARAM)])
+        grouped([(("a", 0), PARAM)], [tt.BatchStat], "split")
 
 
 def test_a_long_remainder_is_cut():
     with pytest.raises(tt.FilterError, match=r"4 \(int\) and 3 more\."):
-        refuse_rest("split", [((i,), i) for i in range(8)])
+        grouped([((i,), i) for i in range(8)], [tt.BatchStat], "split")
 
 
 def test_generic_aliases_mean_their_class():

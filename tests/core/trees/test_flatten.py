@@ -206,3 +206,12 @@ def test_an_indirect_cycle_is_a_cycle_error_too():
         list(tt.iter_modules(model))
     model.eval()
     assert model.parts["deep"][0].deterministic is True
+
+
+def test_a_cycle_through_a_plain_list_is_a_cycle_from_wherever_it_is_met():
+    held = Noise()
+    around = [held]
+    held.inside = tt.data(around)
+    for name, look in [("split", tt.split), ("iter_graph", tt.iter_graph)]:
+        with pytest.raises(tt.CycleError, match=rf"{name}: .*paths 0 and 0/inside/0 "):
+            look(around)

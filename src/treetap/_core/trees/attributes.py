@@ -67,26 +67,23 @@ def is_object(value: Any) -> bool:
 _DATA_TYPES = (Variable, Node, np.ndarray, np.generic, jax.Array, jax.Ref)
 
 
-def _field(is_data: bool, options: dict[str, Any]) -> Any:
-    metadata = dict(options.pop("metadata", None) or {})
-    if "static" in metadata:
-        raise AttributeStatusError(
-            f"{'data' if is_data else 'static'}(): `metadata` may not contain "
-            "'static'; the function's name says it."
-        )
-    metadata["static"] = not is_data
-    return dataclasses.field(metadata=metadata, **options)
-
-
-def _marked(name: str, is_data: bool, value: Any, options: dict[str, Any]) -> Any:
-    if value is MISSING:
-        return _field(is_data, options)
-    if options:
+def _marked(name: str, value: Any, options: dict[str, Any]) -> Any:
+    """What `data` and `static` give: a marked value, or a marked field."""
+    is_data = name == "data"
+    if value is not MISSING and options:
         raise TypeError(
             f"{name}(): give either a value or the options of `dataclasses.field`, "
             f"not both (got {sorted(options)})."
         )
-    return Marked(value, is_data)
+    if value is not MISSING:
+        return Marked(value, is_data)
+    metadata = dict(options.pop("metadata", None) or {})
+    if "static" in metadata:
+        raise AttributeStatusError(
+            f"{name}(): `metadata` may not contain 'static'; the function's name says "
+            "it."
+        )
+    return dataclasses.field(metadata={**metadata, "static": not is_data}, **options)
 
 
 @overload
@@ -108,7 +105,7 @@ def data(value: Any = MISSING, /, **options: Any) -> Any:
         >>> len(tt.to_flat_state(tt.state(Sum())))
         2
     """
-    return _marked("data", True, value, options)
+    return _marked("data", value, options)
 
 
 @overload
@@ -122,7 +119,7 @@ def static(value: Any = MISSING, /, **options: Any) -> Any:
         value: The value to assign; `self.shape = static((2, 3))`.
         **options: Options of `dataclasses.field`, for use in a class body.
     """
-    return _marked("static", False, value, options)
+    return _marked("static", value, options)
 
 
 def register_data_type(kind: C) -> C:
@@ -152,20 +149,13 @@ def _is_data_inside(value: Any) -> bool:
 
 def has_data(value: Any) -> list[Any]:
     """The data inside a value: itself, or found in its containers."""
+    if type(value) in _PLAIN_TYPES:  # quick, and so for most statics
+        return []
     return [value] if is_data(value) else find_leaves(value, _is_data_inside)
 
 
 def _has_marked(value: Any) -> bool:
-    return bool(find_leaves(value, _is_marked, (Variable, Node)))
-
-
-def _is_marked(value: Any) -> bool:
-    return isinstance(value, Marked)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value certainly holds no data: quick, and true for most statics."""
-    return type(value) in _PLAIN_TYPES
+    return bool(find_leaves(value, lambda x: isinstance(x, Marked), (Variable, Node)))
 
 
 def _where(owner: str, name: Any) -> str:
@@ -232,8 +222,6 @@ def _kinds(found: list[Any]) -> str:
 
 def check_static(owner: str, name: Any, value: Any) -> None:
     """Raises when a static attribute has come to hold data."""
-    if type(value) in _PLAIN_TYPES:
-        return
     if found := has_data(value):
         raise AttributeStatusError(
             f"{_where(owner, name)}: Found unexpected data on value of type "

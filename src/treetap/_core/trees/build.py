@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from treetap._core.errors import StructureError
-from treetap._core.paths import Trail, close_container, show_trail
+from treetap._core.paths import Trail, show_trail
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import (
     TraceState,
@@ -78,8 +78,7 @@ class _Builder:
         if kind is SharedSpec:
             return self.made[spec.shared_with]
         if kind is ContainerSpec:
-            children = self.children(spec.children)
-            return close_container(spec.type, spec.keys, spec.definition, children)
+            return spec.close(self.children(spec.children))
         return self.children((spec,))[0]
 
     def children(self, specs: Iterable[Any]) -> list[Any]:
@@ -124,28 +123,25 @@ class _Builder:
 
     def object_of_variables(self, spec: ObjectSpec) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
-        structure = spec.structure
-        node = bare(spec.type, self.trace)
-        if self.grouped:
-            fill(node, structure, next(self.values))
-            return node
-        kinds, metadata = spec.kinds or (), spec.metadata or ()
-        children = tuple(islice(self.values, len(kinds)))
-        if not self.recreate:
-            fill(node, structure, children)
-            return node
         trace = self.trace
-        made = [
-            x if isinstance(x, Variable) else make(kind, x, facts, trace)
-            for x, kind, facts in zip(children, kinds, metadata)
-        ]
-        are_new = not any(map(is_, made, children))
-        children = tuple(made)
-        if are_new:  # what a walk would find
-            set_spec(node, (children, spec))
-        fill(node, structure, children)
-        self.nodes.append(node)
-        self.leaves += children
+        node = bare(spec.type, trace)
+        if self.grouped:
+            children = next(self.values)
+        else:
+            children = tuple(islice(self.values, len(spec.children)))
+        if self.recreate:
+            given = children
+            children = tuple(
+                x
+                if isinstance(x, Variable)
+                else make(each.type, x, each.metadata, trace)
+                for x, each in zip(given, spec.children)
+            )
+            if not any(map(is_, children, given)):  # all new: what a walk would find
+                set_spec(node, (children, spec))
+            self.nodes.append(node)
+            self.leaves += children
+        fill(node, spec.structure, children)
         return node
 
 
@@ -274,35 +270,18 @@ class Merging:
         self, spec: ObjectSpec | ContainerSpec, state: Any, trail: Trail
     ) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
-        if type(state) is dict and not self.copy and type(spec) is ObjectSpec:
-            _, _, structure, _, kinds, _ = spec
-            if kinds and len(state) == len(kinds):
-                found = _matching(structure, kinds, state)
-                if found is not None:
-                    self.leaves.append(found)
-                    return
+        is_group = type(spec) is ObjectSpec and spec.kinds is not None
+        if is_group and type(state) is dict and not self.copy:
+            found = _matching(spec, state)
+            if found is not None:
+                self.leaves.append(found)
+                return
         if state is MISSING:
             state = {}
-        elif type(state) is not dict and not isinstance(state, Mapping):
+        elif not is_branch(state):
             self.problem(trail, f"a {type(state).__name__} where a mapping belongs")
             state = {}
-        if type(spec) is ObjectSpec and spec.kinds is not None:
-            outer, self.leaves = self.leaves, []
-            self.entries(spec, state, trail)
-            outer.append(tuple(self.leaves))
-            self.leaves = outer
-        else:
-            self.entries(spec, state, trail)
-
-    def entries(
-        self,
-        spec: ObjectSpec | ContainerSpec,
-        state: Mapping[Any, Any],
-        trail: Trail,
-    ) -> None:
-        """Takes what a mapping has for each child, and nothing else."""
-        keys = spec.keys
-        absent = 0
+        keys, absent, start = spec.keys, 0, len(self.leaves)
         for key, child in zip(keys, spec.children):
             inner = state.get(key, MISSING)
             absent += inner is MISSING
@@ -315,21 +294,22 @@ class Merging:
         if len(state) + absent != len(keys):
             extra = [show_trail((trail, key)) for key in state if key not in keys]
             self.problems += [f"unexpected {path}" for path in extra]
+        if is_group:
+            self.leaves[start:] = [tuple(self.leaves[start:])]
 
     def problem(self, trail: Trail, what: str) -> None:
         """Notes an entry of the wrong kind."""
         self.problems.append(f"{show_trail(trail)} is {what}")
 
 
-def _matching(
-    structure: Structure, kinds: tuple[type, ...], state: dict[Any, Any]
-) -> tuple[Any, ...] | None:
+def _matching(spec: ObjectSpec, state: dict[Any, Any]) -> tuple[Any, ...] | None:
     """The common case, in C: Variables alone, all there and of the right kinds."""
     try:
-        found = structure[0].children_of(state)
+        found = spec.structure[0].children_of(state)
     except KeyError:
         return None
-    return found if tuple(map(type, found)) == kinds else None
+    is_all = len(found) == len(state) and tuple(map(type, found)) == spec.kinds
+    return found if is_all else None
 
 
 def put_together(
@@ -357,7 +337,7 @@ def put_together(
 
 def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
     shown = first_few(problems, 12, before="  - ", end="\n")
-    found = len([*flat_items(state)]) if is_branch(state) else 1
+    found = len([*flat_items(state)])
     counts = ""
     if found != graphdef.num_leaves:
         counts = (

@@ -149,7 +149,7 @@ def predicate_of(filter: Filter) -> Predicate:
         >>> predicate_of(["noise", "dropout"])
         Any(WithTag(tag='noise'), WithTag(tag='dropout'))
     """
-    if filter is Ellipsis or filter is True:
+    if is_catch_all(filter):
         return Everything()
     if filter is None or filter is False:
         return Nothing()
@@ -172,29 +172,38 @@ def predicate_of(filter: Filter) -> Predicate:
 def predicates_of(filters: Sequence[Filter]) -> list[Predicate]:
     """Predicates for several filters; a catch-all may only stand at the end."""
     predicates = [predicate_of(filter) for filter in filters]
-    for place, filter in enumerate(filters):
-        rest = filters[place + 1 :]
-        if (filter is Ellipsis or filter is True) and not all(
-            later is Ellipsis or later is True for later in rest
-        ):
-            raise FilterError(
-                "`...` or `True` can only be used as the last filters: "
-                f"{filter!r} stands at position {place} of {list(filters)!r}, and "
-                "nothing would reach the filters after it."
-            )
+    take_all = list(map(is_catch_all, filters))
+    if take_all != sorted(take_all):
+        place = take_all.index(True)
+        raise FilterError(
+            "`...` or `True` can only be used as the last filters: "
+            f"{filters[place]!r} stands at position {place} of {list(filters)!r}, and "
+            "nothing would reach the filters after it."
+        )
     return predicates
+
+
+def is_catch_all(filter: Filter) -> bool:
+    """Whether a filter says that it takes everything."""
+    return filter is Ellipsis or filter is True
 
 
 Flat = list[tuple[Path, AnyType]]
 
 
 def grouped(
-    flat: Iterable[tuple[Path, AnyType]], predicates: Sequence[Predicate]
-) -> tuple[list[Flat], Flat]:
-    """Sends each value to the first predicate that takes it; returns what is left."""
-    groups: list[Flat] = [[] for _ in predicates]
+    flat: Iterable[tuple[Path, AnyType]], filters: Sequence[Filter], name: str = ""
+) -> list[Flat]:
+    """Sends each value to the first filter that takes it.
+
+    Args:
+        flat: The values with their paths.
+        filters: A catch-all may only stand at the end.
+        name: The function that refuses values left over; without one they are dropped.
+    """
+    groups: list[Flat] = [[] for _ in filters]
     rest: Flat = []
-    pairs = list(zip(predicates, groups, strict=True))
+    pairs = list(zip(predicates_of(filters), groups))
     for item in flat:
         for predicate, group in pairs:
             if predicate(*item):
@@ -202,15 +211,10 @@ def grouped(
                 break
         else:
             rest.append(item)
-    return groups, rest
-
-
-def refuse_rest(name: str, rest: Flat) -> None:
-    """Raises when values are left over."""
-    if not rest:
-        return
-    shown = [f"{show_path(path)} ({type(value).__name__})" for path, value in rest]
-    raise FilterError(
-        f"{name}: Non-exhaustive filters, got a non-empty remainder: "
-        f"{first_few(shown, 5)}. Add `...` as the last filter to take the rest."
-    )
+    if name and rest:
+        shown = [f"{show_path(path)} ({type(value).__name__})" for path, value in rest]
+        raise FilterError(
+            f"{name}: Non-exhaustive filters, got a non-empty remainder: "
+            f"{first_few(shown, 5)}. Add `...` as the last filter to take the rest."
+        )
+    return groups

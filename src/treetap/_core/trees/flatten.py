@@ -16,29 +16,20 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from treetap._core.errors import AliasError
-from treetap._core.paths import (
-    Key,
-    is_container,
-    open_container,
-)
+from treetap._core.paths import Key, is_container, open_container
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.graphdef import (
     NOTHING,
     PLAIN_LEAF,
-    ContainerSpec,
     GraphDef,
     LeafSpec,
     ObjectSpec,
     SharedSpec,
     VariableSpec,
 )
-from treetap._core.trees.pytree import cached_flat, set_spec
-from treetap._core.trees.sharing import (
-    TREE_MODE,
-    refuse_pytree_false,
-    refuse_shared,
-)
+from treetap._core.trees.pytree import cached_flat, flat_of, set_spec
+from treetap._core.trees.sharing import TREE_MODE, refuse_pytree_false, refuse_shared
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, get_metadata
 
@@ -98,8 +89,8 @@ class Flattening:
             opened = open_container(value)
             specs, state = self.children(opened.keys, opened.children)
             # The order of a plain dict's keys does not count, as everywhere in JAX.
-            definition = None if opened.kind is dict else opened.definition
-            spec = ContainerSpec(opened.kind, opened.keys, definition, specs)
+            definition = None if opened.type is dict else opened.definition
+            spec = opened._replace(definition=definition, children=specs)
             return spec, state or NOTHING
         if not is_ref(value):
             self.leaves.append(value)
@@ -126,12 +117,9 @@ class Flattening:
             number = len(numbers)
             self.members.append(node)
         numbers[identity] = INSIDE if number is None else number
-        try:
-            children, structure = cached_flat(node)
-        except AttributeError:
-            if not (graph or node._pytree__is_pytree):
-                raise refuse_pytree_false(self.name, self.root, node) from None
-            children, structure = node._refresh()
+        if not (graph or node._pytree__is_pytree):
+            raise refuse_pytree_false(self.name, self.root, node)
+        children, structure = flat_of(node)
         before = len(self.leaves)
         specs, state = self.children(structure[0].keys, children)
         if not graph and {*map(type, specs)} <= {VariableSpec}:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import register_static
 
-from treetap._core.paths import Key, Path
+from treetap._core.paths import Key, Opened, Path
 from treetap._core.settings import Mode
 from treetap._core.trees.layout import Structure
 from treetap._core.variables.metadata import MISSING, PLAIN
@@ -34,13 +34,7 @@ class ObjectSpec(NamedTuple):
         return self.structure[0].keys
 
 
-class ContainerSpec(NamedTuple):
-    """A container that JAX knows: how to close it again, its children."""
-
-    type: type
-    keys: tuple[Key, ...]
-    definition: Any
-    children: "tuple[Spec, ...]"
+ContainerSpec = Opened  # a container that JAX knows; its children are descriptions
 
 
 class VariableSpec(NamedTuple):
@@ -99,7 +93,10 @@ class GraphDef:
         return self._hash
 
     def __repr__(self) -> str:
-        lines = "\n".join(describe(self.spec, "(root)", 1))
+        lines = "\n".join(
+            f"{'  ' * (len(path) + 1)}{path[-1] if path else '(root)'}: {text_of(part)}"
+            for path, part in parts_of(self.spec)
+        )
         mode = "graph" if self.graph else "tree"
         return f"GraphDef({mode}, {self.num_leaves} leaves\n{lines}\n)"
 
@@ -137,16 +134,9 @@ def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
             yield from parts_of(child, (*path, key))
 
 
-def objects_in(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, ObjectSpec]]:
+def objects_in(spec: Spec) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
-    if isinstance(spec, ObjectSpec):
-        yield path, spec
-        if spec.kinds is not None:
-            return  # only Variables are below
-    elif not isinstance(spec, ContainerSpec):
-        return
-    for key, child in zip(spec.keys, spec.children):
-        yield from objects_in(child, (*path, key))
+    return (pair for pair in parts_of(spec) if isinstance(pair[1], ObjectSpec))
 
 
 def leaf_paths(spec: Spec) -> Iterator[Path]:
@@ -168,25 +158,20 @@ def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
             yield (*path, name), value
 
 
-def describe(spec: Spec, label: str, depth: int) -> list[str]:
-    """Lines of text for a description."""
+def text_of(spec: Spec) -> str:
+    """The text of a description, without its children."""
     match spec:
         case ObjectSpec(_, kind, (layout, statics, _)):
             pairs = zip(layout.static_names, statics)
             shown = ", ".join(f"{name}={value!r}" for name, value in pairs)
-            text = f"{kind.__name__}({shown})"
+            return f"{kind.__name__}({shown})"
         case ContainerSpec(kind):
-            text = kind.__name__
+            return kind.__name__
         case VariableSpec(_, kind, metadata):
             plain = PLAIN.items()
             facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
-            text = f"{kind.__name__}{facts or ''}"
+            return f"{kind.__name__}{facts or ''}"
         case SharedSpec(number):
-            text = f"the same as number {number}"
+            return f"the same as number {number}"
         case _:
-            text = "leaf"
-    lines = [f"{'  ' * depth}{label}: {text}"]
-    if isinstance(spec, ObjectSpec | ContainerSpec):
-        for key, child in zip(spec.keys, spec.children):
-            lines += describe(child, str(key), depth + 1)
-    return lines
+            return "leaf"

@@ -19,6 +19,7 @@ from treetap._core.paths import Key, sorted_keys
 Getter = Callable[[Any], tuple[Any, ...]]
 # Layout, static values, and the types of those that are numbers.
 Structure = tuple["Layout", tuple[Any, ...], tuple[Any, ...]]
+Flat = tuple[tuple[Any, ...], Structure]  # children, and what is around them
 
 
 def getter(names: Sequence[Key]) -> Getter:
@@ -70,6 +71,11 @@ class Layout:
             name: place for place, name in enumerate(self.keys + self.static_names)
         }
         self.arrange = getter([sources[name] for name in status])
+
+    def flat(self, attributes: dict[Any, Any]) -> "Flat":
+        """Children and structure of an object with these attributes."""
+        statics = self.statics_of(attributes)
+        return self.children_of(attributes), structure_of(self, statics)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

@@ -28,15 +28,12 @@ from treetap._core.trees.attributes import (
     class_status,
     classify,
     has_data,
-    is_plain,
 )
-from treetap._core.trees.layout import Sealed, Structure, layout_of, structure_of
+from treetap._core.trees.layout import Flat, Sealed, layout_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.values import Marked
 from treetap._core.variables.variable import Variable
-
-Flat = tuple[tuple[Any, ...], Structure]
 
 # The attributes of an object, without dropping what is cached.
 attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
@@ -164,7 +161,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes a bare object that belongs to the current trace."""
-        self = bare(cls, current_trace())
+        self = bare(cls)
         self._pytree__place[3] = False
         replace_status(self, {})
         return self
@@ -203,13 +200,11 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def __delattr__(self, name: str) -> None:
         self._check_trace()
         object.__delattr__(self, name)
-        self._forget(name)
-
-    def _forget(self, name: Any) -> None:
-        """Drops the status of an attribute that is gone."""
         status = dict(self._pytree__status)
         status.pop(name, None)
         unseal(self, status)
+
+    _remove_child = __delattr__  # of a class that forbids deletion, too
 
     if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
 
@@ -257,25 +252,20 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         adopt(value, key, self._pytree__place)
         drop_flat(self)
 
-    def _remove_child(self, key: Any) -> None:
-        """Removes a data attribute."""
-        del attributes_of(self)[key]
-        self._forget(key)
-
     # The tree.
 
     def _refresh(self) -> Flat:
         """Reads children and statics from the attributes, and keeps them."""
         attributes = attributes_of(self)
-        if not type(self)._pytree__is_pytree:
-            return _flat_by_value(attributes)
+        if not type(self)._pytree__is_pytree:  # it keeps no status
+            found = {name: bool(has_data(held)) for name, held in attributes.items()}
+            return layout_of(found).flat(attributes)
         before = list(attributes.values())
         status = self._pytree__status
         if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
         layout = layout_of(status, type(self)._pytree__ordered)
-        statics = layout.statics_of(attributes)
-        flat = layout.children_of(attributes), structure_of(layout, statics)
+        flat = layout.flat(attributes)
         if type(self)._pytree__cached:
             replace_status(self, layout.status)
             set_flat(self, flat)
@@ -300,7 +290,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             adopt(value, name, self._pytree__place)
 
     def __reduce__(self) -> Any:
-        return _bare, (type(self),), self.__getstate__()
+        return bare, (type(self),), self.__getstate__()
 
     # Display.
 
@@ -314,17 +304,19 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         return display.Parts(counts(self), items)
 
 
-def _bare(cls: type[Any]) -> Any:
-    return bare(cls, current_trace())
+def bare(cls: type[Any], trace: Any = None) -> Any:
+    """An object without attributes, past `__new__` and `__init__`.
 
-
-def bare(cls: type[Any], trace: Any) -> Any:
-    """An object without attributes, past `__new__` and `__init__`."""
+    `trace` saves asking JAX for it each time.
+    """
     self = object.__new__(cls)
-    _set_trace(self, trace)
+    _set_trace(self, current_trace() if trace is None else trace)
     _set_place(self, [None, None, cls, True])
     set_spec(self, None)
     return self
+
+
+_bare = bare  # its name in pickles of earlier versions
 
 
 def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
@@ -364,18 +356,6 @@ def _descriptors_of(cls: type) -> frozenset[str]:
     )
 
 
-def _flat_by_value(attributes: dict[str, Any]) -> Flat:
-    """Children and statics of an object that keeps no status (`pytree=False`)."""
-    layout = layout_of(
-        {
-            name: not is_plain(value) and bool(has_data(value))
-            for name, value in attributes.items()
-        }
-    )
-    statics = layout.statics_of(attributes)
-    return layout.children_of(attributes), structure_of(layout, statics)
-
-
 def _flatten_with_keys(node: Any) -> Any:
     children, structure = flat_of(node)
     return tuple(zip(structure[0].entries, children)), structure
@@ -402,7 +382,7 @@ def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
 
 def _register(cls: type[Pytree]) -> None:
     def unflatten(structure: Any, children: Iterable[Any]) -> Any:
-        node = bare(cls, current_trace())
+        node = bare(cls)
         children = tuple(children)
         fill(node, structure, children)
         adopt_all(node, structure, children)

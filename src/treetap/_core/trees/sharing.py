@@ -21,26 +21,19 @@ from treetap._core.variables.variable import Variable
 from treetap._core.wording import first_few
 
 
-def places(root: Any) -> Iterator[tuple[Path, Any, bool]]:
-    """Every value below a root with its path; an object's inside is visited once.
-
-    The last item tells whether the value contains itself at that place.
-    """
+def places(root: Any) -> Iterator[tuple[Path, Any]]:
+    """Every value below a root with its path; an object's inside is visited once."""
     seen: set[int] = set()
-    active: set[int] = set()
 
-    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any, bool]]:
-        is_node = isinstance(value, Node)
-        yield path, value, is_node and id(value) in active
+    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+        yield path, value
         inside = opened(value)
-        if inside is None or (is_node and id(value) in seen):
+        if inside is None or id(value) in seen:
             return
-        if is_node:
+        if isinstance(value, Node):
             seen.add(id(value))
-            active.add(id(value))
         for key, child in zip(*inside):
             yield from visit((*path, key), child)
-        active.discard(id(value))
 
     yield from visit((), root)
 
@@ -52,7 +45,7 @@ def name_lost(error: BaseException, name: str, root: Any) -> None:
     """
     found = [
         f"{show_path(path)} ({type(value).__name__})"
-        for path, value, _ in places(root)
+        for path, value in places(root)
         if _is_lost(value)
     ]
     if found:
@@ -77,22 +70,24 @@ def has_leaves(root: Any) -> bool:
     return any(
         isinstance(value, Variable)
         or not (isinstance(value, Node) or is_container(value))
-        for _, value, _ in places(root)
+        for _, value in places(root)
     )
 
 
 def first_two_places(root: Any, wanted: Any) -> tuple[list[Path], bool]:
-    """The first two paths to a value, and whether the second leads through itself.
+    """The first two paths to a value, and whether something on the way holds itself.
 
     `places` enters an object once. So the second path either ends at the value, or at
     something around it that stands twice; what follows is then as in the first path.
+    What stands twice holds itself if its second place is below the first.
     """
     identities: dict[Path, int] = {}
     around: dict[int, int] = {}  # the value and what it is in, with their depths
     found: Path = ()
-    for path, value, is_inside_itself in places(root):
+    for path, value in places(root):
         if (depth := around.get(id(value))) is not None:
-            return [found, (*path, *found[depth:])], is_inside_itself
+            is_below = path[:depth] == found[:depth]
+            return [found, (*path, *found[depth:])], is_below
         identities[path] = id(value)
         if value is wanted:
             found = path
@@ -134,7 +129,7 @@ def refuse_shared(
 
 def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:
     """The error for an object that JAX must not flatten."""
-    path = next(path for path, at, _ in places(root) if at is value)
+    path = next(path for path, at in places(root) if at is value)
     return StructureError(
         f"{name}: {type(value).__name__} is declared with pytree=False, so it cannot "
         f"be part of a tree. Found at path {show_path(path)}. Use graph mode: "
@@ -158,7 +153,7 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     wanted = predicate_of(only)
     found: dict[int, list[Path]] = {}
     kept: list[Any] = []  # an identity means something only while its object lives
-    for path, value, _ in places(node):
+    for path, value in places(node):
         has_identity = isinstance(
             value, Node | Variable | jax.Array | jax.Ref | np.ndarray
         )

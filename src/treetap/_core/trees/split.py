@@ -28,11 +28,12 @@ from treetap._core.trees.state import (
     FlatState,
     State,
     flat_items,
+    from_items,
     merge_state,
-    nested,
     one_or_all,
     register_state,
     state_groups,
+    to_flat_state,
 )
 from treetap._core.variables.variable import Variable
 
@@ -47,11 +48,8 @@ def _named(graphdef: GraphDef, leaves: Iterable[Any], name: str) -> Any:
             f"{name}: Incorrect number of leaves: {len(leaves)}, "
             f"expected {graphdef.num_leaves}."
         )
-    paths = list(leaf_paths(graphdef.spec))
-    if paths == [()]:
-        return leaves[0]
-    in_order = flat_items(nested((path, path) for path in paths))
-    return nested((path, leaf) for (path, _), leaf in zip(in_order, leaves))
+    by_path = from_items((path, path) for path in leaf_paths(graphdef.spec))
+    return from_items(zip((path for path, _ in flat_items(by_path)), leaves))
 
 
 class GraphState(State):
@@ -99,7 +97,7 @@ def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
         (['w'], ['calls'])
     """
     graphdef, state = take_apart(node, resolve_graph(graph), "split")
-    return graphdef, *state_groups("split", state, filters)
+    return graphdef, *state_groups(state, filters, "split")
 
 
 def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -110,7 +108,7 @@ def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
             f"unpack: a bare {type(node).__name__} has no names to unpack by. "
             "Use `split`, or put it in a container."
         )
-    states = [GraphState(graphdef, s) for s in state_groups("unpack", state, filters)]
+    states = [GraphState(graphdef, s) for s in state_groups(state, filters, "unpack")]
     return one_or_all(states)
 
 
@@ -128,7 +126,7 @@ def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
         1.0
     """
     _, found = take_apart(node, resolve_graph(graph), "state")
-    return one_or_all(state_groups("state", found, filters, whole=False))
+    return one_or_all(state_groups(found, filters))
 
 
 variables = state
@@ -160,9 +158,7 @@ def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
 
 
 def _as_mapping(one: Any) -> Any:
-    if not isinstance(one, FlatState):
-        return one
-    return one.leaves[0] if one.paths == ((),) else nested(one)
+    return from_items(one) if isinstance(one, FlatState) else one
 
 
 def merge(
@@ -222,8 +218,7 @@ def flatten(
         graph: Keep shared references instead of refusing them.
     """
     definition, found = take_apart(node, resolve_graph(graph), "flatten")
-    items = flat_items(found) if isinstance(found, dict) else [((), found)]
-    flat = FlatState(items, sort=False)
+    flat = to_flat_state(found)
     return definition, flat if with_paths else flat.leaves
 
 
@@ -231,12 +226,9 @@ def unflatten(
     graphdef: GraphDef, leaves: Iterable[Any], /, *, recreate_variables: bool = True
 ) -> Any:
     """The object from what `flatten` gave: FlatState, mapping or list of leaves."""
-    if isinstance(leaves, FlatState):
-        found = _as_mapping(leaves)
-    elif isinstance(leaves, Mapping):
-        found = leaves
-    else:
-        found = _named(graphdef, leaves, "unflatten")
+    if not isinstance(leaves, FlatState | Mapping):
+        leaves = _named(graphdef, leaves, "unflatten")
+    found = _as_mapping(leaves)
     return put_together(
         graphdef, found, "unflatten", recreate_variables=recreate_variables
     )
@@ -261,10 +253,7 @@ def map(
         2.0
     """
     definition, found = take_apart(node, resolve_graph(graph), "map")
-    if isinstance(found, dict):
-        found = nested((path, fn(path, leaf)) for path, leaf in flat_items(found))
-    else:
-        found = fn((), found)
+    found = from_items((path, fn(path, leaf)) for path, leaf in flat_items(found))
     return put_together(definition, found, "map", recreate_variables=recreate_variables)
 
 

@@ -17,13 +17,14 @@ from collections.abc import (
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path, show_path, sort_key, sorted_keys
-from treetap._core.trees.filters import Filter, grouped, predicates_of, refuse_rest
+from treetap._core.trees.filters import Filter, grouped
 from treetap._core.variables.variable import Variable
 
 Nested = Mapping[Key, Any]
@@ -71,9 +72,6 @@ class State(MutableMapping[Key, Any], display.Shown):
 
     def __len__(self) -> int:
         return len(self._mapping)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._mapping
 
     def __getattr__(self, name: str) -> Any:
         if name == "_mapping" or name not in self._mapping:
@@ -130,22 +128,16 @@ def same_values(first: Any, second: Any) -> bool:
 def _same_leaf(first: Any, second: Any) -> bool:
     if first is second:
         return True
-    if hasattr(first, "dtype") and jax.numpy.issubdtype(
-        first.dtype, jax.dtypes.prng_key
-    ):
-        if getattr(second, "dtype", None) != first.dtype:
-            return False
+    is_array = hasattr(first, "shape") or hasattr(second, "shape")
+    if not is_array or isinstance(first, jax.ShapeDtypeStruct | jax.Ref):
+        return bool(first == second)
+    dtype = getattr(first, "dtype", None)
+    if getattr(second, "dtype", None) != dtype:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first, second = jax.random.key_data(first), jax.random.key_data(second)
-    if hasattr(first, "shape") or hasattr(second, "shape"):
-        if isinstance(first, jax.ShapeDtypeStruct | jax.Ref):
-            return bool(first == second)
-        same_type = getattr(first, "dtype", None) == getattr(second, "dtype", None)
-        return same_type and np.array_equal(first, second, equal_nan=_is_float(first))
-    return bool(first == second)
-
-
-def _is_float(value: Any) -> bool:
-    return jax.numpy.issubdtype(np.asarray(value).dtype, np.inexact)
+    may_be_nan = jnp.issubdtype(dtype, jnp.inexact)
+    return np.array_equal(first, second, equal_nan=may_be_nan)
 
 
 def register_state(
@@ -224,13 +216,12 @@ class FlatState(Sequence[tuple[Path, Any]]):
 
     def split(self, *filters: Filter) -> Any:
         """As `split_state`, giving FlatStates."""
-        groups, rest = grouped(self, predicates_of(filters))
-        refuse_rest("FlatState.split", rest)
+        groups = grouped(self, filters, "FlatState.split")
         return one_or_all([FlatState(group, sort=False) for group in groups])
 
     def filter(self, *filters: Filter) -> Any:
         """As `filter_state`, giving FlatStates."""
-        groups, _ = grouped(self, predicates_of(filters))
+        groups = grouped(self, filters)
         return one_or_all([FlatState(group, sort=False) for group in groups])
 
     @staticmethod
@@ -258,18 +249,25 @@ def one_or_all(items: list[Any]) -> Any:
 
 def is_branch(value: Any) -> bool:
     """Whether a value is an inner part of a nested mapping."""
-    return isinstance(value, Mapping) and not isinstance(value, Variable)
+    return type(value) is dict or isinstance(value, Mapping)  # most are dicts
 
 
-def flat_items(mapping: Nested) -> Iterator[tuple[Path, Any]]:
-    """Every (path, value) of a nested mapping, depth first, in sorted order."""
-    for key in sorted_keys(mapping):
-        value = mapping[key]
-        if is_branch(value):
-            for path, leaf in flat_items(value):
-                yield (key, *path), leaf
-        else:
-            yield (key,), value
+def flat_items(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every (path, value) of a nested mapping, depth first, in sorted order.
+
+    A value that is no mapping stands at the root by itself.
+    """
+    if not is_branch(value):
+        yield path, value
+        return
+    for key in sorted_keys(value):
+        yield from flat_items(value[key], (*path, key))
+
+
+def from_items(items: Iterable[tuple[Path, Any]]) -> Any:
+    """What `flat_items` went through: nested dicts, or the one value at the root."""
+    items = list(items)
+    return items[0][1] if items and items[0][0] == () else nested(items)
 
 
 def nested(items: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
@@ -399,27 +397,18 @@ def restore_int_paths(pure_dict: Nested) -> dict[Key, Any]:
     }
 
 
-def state_groups(
-    name: str, found: Any, filters: Sequence[Filter], *, whole: bool = True
-) -> list[Any]:
+def state_groups(found: Any, filters: Sequence[Filter], name: str = "") -> list[Any]:
     """One State for each filter; without filters one, of all.
 
     Args:
-        name: The function at work, for messages.
         found: A nested mapping, or a value that stands at the root by itself.
         filters: Each value goes to the first that takes it.
-        whole: Whether every value must be taken.
+        name: As for `grouped`.
     """
-    is_nested = is_branch(found)
-    if not filters:
-        return [State(found) if is_nested else found]
-    items = flat_items(found) if is_nested else [((), found)]
-    groups, rest = grouped(items, predicates_of(filters))
-    if whole:
-        refuse_rest(name, rest)
-    if is_nested:
-        return [State(nested(group)) for group in groups]
-    return [found if group else State() for group in groups]
+    groups = [found]
+    if filters:
+        groups = map(from_items, grouped(flat_items(found), filters, name))
+    return [State(group) if is_branch(group) else group for group in groups]
 
 
 def split_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
@@ -427,13 +416,12 @@ def split_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
 
     Values left over are an error. One filter gives a State, several give a tuple.
     """
-    return one_or_all(state_groups("split_state", state, [first, *filters]))
+    return one_or_all(state_groups(state, [first, *filters], "split_state"))
 
 
 def filter_state(state: Nested, first: Filter, /, *filters: Filter) -> Any:
     """As `split_state`, but values left over are dropped."""
-    filters = (first, *filters)
-    return one_or_all(state_groups("filter_state", state, filters, whole=False))
+    return one_or_all(state_groups(state, [first, *filters]))
 
 
 def merge_state(

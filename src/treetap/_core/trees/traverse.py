@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from treetap._core.errors import AliasError, StructureError
+from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path, is_container, open_container
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.layout import structure_of
-from treetap._core.trees.pytree import adopt_all, bare, cached_flat, fill, flat_of
+from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, opened
 from treetap._core.trees.sharing import has_leaves, refuse_pytree_false, refuse_shared
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
@@ -30,6 +30,7 @@ from treetap._core.variables.variable import Variable
 Pair = tuple[Path, Any]
 
 INSIDE, DONE = 1, 2  # what is known of something that was met
+NOTHING = (), ()  # the keys and children of a leaf
 
 
 @dataclass(slots=True, eq=False)
@@ -56,69 +57,39 @@ class _Walk:
     met: dict[int, int] = field(default_factory=dict)  # by identity: INSIDE or DONE
 
     def __post_init__(self) -> None:
-        self.value((), self.root)
+        self.visit((), self.root)
 
-    def refused(self, value: Any) -> AliasError:
-        """The error for a value that stands at two places."""
-        return refuse_shared(self.name, self.root, value)
-
-    def value(self, path: Path, value: Any) -> None:
-        """Visits any value."""
-        if isinstance(value, Node):
-            self.node(path, value)
+    def visit(self, path: Path, value: Any) -> None:
+        """Visits a value, after what is inside it."""
+        is_node = isinstance(value, Node)
+        has_identity = is_node or isinstance(value, Variable) or is_ref(value)
+        before = self.met.get(id(value)) if has_identity else None
+        if before is not None and self.graph:
             return
-        if isinstance(value, Variable) or is_ref(value):
-            if id(value) in self.met:
-                if not self.graph:
-                    raise self.refused(value)
-                return
+        if before is INSIDE:
+            raise refuse_shared(self.name, self.root, value)
+        if has_identity:
+            self.met[id(value)] = INSIDE
+        inside = self.inside_object(path, value) if is_node else opened(value)
+        for key, child in zip(*(inside or NOTHING)):
+            self.visit((*path, key), child)
+        if has_identity:
             self.met[id(value)] = DONE
-        elif value is not None and is_container(value):
-            opened = open_container(value)
-            self.children(path, opened.keys, opened.children)
-        if self.everything:
+        # After its children: if one of these is shared as well, the error is about it.
+        if before is DONE and has_leaves(value):
+            raise refuse_shared(self.name, self.root, value)
+        if is_node or self.everything:
             self.found.append((path, value))
 
-    def node(self, path: Path, node: Any) -> None:
-        """Visits an object of ours."""
-        met, graph = self.met, self.graph
-        before = met.get(id(node))
-        if before is not None:
-            if graph:
-                return
-            if before is INSIDE:
-                raise self.refused(node)
-        met[id(node)] = INSIDE
-        try:
-            children, (layout, statics, _) = cached_flat(node)
-        except AttributeError:
-            if not (graph or node._pytree__is_pytree):
-                raise refuse_pytree_false(self.name, self.root, node) from None
-            children, (layout, statics, _) = node._refresh()
+    def inside_object(self, path: Path, node: Any) -> tuple[Any, Any]:
+        """Keys and children of an object of ours; notes its static attributes."""
+        if not (self.graph or node._pytree__is_pytree):
+            raise refuse_pytree_false(self.name, self.root, node)
+        children, (layout, statics, _) = flat_of(node)
         if self.statics:
             named = zip(layout.static_names, statics)
             self.found += [((*path, name), held) for name, held in named]
-        self.children(path, layout.keys, children)  # a shared Variable is found in here
-        met[id(node)] = DONE
-        if before is not None and has_leaves(node):
-            raise self.refused(node)
-        self.found.append((path, node))
-
-    def children(
-        self, path: Path, keys: Iterable[Key], children: Iterable[Any]
-    ) -> None:
-        """Visits what an object or a container holds."""
-        met, everything = self.met, self.everything
-        for key, child in zip(keys, children):
-            if isinstance(child, Variable) and not everything:  # as `value`, quickly
-                if id(child) not in met:
-                    met[id(child)] = DONE
-                elif not self.graph:
-                    raise self.refused(child)
-            elif isinstance(child, Node):
-                self.node((*path, key), child)
-            elif everything or is_container(child):
-                self.value((*path, key), child)
+        return layout.keys, children
 
 
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:

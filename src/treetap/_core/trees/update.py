@@ -28,13 +28,7 @@ from treetap._core.paths import (
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import rebuilt
-from treetap._core.trees.filters import (
-    All,
-    Filter,
-    grouped,
-    predicate_of,
-    predicates_of,
-)
+from treetap._core.trees.filters import All, Filter, grouped, predicate_of
 from treetap._core.trees.pytree import attributes_of, flat_of, opened
 from treetap._core.trees.sharing import find_duplicates, places
 from treetap._core.trees.state import (
@@ -297,9 +291,9 @@ def pop(node: Any, *filters: Filter) -> Any:
         raise TypeError("pop: expected at least one filter.")
     if isinstance(node, Variable) or not (isinstance(node, Node) or is_container(node)):
         raise TypeError(f"pop: cannot take anything out of a {type(node).__name__}.")
-    held = {path: value for path, value, _ in places(node)}
+    held = dict(places(node))
     owned = [(path, value) for path, value in held.items() if opened(value) is None]
-    groups, _ = grouped(owned, predicates_of(filters))
+    groups = grouped(owned, filters)
     states: list[State] = []
     taken: set[Any] = set()
     for group in groups:
@@ -353,7 +347,7 @@ def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None
     wanted = predicate_of(only)
     chosen: dict[int, Variable[Any]] = {}
     trace = current_trace()
-    for path, value, _ in places(node):
+    for path, value in places(node):
         if isinstance(value, Variable) and wanted(path, value):
             checked_names(type(value), metadata)
             if value._trace is not trace:
@@ -392,7 +386,7 @@ def with_vars(
             "`ref=True` makes plain `jax.jit` propagate their writes."
         )
     wanted = All(Variable, only)
-    chosen = {path: value for path, value, _ in places(node) if wanted(path, value)}
+    chosen = {path: value for path, value in places(node) if wanted(path, value)}
     twice = () if allow_duplicates else find_duplicates(node, only=wanted)
     for first, second, *_ in twice:
         paths, kind = (

@@ -388,7 +388,7 @@ class Inside:
         found = variables_below(out)
         is_clear = all(v._trace is trace and id(v) not in own for v in found)
         pairs = () if is_clear else places({"out": out})
-        for path, value, _ in (x for x in pairs if isinstance(x[1], Variable)):
+        for path, value in (x for x in pairs if isinstance(x[1], Variable)):
             if id(value) in own:
                 raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
             if value._trace is not trace and not value._metadata["ref"]:
