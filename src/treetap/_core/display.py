@@ -46,7 +46,19 @@ class Shown:
         return show(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        return treescope_of(self, path, subtree_renderer)
+        """Treescope's rendering."""
+        from treescope import repr_lib
+
+        parts = self._display_parts()
+        items = {label or str(n): item for n, (label, item) in enumerate(parts.items)}
+        return repr_lib.render_object_constructor(
+            object_type=type(self),
+            attributes=items,
+            path=path,
+            subtree_renderer=subtree_renderer,
+            roundtrippable=False,
+            color=color_of(type(self).__name__) if self._display_colored else None,
+        )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: treescope's tree, with arrays as pictures.
@@ -154,20 +166,3 @@ def color_of(name: str) -> str:
     """A background colour for a class, the same in every process."""
     hue = sum(ord(letter) * (index + 7) for index, letter in enumerate(name)) % 360
     return f"oklch(0.92 0.06 {hue})"
-
-
-def treescope_of(value: Shown, path: str | None, subtree_renderer: Any) -> Any:
-    """Treescope's rendering of an object of ours."""
-    from treescope import repr_lib
-
-    parts = value._display_parts()
-    names = [label or str(place) for place, (label, _) in enumerate(parts.items)]
-    items = {name: item for name, (_, item) in zip(names, parts.items, strict=True)}
-    return repr_lib.render_object_constructor(
-        object_type=type(value),
-        attributes=items,
-        path=path,
-        subtree_renderer=subtree_renderer,
-        roundtrippable=False,
-        color=color_of(type(value).__name__) if value._display_colored else None,
-    )

@@ -13,15 +13,14 @@ the context (thread, task) that runs it:
 `nnx_graph_mode` and `nnx_graph_updates` may be preset in the environment.
 """
 
-import functools
 import os
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
@@ -45,7 +44,7 @@ def read_flag(variable: str) -> bool | None:
 _KEPT = 64  # process-wide values remembered, should the latest be taken back
 
 
-class Setting:
+class Setting(ContextDecorator):
     """One on/off setting; see the module's text. Subclasses name the setting."""
 
     default: ClassVar[bool]
@@ -97,16 +96,10 @@ class Setting:
     def __exit__(self, *exception: object) -> None:
         self._local.set(self._local.get()[:-1])
 
-    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, fn: F) -> F:
         """Decorates `fn` so that the setting holds while it runs."""
         self._take_back()
-
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return fn(*args, **kwargs)
-
-        return call
+        return super().__call__(fn)
 
 
 class set_graph_mode(

@@ -5,7 +5,6 @@ A Module's public methods run under the name its parent holds it by (see `method
 and attributes such as `deterministic` can be set for a Module and everything inside it.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,7 +99,8 @@ class Module(Pytree):
         Returns:
             Whether somebody records it.
         """
-        sow, _ = _for_sowers()
+        from treetap._capture.emit import sow  # for those who sow only
+
         return sow(self, variable_type, name, value, (reduce_fn, init_fn))
 
     def perturb(self, name: str, value: Any, variable_type: Any = Perturbation) -> Any:
@@ -116,7 +116,8 @@ class Module(Pytree):
         Returns:
             The sum; use it in place of the value.
         """
-        _, perturb = _for_sowers()
+        from treetap._capture.emit import perturb  # for those who perturb only
+
         return perturb(self, name, value, variable_type)
 
     def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
@@ -127,14 +128,6 @@ class Module(Pytree):
                 "Use `set_attributes` to choose the value."
             )
         self.set_attributes(raise_if_not_found=False, **both, **attributes)
-
-
-@functools.cache
-def _for_sowers() -> tuple[Any, Any]:
-    """What is imported only if a Module sows or perturbs."""
-    from treetap._capture import emit
-
-    return emit.sow, emit.perturb
 
 
 _OWN_METHODS = frozenset(

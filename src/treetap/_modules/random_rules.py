@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode, resolve_graph, resolve_mode
-from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.filters import Filter, is_catch_all, predicate_of
 from treetap._core.trees.traverse import nodes_below, recursive_map
 from treetap._core.variables.metadata import MISSING
 from treetap._modules.random_streams import Rngs, RngStream, Shape, as_key
@@ -33,11 +33,6 @@ class Rule(NamedTuple):
     filter: Filter
     arguments: tuple[Shape, ...] = ()
 
-    @property
-    def is_catch_all(self) -> bool:
-        """Whether the rule is for all streams that no other one takes."""
-        return self.filter is ... or self.filter is True
-
 
 def _rules(
     split: ShapeRules, fork: Filter | Sequence[Filter] | None, broadcast: ShapeRules
@@ -56,7 +51,7 @@ def _rules(
 def _rule_for(path: Path, stream: RngStream, rules: list[Rule]) -> Rule | None:
     """The rule for a stream: the one that names it, else a catch-all."""
     matching = [rule for rule in rules if predicate_of(rule.filter)(path, stream)]
-    named = [rule for rule in matching if not rule.is_catch_all]
+    named = [rule for rule in matching if not is_catch_all(rule.filter)]
     if len(named) > 1:
         shown = ", ".join(f"{rule.method} ({rule.filter!r})" for rule in named)
         raise StructureError(
@@ -121,10 +116,9 @@ def with_rngs(
         }
 
         def replaced(path: Path, value: Any) -> Any:
-            rule = chosen.get(path)
-            return (
-                value if rule is None else getattr(value, rule.method)(*rule.arguments)
-            )
+            if rule := chosen.get(path):
+                return getattr(value, rule.method)(*rule.arguments)
+            return value
 
         return recursive_map(replaced, tree, graph=mode)
 
@@ -274,9 +268,7 @@ def fork_rngs(
     fork = ... if split is None else None
     mode = resolve_mode(graph, graph_updates)
 
-    def forked(tree: Any) -> Any:
-        return with_rngs(tree, split=split, fork=fork, graph=bool(mode))
-
+    forked = functools.partial(with_rngs, split=split, fork=fork, graph=bool(mode))
     return _applied(node, forked, mode)
 
 

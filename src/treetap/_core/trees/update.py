@@ -34,6 +34,7 @@ from treetap._core.trees.sharing import find_duplicates, places
 from treetap._core.trees.state import (
     FlatState,
     State,
+    from_items,
     is_branch,
     nested,
     one_or_all,
@@ -167,21 +168,20 @@ class _Plan:
         """Plans the replacement of a leaf that is not a Variable."""
         if new is old:
             return
+        is_node = isinstance(owner, Node)
+        difference = misfit(old, new)
         if isinstance(new, Variable):
-            found = f"a {type(new).__name__} where a plain value stands"
-            self.problems.append(f"{show_trail(path)}: {found}")
-        elif difference := misfit(old, new):
+            difference = f"a {type(new).__name__} where a plain value stands"
+        elif not difference and not (is_node or isinstance(owner, list | dict)):
+            difference = f"a {type(owner).__name__} cannot be changed"
+        if difference:
             self.problems.append(f"{show_trail(path)}: {difference}")
-        elif isinstance(owner, Node):
+            return
+        if is_node:
             owner._check_trace()
-            new = _fitted(old, new)
-            self.others.append(lambda: owner._replace_child(key, new))
-        elif isinstance(owner, list | dict):
-            new = _fitted(old, new)
-            self.others.append(lambda: owner.__setitem__(key, new))
-        else:
-            kind = type(owner).__name__
-            self.problems.append(f"{show_trail(path)}: a {kind} cannot be changed")
+        new = _fitted(old, new)
+        put = owner._replace_child if is_node else owner.__setitem__
+        self.others.append(lambda: put(key, new))
 
     def write(self) -> None:
         """Makes the planned writes."""
@@ -229,10 +229,8 @@ def _planned(node: Any, states: tuple[Any, ...], quick: bool) -> _Plan:
     """The writes that bring `node` to what the States say."""
     plan = _Plan(quick)
     for state in states:
-        if isinstance(state, FlatState):
-            plan.any(node, nested(state), ())
-        else:
-            plan.any(node, state.raw_mapping if isinstance(state, State) else state, ())
+        new = from_items(state) if isinstance(state, FlatState) else state
+        plan.any(node, new.raw_mapping if isinstance(new, State) else new, ())
     return plan
 
 
@@ -389,10 +387,8 @@ def with_vars(
     chosen = {path: value for path, value in places(node) if wanted(path, value)}
     twice = () if allow_duplicates else find_duplicates(node, only=wanted)
     for first, second, *_ in twice:
-        paths, kind = (
-            (show_path(first), show_path(second)),
-            type(chosen[first]).__name__,
-        )
+        paths = show_path(first), show_path(second)
+        kind = type(chosen[first]).__name__
         text = (
             f"with_vars: Found duplicate at path {paths[1]}: the same {kind} is at "
             f"{paths[0]}. Say `allow_duplicates=True` to keep it shared."

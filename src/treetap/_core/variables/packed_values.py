@@ -36,13 +36,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from treetap._core.variables.metadata import PLAIN
+from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import (
     Variable,
-    bare_variable,
     del_box,
+    make,
     own_box,
     pack_of,
     set_box,
@@ -88,16 +89,12 @@ class Group(NamedTuple):
     def fits(self, value: Any, at: int) -> bool:
         """Whether a value can be in the buffer, at this place."""
         kind = self.dtype, self.is_weak, self.sharding
-        return _kind(value, None) == kind and value.shape == self.shapes[at]
+        return _kind(value) == kind and value.shape == self.shapes[at]
 
 
-def _kind(value: Any, limit: int | None) -> Any:
+def _kind(value: Any) -> Any:
     """Type and place of a value that may be packed; None for one that may not."""
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return None
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        return None
-    if limit is not None and value.nbytes > limit:
+    if not is_buffer(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
     sharding = value.sharding
     if isinstance(sharding, SingleDeviceSharding):
@@ -115,8 +112,8 @@ def layout_of(
     """Those Variables that may be packed, in order, and how."""
     found: dict[Any, list[Variable[Any]]] = {}
     for variable in variables:
-        kind = _kind(variable._box[0], limit)
-        if kind is not None:
+        kind = _kind(variable._box[0])
+        if kind is not None and variable._box[0].nbytes <= limit:
             found.setdefault(kind, []).append(variable)
     members: list[Variable[Any]] = []
     groups: list[Group] = []
@@ -172,8 +169,7 @@ class Pack:
             for group in layout
         )
         # A cell like a Variable, so that one call writes those and packs alike.
-        self.cell = bare_variable()
-        set_box(self.cell, (PackContents(buffers),))
+        self.cell = make(Variable, PackContents(buffers), PLAIN)
         for member in members:
             before = pack_of(member)
             if before is not None:

@@ -85,10 +85,9 @@ def _mesh_of(annotation: Any, metadata: Mapping[str, Any]) -> Any:
         raise MetadataError(
             f"The metadata `mesh` is {own}, but `out_sharding` was made for {inside}."
         )
-    if own is not None or inside is not None:
-        return own if own is not None else inside
     ambient = jax.sharding.get_abstract_mesh()
-    return None if ambient.empty else ambient
+    known = (own, inside, None if ambient.empty else ambient)
+    return next((mesh for mesh in known if mesh is not None), None)
 
 
 def resolve_sharding(metadata: Mapping[str, Any]) -> Any:
@@ -107,9 +106,7 @@ def resolve_sharding(metadata: Mapping[str, Any]) -> Any:
     if isinstance(inner, NamedSharding):
         return annotation
     spec = partition_spec(inner, metadata.get("sharding_rules"))
-    used = [
-        n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))
-    ]
+    used = jax.tree.leaves(tuple(spec))
     if unknown := [n for n in used if isinstance(n, str) and n not in mesh.axis_names]:
         raise MetadataError(
             f"out_sharding={annotation!r} names the mesh axes {unknown}, but the mesh "

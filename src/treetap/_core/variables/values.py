@@ -72,7 +72,9 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
     if isinstance(current, jax.Array):
         if index is Ellipsis and _fits(current, value):
             return value
-        return current.at[index].set(_cast(value, current.dtype))
+        if not jnp.issubdtype(current.dtype, jax.dtypes.extended):  # not keys
+            value = jnp.asarray(value).astype(current.dtype)
+        return current.at[index].set(value)
     if isinstance(current, jax.ShapeDtypeStruct) and index is Ellipsis:
         value = jnp.asarray(value)
         if value.shape != current.shape or value.dtype != current.dtype:
@@ -81,11 +83,7 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
                 "`set_value` for another shape."
             )
         return value
-    if isinstance(current, np.ndarray):
-        changed = current.copy()
-        changed[index] = value
-        return changed
-    if index is Ellipsis:
+    if index is Ellipsis and not isinstance(current, np.ndarray):
         return value
     changed: Any = copy.copy(current)
     changed[index] = value
@@ -115,10 +113,3 @@ def _fits(current: jax.Array, value: Any) -> bool:
     if isinstance(value, Tracer) or isinstance(current, Tracer):
         return True
     return value.sharding == current.sharding
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    """`value` in another dtype; keys, and values that fit already, are left alone."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return value
-    return jnp.asarray(value).astype(dtype)

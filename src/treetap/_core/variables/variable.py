@@ -330,9 +330,7 @@ class Variable(
             raise MetadataError(f"{type(self).__name__}: hijax is not supported.")
         if metadata:
             full = {**full, **checked_names(type(self), metadata)}
-        if full["ref"]:
-            value = jax.new_ref(jnp.asarray(value))
-        return make(type(self), value, full)
+        return _unpickle(type(self), value, full)
 
     replace = copy
 
@@ -372,9 +370,7 @@ class Variable(
         metadata = self._metadata
         if metadata is not PLAIN:
             metadata = copy.deepcopy(metadata, memo)
-        if metadata["ref"]:
-            value = jax.new_ref(value)
-        return make(type(self), value, metadata)
+        return _unpickle(type(self), value, metadata)
 
     def __reduce__(self) -> Any:
         return _unpickle, (type(self), without_ref(self._box[0]), self._metadata)
@@ -430,11 +426,6 @@ own_box = _none_if_empty(Variable.__dict__["_box"].__get__)
 pack_of = _none_if_empty(Variable.__dict__["_pack"].__get__)
 
 
-def bare_variable() -> Variable[Any]:
-    """A Variable with a box and nothing else."""
-    return object.__new__(Variable)
-
-
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
 _set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 
@@ -454,9 +445,12 @@ def make(
 
 
 def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
+    """A Variable around a value that was copied; pickles know the name."""
     if metadata == PLAIN:
         metadata = PLAIN
-    return make(kind, jax.new_ref(value) if metadata["ref"] else value, metadata)
+    if metadata["ref"]:
+        value = jax.new_ref(jnp.asarray(value))
+    return make(kind, value, metadata)
 
 
 def _flatten_with_key(variable: Variable[Any]) -> Any:
