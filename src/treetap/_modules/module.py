@@ -14,11 +14,11 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import set_on_purpose
-from treetap._core.trees.attributes import classify
+from treetap._core.trees.attributes import Node, classify
 from treetap._core.trees.filters import Any as AnyOf
 from treetap._core.trees.filters import Filter
-from treetap._core.trees.pytree import Pytree
-from treetap._core.trees.traverse import children_of, nodes_below
+from treetap._core.trees.pytree import Pytree, flat_of
+from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.kinds import Perturbation
 from treetap._modules.methods import wrap_methods
 
@@ -214,5 +214,11 @@ def iter_children(
         graph: Makes no difference; accepted for symmetry.
     """
     del graph
-    pairs = children_of(node, "iter_children")
+    if not isinstance(node, Node):
+        raise StructureError(
+            "iter_children: expected a Module or another Pytree object, got "
+            f"{type(node).__name__}."
+        )
+    children, (layout, *_) = flat_of(node)
+    pairs = zip(layout.keys, children)
     return ((key, child) for key, child in pairs if isinstance(child, Module))

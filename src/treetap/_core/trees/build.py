@@ -21,12 +21,7 @@ import jax
 from treetap._core.errors import StructureError
 from treetap._core.paths import Trail, show_trail
 from treetap._core.settings import resolve_graph
-from treetap._core.trace_level import (
-    TraceState,
-    current_trace,
-    is_foreign,
-    refuse_foreign_object,
-)
+from treetap._core.trace_level import TraceState, current_trace
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import (
     ContainerSpec,
@@ -121,7 +116,7 @@ class _Builder:
             refill(node, spec.structure, children)
         return node
 
-    def object_of_variables(self, spec: ObjectSpec) -> Any:
+    def object_of_variables(self, spec: Any) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
         trace = self.trace
         node = bare(spec.type, trace)
@@ -155,8 +150,7 @@ def _holds(node: Any, structure: Structure, children: Iterable[Any]) -> bool:
 
 def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
     """Gives an object its attributes, in place of those it has."""
-    if is_foreign(node._pytree__trace):
-        raise refuse_foreign_object(type(node).__name__)
+    node._check_trace()
     set_spec(node, None)
     fill(node, structure, children)
     note_change()
@@ -266,9 +260,7 @@ class Merging:
             state = jax.new_ref(state)
         return make(spec.type, state, spec.metadata, self.trace)
 
-    def children(
-        self, spec: ObjectSpec | ContainerSpec, state: Any, trail: Trail
-    ) -> None:
+    def children(self, spec: Any, state: Any, trail: Trail) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
         is_group = type(spec) is ObjectSpec and spec.kinds is not None
         if is_group and type(state) is dict and not self.copy:

@@ -5,6 +5,7 @@ Types, static values, kinds and metadata of Variables, and which objects are sha
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.tree_util import register_static
@@ -63,6 +64,7 @@ NOTHING: Any = MISSING  # the state of what holds no leaf
 
 
 @register_static
+@dataclass(slots=True, eq=False, repr=False)
 class GraphDef:
     """The static description of an object; equal for objects of equal structure.
 
@@ -70,13 +72,10 @@ class GraphDef:
     need static values or metadata to be hashable.
     """
 
-    __slots__ = ("_hash", "graph", "num_leaves", "spec")
-
-    def __init__(self, spec: Spec, num_leaves: int, graph: bool | Mode):
-        self.spec = spec
-        self.num_leaves = num_leaves
-        self.graph = graph
-        self._hash: int | None = None
+    spec: Spec
+    num_leaves: int
+    graph: bool | Mode
+    _hash: int | None = field(default=None, init=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GraphDef):
@@ -136,7 +135,7 @@ def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
 
 def objects_in(spec: Spec) -> Iterator[tuple[Path, ObjectSpec]]:
     """The objects of a description with their paths, outer ones first."""
-    return (pair for pair in parts_of(spec) if isinstance(pair[1], ObjectSpec))
+    return ((at, part) for at, part in parts_of(spec) if isinstance(part, ObjectSpec))
 
 
 def leaf_paths(spec: Spec) -> Iterator[Path]:

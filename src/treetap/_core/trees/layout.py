@@ -67,9 +67,7 @@ class Layout:
         self.entries = tuple(map(_entry, self.keys))
         self.children_of = getter(self.keys)
         self.statics_of = getter(self.static_names)
-        sources = {
-            name: place for place, name in enumerate(self.keys + self.static_names)
-        }
+        sources = dict(zip(self.keys + self.static_names, range(len(status))))
         self.arrange = getter([sources[name] for name in status])
 
     def flat(self, attributes: dict[Any, Any]) -> "Flat":

@@ -204,8 +204,6 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         status.pop(name, None)
         unseal(self, status)
 
-    _remove_child = __delattr__  # of a class that forbids deletion, too
-
     if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
 
         def __getattr__(self, name: str) -> Any:
@@ -251,6 +249,10 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         attributes_of(self)[key] = value
         adopt(value, key, self._pytree__place)
         drop_flat(self)
+
+    def _remove_child(self, key: Any) -> None:
+        """Removes a data attribute, of a class that forbids deletion, too."""
+        Pytree.__delattr__(self, key)
 
     # The tree.
 

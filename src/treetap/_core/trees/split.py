@@ -67,11 +67,7 @@ class GraphState(State):
         return GraphState, (self._graphdef, self._mapping)
 
 
-register_state(
-    GraphState,
-    lambda state: state._graphdef,
-    lambda mapping, graphdef: GraphState(graphdef, mapping),
-)
+register_state(GraphState, attrgetter("_graphdef"), GraphState)
 
 
 def split(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -139,26 +135,18 @@ def graphdef(node: Any, /, *, graph: bool | None = None) -> GraphDef:
 
 def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
     """One nested mapping from the States given to `merge`."""
-    only, *more = states
-    if more:
-        holders = [s for s in states if not (isinstance(s, Mapping) and not s)]
-        if not all(isinstance(s, Mapping | FlatState) for s in holders):
-            if len(holders) == 1:
-                return holders[0]
+    given = [from_items(s) if isinstance(s, FlatState) else s for s in states]
+    if len(given) > 1:
+        given = [s for s in given if not isinstance(s, Mapping) or s] or [{}]
+    if len(given) > 1:
+        if not all(isinstance(s, Mapping) for s in given):
             raise StructureError(f"{name}: only mappings can be given together.")
-        if not holders:
-            return {}
-        return merge_state(*[_as_mapping(s) for s in holders], cls=dict)
-    if isinstance(only, FlatState):
-        return _as_mapping(only)
+        return merge_state(*given, cls=dict)
+    (only,) = given
     has_names = isinstance(definition.spec, ObjectSpec | ContainerSpec)
     if isinstance(only, list | tuple) and has_names:
         return _named(definition, only, name)
     return only.raw_mapping if isinstance(only, State) else only
-
-
-def _as_mapping(one: Any) -> Any:
-    return from_items(one) if isinstance(one, FlatState) else one
 
 
 def merge(
@@ -228,9 +216,9 @@ def unflatten(
     """The object from what `flatten` gave: FlatState, mapping or list of leaves."""
     if not isinstance(leaves, FlatState | Mapping):
         leaves = _named(graphdef, leaves, "unflatten")
-    found = _as_mapping(leaves)
+    united = _united(graphdef, (leaves,), "unflatten")
     return put_together(
-        graphdef, found, "unflatten", recreate_variables=recreate_variables
+        graphdef, united, "unflatten", recreate_variables=recreate_variables
     )
 
 

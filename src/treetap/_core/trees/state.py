@@ -131,7 +131,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     is_array = hasattr(first, "shape") or hasattr(second, "shape")
     if not is_array or isinstance(first, jax.ShapeDtypeStruct | jax.Ref):
         return bool(first == second)
-    dtype = getattr(first, "dtype", None)
+    dtype: Any = getattr(first, "dtype", None)
     if getattr(second, "dtype", None) != dtype:
         return False
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -148,7 +148,7 @@ def register_state(
     Args:
         kind: The class.
         extra_of: What is static in one of them, beside its keys.
-        make: Makes one from a dict and what is static.
+        make: Makes one from what is static and a dict.
     """
 
     def flatten(state: State) -> Any:
@@ -161,12 +161,12 @@ def register_state(
         return tuple(zip(map(DictKey, aux[0]), children, strict=True)), aux
 
     def unflatten(aux: Any, children: Iterable[Any]) -> State:
-        return make(dict(zip(aux[0], children, strict=True)), aux[1])
+        return make(aux[1], dict(zip(aux[0], children, strict=True)))
 
     register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
 
 
-register_state(State, lambda state: None, lambda mapping, _: _view_of(mapping))
+register_state(State, lambda state: None, lambda _, mapping: _view_of(mapping))
 
 
 class FlatState(Sequence[tuple[Path, Any]]):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path, is_container, open_container
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace
@@ -95,10 +94,8 @@ class _Walk:
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:
     """The objects of type `wanted` in a tree or graph, with their paths."""
     found = _Walk(root, graph, name).found
-    # By class: `isinstance` of an abstract class is slow.
-    kinds = {
-        kind for kind in {type(node) for _, node in found} if issubclass(kind, wanted)
-    }
+    met = {type(node) for _, node in found}
+    kinds = {kind for kind in met if issubclass(kind, wanted)}  # quicker than each node
     return [pair for pair in found if type(pair[1]) in kinds]
 
 
@@ -118,17 +115,6 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
     graph = resolve_graph(graph)
     walk = _Walk(node, graph, "iter_graph", everything=True, statics=graph)
     return iter(walk.found)
-
-
-def children_of(node: Any, name: str) -> Iterator[tuple[Key, Any]]:
-    """The direct children of an object of ours."""
-    if not isinstance(node, Node):
-        raise StructureError(
-            f"{name}: expected a Module or another Pytree object, got "
-            f"{type(node).__name__}."
-        )
-    children, (layout, *_) = flat_of(node)
-    return zip(layout.keys, children)
 
 
 def recursive_map(

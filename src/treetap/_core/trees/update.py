@@ -344,12 +344,10 @@ def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None
         )
     wanted = predicate_of(only)
     chosen: dict[int, Variable[Any]] = {}
-    trace = current_trace()
     for path, value in places(node):
         if isinstance(value, Variable) and wanted(path, value):
             checked_names(type(value), metadata)
-            if value._trace is not trace:
-                raise refuse_foreign_variable(type(value).__name__)
+            value._check_trace()
             chosen[id(value)] = value
     for variable in chosen.values():
         variable.set_metadata(**metadata)

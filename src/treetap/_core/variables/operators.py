@@ -24,11 +24,13 @@ def _binary(apply: Callable[[Any, Any], Any]) -> Any:
     return method
 
 
-def _reflected(apply: Callable[[Any, Any], Any]) -> Any:
-    def method(self: "ValueOperators", other: Any) -> Any:
+def _both(apply: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """An operator, and the same with the operands in the other order."""
+
+    def reflected(self: "ValueOperators", other: Any) -> Any:
         return apply(unboxed(other), self.get_value())
 
-    return method
+    return _binary(apply), reflected
 
 
 def _unary(apply: Callable[[Any], Any]) -> Any:
@@ -66,21 +68,20 @@ class ValueOperators:
         """Returns the value inside."""
         raise NotImplementedError
 
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__ = _binary(operator.floordiv)
-    __rfloordiv__ = _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
-    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
-    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __add__, __radd__ = _both(operator.add)
+    __sub__, __rsub__ = _both(operator.sub)
+    __mul__, __rmul__ = _both(operator.mul)
+    __matmul__, __rmatmul__ = _both(operator.matmul)
+    __truediv__, __rtruediv__ = _both(operator.truediv)
+    __floordiv__, __rfloordiv__ = _both(operator.floordiv)
+    __mod__, __rmod__ = _both(operator.mod)
+    __divmod__, __rdivmod__ = _both(divmod)
+    __pow__, __rpow__ = _both(operator.pow)
+    __lshift__, __rlshift__ = _both(operator.lshift)
+    __rshift__, __rrshift__ = _both(operator.rshift)
+    __and__, __rand__ = _both(operator.and_)
+    __xor__, __rxor__ = _both(operator.xor)
+    __or__, __ror__ = _both(operator.or_)
 
     __eq__ = _binary(operator.eq)
     __ne__ = _binary(operator.ne)

@@ -80,11 +80,7 @@ class VariableMeta(type):
 
 
 class Variable(
-    ValueOperators,
-    MetadataMethods,
-    display.Shown,
-    Generic[A],
-    metaclass=VariableMeta,
+    ValueOperators, MetadataMethods, display.Shown, Generic[A], metaclass=VariableMeta
 ):
     """A mutable box with one value and metadata.
 
