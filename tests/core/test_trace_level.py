@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace levels: where a Variable may be changed, and what a Ref changes about it."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -291,3 +294,23 @@ def test_a_transparent_trace_says_itself_what_it_hears():
     silent = object.__new__(trace_level.Through)
     with pytest.raises(NotImplementedError):
         silent.hear(None, [])
+
+
+IMPORTED_UNDER_A_TRACE = """
+import jax
+
+def first(x):
+    from treetap._core import trace_level
+    assert not trace_level.is_eager()
+    return x
+
+jax.jit(first)(1.0)
+import treetap as tt
+from treetap._core import trace_level
+assert trace_level.is_eager()
+assert tt.Param(1.0)._trace is trace_level.EAGER
+"""
+
+
+def test_the_library_may_be_imported_under_a_trace():
+    subprocess.run([sys.executable, "-c", IMPORTED_UNDER_A_TRACE], check=True)

@@ -55,15 +55,13 @@ class BoundedCache(Generic[K, V]):
 
     def add(self, key: K, value: V) -> V:
         """Keeps a value; gives the one that is kept, which may be another thread's."""
-        gone: list[V] = []
         with self._lock:
             kept = self._entries.setdefault(key, value)
             self._entries.move_to_end(key)
-            while len(self._entries) > self._size:
-                gone.append(self._entries.popitem(last=False)[1])
-        if self._dropped is not None:
-            for each in gone:
-                self._dropped(each)
+            is_over = len(self._entries) > self._size
+            oldest = self._entries.popitem(last=False)[1] if is_over else value
+        if is_over and self._dropped is not None:
+            self._dropped(oldest)
         return kept
 
     def made(self, key: K, make: Callable[[], V]) -> V:

@@ -6,6 +6,7 @@ draw from it, so the two always tell the same. An object that is already being p
 shows as `Type(...)`, so cycles end.
 """
 
+import math
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -94,13 +95,17 @@ def readable_bytes(count: int) -> str:
 
 def size_of(value: Any) -> tuple[int, int]:
     """Elements and bytes of the arrays inside a value."""
-    elements = size = 0
-    for leaf in jax.tree.leaves(value):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            count = int(np.prod(leaf.shape))
-            elements += count
-            size += count * leaf.dtype.itemsize
-    return elements, size
+    leaves = jax.tree.leaves(value)
+    arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
+    counts = [math.prod(array.shape) for array in arrays]
+    sizes = [n * array.dtype.itemsize for n, array in zip(counts, arrays)]
+    return sum(counts), sum(sizes)
+
+
+def size_text(value: Any) -> str:
+    """Elements and bytes of the arrays inside a value, as people read them."""
+    elements, size = size_of(value)
+    return f"{elements:,} ({readable_bytes(size)})"
 
 
 def has_arrays(value: Any) -> bool:

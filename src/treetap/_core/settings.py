@@ -50,7 +50,7 @@ class Setting(ContextDecorator):
     default: ClassVar[bool]
     # Process-wide values by setting, the latest last. One that turns out to belong to a
     # block or a decorator is taken out again, whatever was set in between.
-    _process: ClassVar[dict[str, list["Setting | bool"]]] = {}
+    _process: ClassVar[dict[str, list["Setting"]]] = {}
     _local: ClassVar[ContextVar[tuple[bool, ...]]]  # of the blocks around, inmost last
     _key: ClassVar[str]
 
@@ -60,7 +60,9 @@ class Setting(ContextDecorator):
         if "_local" not in vars(cls.__mro__[1]):  # a variant shares its parent's scopes
             cls._local = ContextVar(key, default=())
             preset = read_flag(variable) if variable else None
-            cls._process[key] = [] if preset is None else [preset]
+            cls._process[key] = []
+            if preset is not None:
+                cls(preset)
 
     def __init__(self, value: bool):
         if not isinstance(value, bool):
@@ -79,10 +81,7 @@ class Setting(ContextDecorator):
         if blocks:
             return blocks[-1]
         entries = cls._process[cls._key]
-        if not entries:
-            return cls.default
-        latest = entries[-1]
-        return latest._value if isinstance(latest, Setting) else latest
+        return entries[-1]._value if entries else cls.default
 
     def _take_back(self) -> None:
         """Undoes the process-wide change that calling the setting made."""

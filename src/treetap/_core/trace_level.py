@@ -11,8 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import ref
 
-import jax
-from jax.core import Trace  # pyright: ignore[reportAttributeAccessIssue] - public, not in the stubs
+from jax.core import Trace, eval_context  # pyright: ignore[reportAttributeAccessIssue] - public, not in the stubs
 from jax.extend.core import find_top_trace
 
 from treetap._core.errors import TraceContextError
@@ -39,21 +38,13 @@ class Through(Trace):
         raise NotImplementedError
 
 
-def top_trace() -> Any:
-    """The trace that does the work now."""
-    trace = find_top_trace(None)
-    while isinstance(trace, Through):
-        trace = trace.parent_trace
-    return trace
-
-
-with jax.ensure_compile_time_eval():  # the library may be imported under a trace
-    _EAGERLY = top_trace()  # JAX has one, and keeps it
+with eval_context():  # the library may be imported under a trace
+    _EAGERLY = find_top_trace(None)  # JAX has one, and keeps it
     EAGER: TraceState = ref(_EAGERLY)
 
 
 def current_trace() -> TraceState:
-    """Returns the token of the current trace level."""
+    """Returns the token of the current trace level: of the trace that does the work."""
     trace = find_top_trace(None)
     if trace is _EAGERLY:
         return EAGER
@@ -64,7 +55,7 @@ def current_trace() -> TraceState:
 
 def is_eager() -> bool:
     """Whether operations run at once instead of being traced."""
-    return top_trace() is _EAGERLY
+    return current_trace() is EAGER
 
 
 def is_foreign(state: TraceState) -> bool:

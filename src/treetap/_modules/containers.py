@@ -194,13 +194,9 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
     _pytree__ordered = True
 
     def __init__(
-        self,
-        items: Mapping[str, T] | Iterable[tuple[str, T]] = (),
-        /,
-        **more: T,
+        self, items: Mapping[str, T] | Iterable[tuple[str, T]] = (), /, **more: T
     ):
-        for key, value in dict(items, **more).items():
-            self[key] = value
+        self.update(dict(items, **more))
 
     def __getattribute__(self, name: str) -> Any:
         # An item must not hide a method of the same name.

@@ -171,13 +171,12 @@ def reseed(
     planned = []
     for path, stream in found:
         if stream.tag in seeds:
+            stream._check_trace()
             is_root = isinstance(node, Rngs | RngStream)
             key = as_key(seeds[stream.tag]) if is_root else sources[stream.tag]()
             key = _shaped(key, stream.key.shape, path, policy)
             counter = jnp.zeros(key.shape, jnp.uint32)
             planned.append(StreamBackup(stream, key, counter))
-    for stream, _, _ in planned:
-        stream._check_trace()
     restore_rngs(planned)
 
 
@@ -234,9 +233,7 @@ def split_rngs(
 
     def divided(tree: Any) -> Any:
         made = with_rngs(tree, split=splits, only=only, graph=bool(mode))
-        if not squeeze:
-            return made
-        found = nodes_below(made, RngStream, True, "split_rngs")
+        found = nodes_below(made, RngStream, True, "split_rngs") if squeeze else ()
         for path, stream in found:
             if predicate_of(only)(path, stream):
                 stream.key.set_value(stream.key[...][0])
@@ -314,10 +311,9 @@ def backup_keys(node: Any, /, *, graph: bool | None = None) -> SplitBackups:
 def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
     """Changes the streams in a tree as `change` does in a copy."""
     made = nodes_below(change(tree), RngStream, True, "split_rngs")
+    found = nodes_below(tree, RngStream, True, "split_rngs")
     backups = SplitBackups()
-    for (_, stream), (_, other) in zip(
-        nodes_below(tree, RngStream, True, "split_rngs"), made
-    ):
+    for (_, stream), (_, other) in zip(found, made):
         if stream.key is not other.key:
             backups.append(_backup(stream, stream))
             restore_rngs([_backup(stream, other)])

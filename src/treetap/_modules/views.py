@@ -29,11 +29,12 @@ _PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?:\s*(.*?)\s*$")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _rebuilt(node: Any, graph: bool | None, name: str) -> list[tuple[Path, Any]]:
-    """A copy that shares the leaves, as its objects with their paths; root last."""
-    graph = resolve_graph(graph)
-    copied = rebuilt(node, graph, name)
-    return [*nodes_below(copied, Node, True, name), ((), copied)]
+def _rebuilt(
+    node: M, graph: bool | None, name: str, kind: type
+) -> tuple[M, list[tuple[Path, Any]]]:
+    """A copy that shares the leaves, and its objects of a kind with their paths."""
+    copied: Any = rebuilt(node, resolve_graph(graph), name)
+    return copied, nodes_below(copied, kind, True, name)
 
 
 def has_view(node: Any) -> bool:
@@ -86,9 +87,9 @@ def view(
         (True, False)
     """
     wanted = predicate_of(only)
-    objects = _rebuilt(node, graph, "view")
+    copied, objects = _rebuilt(node, graph, "view", Node)
     used: set[str] = set()
-    for path, value in objects[:-1]:
+    for path, value in objects:
         if has_view(value) and wanted(path, value):
             used |= _use(value, kwargs)
     unused = sorted(kwargs.keys() - used)
@@ -97,7 +98,7 @@ def view(
             f"Unused keys found in nnx.view: {unused}. No `set_view` in the "
             f"{type(node).__name__} takes them; `view_info` lists what can be set."
         )
-    return objects[-1][1]
+    return copied
 
 
 def with_attributes(
@@ -118,10 +119,9 @@ def with_attributes(
         graph: Keep shared references instead of refusing them.
         **attributes: Names and their new values.
     """
-    objects = _rebuilt(node, graph, "with_attributes")
-    modules = [pair for pair in objects[:-1] if isinstance(pair[1], Module)]
+    copied, modules = _rebuilt(node, graph, "with_attributes", Module)
     assign(modules, (only,), attributes, raise_if_not_found, "with_attributes")
-    return objects[-1][1]
+    return copied
 
 
 def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) -> str:
@@ -155,15 +155,11 @@ def _class_info(cls: type) -> str:
         kind = parameter.annotation
         line = f"  {parameter.name}"
         if kind is not parameter.empty:
-            line += f": {kind if isinstance(kind, str) else _type_name(kind)}"
+            line += f": {kind.__name__ if isinstance(kind, type) else kind}"
         if parameter.default is not parameter.empty:
             line += f" = {parameter.default!r}"
         lines += [line, *texts.get(parameter.name, [])]
     return "\n".join(lines)
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _described(doc: str) -> dict[str, list[str]]:

@@ -32,7 +32,7 @@ from treetap._core.trees.state import FlatState, State, is_branch, nested
 from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.placement import constrain_to_annotation, has_mesh
+from treetap._core.variables.placement import constrain_to_annotation, mesh_of
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
@@ -134,7 +134,7 @@ class _Wrapping:
             elif value.sharding != sharding:
                 value = jax.device_put(value, sharding)
             return _unplaced(value, metadata)
-        if not has_mesh(metadata):
+        if mesh_of(metadata) is None:
             return _unplaced(value, metadata)
         return OptVariable(value, **metadata)
 

@@ -17,7 +17,7 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.placement import has_mesh, resolve_sharding
+from treetap._core.variables.placement import mesh_of, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
 from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
 from treetap._transforms.lift.prefixes import Spread
@@ -84,7 +84,7 @@ def _with_shardings(out: Any) -> Any:
         raw = variable._box[0]
         if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
             continue
-        if not has_mesh(variable._metadata):
+        if mesh_of(variable._metadata) is None:
             continue
         sharding = resolve_sharding(variable._metadata)
         if sharding is not None:

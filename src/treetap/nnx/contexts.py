@@ -36,7 +36,7 @@ from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import put_together
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import Flattening
-from treetap._core.trees.graphdef import NOTHING, GraphDef
+from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.state import merge_state, state_groups
 from treetap._core.variables.metadata import MISSING
 from treetap._transforms.lift.prefixes import is_entry, spread
@@ -99,9 +99,8 @@ class SplitContext:
         """As `treetap.split`; what was split before in this block is a reference."""
         walk, context = self._walk, self._context
         walk.root = node
-        before, met = len(walk.leaves), len(walk.members)
-        spec, state = walk.any(node)
-        graphdef = GraphDef(spec, len(walk.leaves) - before, True)
+        met = len(walk.members)
+        graphdef, found = walk.apart(node)
         if context is not None and context.is_inside:
             known = [
                 (number, context.number_inside(member))
@@ -111,7 +110,6 @@ class SplitContext:
             graphdef = LinkedDef(graphdef, origins)
         elif context is not None:
             context.outside = walk.members
-        found = {} if state is NOTHING else state
         return graphdef, *state_groups(found, filters, "split_context")
 
 

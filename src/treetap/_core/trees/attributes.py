@@ -11,7 +11,7 @@ be lost silently is refused.
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import jax
 import numpy as np
@@ -49,14 +49,7 @@ class Node:
         "_pytree__status",
         "_pytree__trace",
     )
-
-    if TYPE_CHECKING:  # what `Pytree` implements
-        _pytree__is_pytree: ClassVar[bool]
-
-        def _check_trace(self) -> None: ...
-        def _settle(self) -> None: ...
-        def _replace_child(self, key: Any, value: Any) -> None: ...
-        def _remove_child(self, key: Any) -> None: ...
+    _pytree__is_pytree: ClassVar[bool] = True  # whether JAX may flatten it
 
 
 def is_object(value: Any) -> bool:

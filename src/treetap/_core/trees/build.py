@@ -55,10 +55,10 @@ class _Builder:
     """
 
     values: Iterator[Any]
-    made: dict[int, Any]
-    owners: Mapping[Any, Any]
-    nodes: list[Any]
-    recreate: bool
+    made: dict[int, Any] = field(default_factory=dict)
+    owners: Mapping[Any, Any] = field(default_factory=dict)
+    nodes: list[Any] = field(default_factory=list)
+    recreate: bool = True
     grouped: bool = False
     leaves: list[Any] = field(default_factory=list)
     trace: TraceState = field(default_factory=current_trace)
@@ -183,29 +183,15 @@ def regrow(
     """
     made = {} if made is None else made
     nodes = [] if nodes is None else nodes
-    work = _Builder(iter(values), made, owners, nodes, recreate=True)
+    work = _Builder(iter(values), made, owners, nodes)
     return work.any(graphdef.spec), work.leaves
-
-
-def built_around(
-    graphdef: GraphDef,
-    leaves: Iterable[Any],
-    made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] = NOBODYS,
-    *,
-    grouped: bool = False,
-) -> Any:
-    """Builds a new object in which each leaf stands in its place as it is."""
-    made = {} if made is None else made
-    work = _Builder(iter(leaves), made, owners, [], recreate=False, grouped=grouped)
-    return work.any(graphdef.spec)
 
 
 def regrow_children(
     spec: ObjectSpec, values: Iterable[Any], made: dict[int, Any]
 ) -> list[Any]:
     """The children of an object that is there already."""
-    return _Builder(iter(values), made, NOBODYS, [], True).children(spec.children)
+    return _Builder(iter(values), made).children(spec.children)
 
 
 @dataclass(slots=True, eq=False)
@@ -320,11 +306,13 @@ def put_together(
     listed in one StructureError, and then nothing was made. See `regrow` for `made` and
     `owners`.
     """
-    work = Merging(copy, recreate_variables)
-    work.any(graphdef.spec, state, ())
-    if work.problems:
-        raise StructureError(_complaint(name, graphdef, state, work.problems))
-    return built_around(graphdef, work.leaves, made, owners, grouped=True)
+    named = Merging(copy, recreate_variables)
+    named.any(graphdef.spec, state, ())
+    if named.problems:
+        raise StructureError(_complaint(name, graphdef, state, named.problems))
+    made, leaves = {} if made is None else made, iter(named.leaves)
+    work = _Builder(leaves, made, owners, recreate=False, grouped=True)
+    return work.any(graphdef.spec)
 
 
 def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
@@ -372,7 +360,7 @@ def rebuilt(
         walk = Flattening(root, True, name, states=False)
         definition = walk.definition(root)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
-    return built_around(definition, new)
+    return _Builder(iter(new), recreate=False).any(definition.spec)
 
 
 def clone(

@@ -62,11 +62,16 @@ class Flattening:
     numbers: dict[int, int] = field(default_factory=dict)
     members: list[Any] = field(default_factory=list)
 
+    def apart(self, value: Any) -> tuple[GraphDef, Any]:
+        """Describes a value, and gives its state; its leaves are added to `leaves`."""
+        before = len(self.leaves)
+        spec, state = self.any(value)
+        definition = GraphDef(spec, len(self.leaves) - before, self.graph)
+        return definition, {} if state is NOTHING else state
+
     def definition(self, value: Any) -> GraphDef:
         """Describes a value; its leaves are added to `leaves`."""
-        before = len(self.leaves)
-        spec, _ = self.any(value)
-        return GraphDef(spec, len(self.leaves) - before, self.graph)
+        return self.apart(value)[0]
 
     def again(self, value: Any) -> SharedSpec:
         """The description of something met before; refused in tree mode."""
@@ -191,7 +196,7 @@ class Flattening:
         return tuple(specs), state
 
 
-INSIDE, DONE = -1, -2
+INSIDE, DONE = -1, -2  # what is known of something that was met in a tree
 
 
 def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
@@ -201,10 +206,7 @@ def take_apart(value: Any, graph: bool, name: str) -> tuple[GraphDef, Any]:
         The GraphDef, and the state: a dict, the leaf itself for a bare Variable or
         array, or an empty dict.
     """
-    walk = Flattening(value, graph, name)
-    spec, state = walk.any(value)
-    definition = GraphDef(spec, len(walk.leaves), graph)
-    return definition, {} if state is NOTHING else state
+    return Flattening(value, graph, name).apart(value)
 
 
 def take_leaves(

@@ -13,7 +13,7 @@ from jax.tree_util import register_static
 from treetap._core.paths import Key, Opened, Path
 from treetap._core.settings import Mode
 from treetap._core.trees.layout import Structure
-from treetap._core.variables.metadata import MISSING, PLAIN
+from treetap._core.variables.metadata import MISSING, special_of
 
 
 class ObjectSpec(NamedTuple):
@@ -167,9 +167,7 @@ def text_of(spec: Spec) -> str:
         case ContainerSpec(kind):
             return kind.__name__
         case VariableSpec(_, kind, metadata):
-            plain = PLAIN.items()
-            facts = {k: v for k, v in metadata.items() if (k, v) not in plain}
-            return f"{kind.__name__}{facts or ''}"
+            return f"{kind.__name__}{special_of(metadata) or ''}"
         case SharedSpec(number):
             return f"the same as number {number}"
         case _:

@@ -89,13 +89,10 @@ def adopt(child: Any, key: Any, parent: Place) -> None:
 class PytreeMeta(ABCMeta):
     """Runs the full check when construction is over."""
 
-    if TYPE_CHECKING:
-        _pytree__is_pytree: bool
-
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an instance; what `__init__` left behind is classified and checked."""
         made = super().__call__(*args, **kwargs)
-        if cls._pytree__is_pytree and isinstance(made, Node):
+        if isinstance(made, Pytree) and made._pytree__is_pytree:
             made._settle()
         return made
 
@@ -124,17 +121,10 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     __slots__ = ()
 
     _display_colored = True
-    _pytree__is_pytree: ClassVar[bool] = True
     _pytree__cached: ClassVar[bool] = True
     _pytree__ordered: ClassVar[bool] = False
     _pytree__class_status: ClassVar[dict[str, bool]] = {}
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
-
-    _pytree__flat: Flat
-    _pytree__place: Place
-    _pytree__spec: Any
-    _pytree__status: dict[Any, bool]
-    _pytree__trace: Any
 
     def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -414,20 +404,15 @@ def variables_below(root: Any) -> Iterator[Variable[Any]]:
 
 def counts(node: Pytree) -> str:
     """Elements and bytes per kind of Variable below an object, each counted once."""
-    sizes: dict[str, tuple[int, ...]] = {}
+    held: dict[str, list[Any]] = {}
     for variable in variables_below(node):
         raw = variable.get_raw_value()
-        if not display.has_arrays(raw):
-            continue
-        kind = variable._counted_as or type(variable).__name__
-        total = sizes.get(kind, (0, 0))
-        sizes[kind] = tuple(map(sum, zip(total, display.size_of(raw))))
-    if len(sizes) > 1:
-        sizes["Total"] = tuple(map(sum, zip(*sizes.values())))
-    return ", ".join(
-        f"{kind}: {elements:,} ({display.readable_bytes(size)})"
-        for kind, (elements, size) in sizes.items()
-    )
+        if display.has_arrays(raw):
+            kind = variable._counted_as or type(variable).__name__
+            held.setdefault(kind, []).append(raw)
+    if len(held) > 1:
+        held["Total"] = [*held.values()]
+    return ", ".join(f"{kind}: {display.size_text(x)}" for kind, x in held.items())
 
 
 def check_pytree(node: Pytree) -> None:

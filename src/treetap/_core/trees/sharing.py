@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from treetap._core.errors import AliasError, CycleError, StructureError
-from treetap._core.paths import Path, is_container, show_path
+from treetap._core.paths import Path, show_path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import opened
@@ -67,11 +67,7 @@ def _is_lost(value: Any) -> bool:
 
 def has_leaves(root: Any) -> bool:
     """Whether there is anything but structure below a value."""
-    return any(
-        isinstance(value, Variable)
-        or not (isinstance(value, Node) or is_container(value))
-        for _, value in places(root)
-    )
+    return any(opened(value) is None for _, value in places(root))
 
 
 def first_two_places(root: Any, wanted: Any) -> tuple[list[Path], bool]:

@@ -9,6 +9,7 @@ the Variables it is given. `map` and `call` split, do something, and merge again
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
@@ -150,11 +151,7 @@ def _united(definition: GraphDef, states: tuple[Any, ...], name: str) -> Any:
 
 
 def merge(
-    graphdef: Any,
-    /,
-    *states: Any,
-    copy: bool = False,
-    recreate_variables: bool = True,
+    graphdef: Any, /, *states: Any, copy: bool = False, recreate_variables: bool = True
 ) -> Any:
     """Builds the object that `split` or `unpack` took apart.
 
@@ -266,9 +263,7 @@ class Call:
         """Merges, calls, splits: returns the result and the new (graphdef, state)."""
         definition, *states = self._parts
         node = merge(definition, *states)
-        target = node
-        for step in self._steps:
-            target = step(target)
+        target = reduce(lambda at, step: step(at), self._steps, node)
         result = target(*args, **kwargs)
         return result, split(node, graph=definition.graph)
 

@@ -25,6 +25,7 @@ from treetap._core import display
 from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path, show_path, sort_key, sorted_keys
 from treetap._core.trees.filters import Filter, grouped
+from treetap._core.variables.operators import unboxed
 from treetap._core.variables.variable import Variable
 
 Nested = Mapping[Key, Any]
@@ -136,7 +137,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
         return False
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first, second = jax.random.key_data(first), jax.random.key_data(second)
-    may_be_nan = jnp.issubdtype(dtype, jnp.inexact)
+    may_be_nan = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     return np.array_equal(first, second, equal_nan=may_be_nan)
 
 
@@ -323,9 +324,7 @@ def to_pure_dict(
         state: A nested mapping.
         extract_fn: What to do with each leaf; by default, take a Variable's value out.
     """
-    extract = extract_fn or (
-        lambda leaf: leaf.get_value() if isinstance(leaf, Variable) else leaf
-    )
+    extract = extract_fn or unboxed
 
     def pure(mapping: Nested) -> dict[Key, Any]:
         return {
@@ -347,9 +346,7 @@ def _fitting_key(mapping: Nested, key: Key) -> Key:
 
 
 def replace_by_pure_dict(
-    state: State,
-    pure_dict: Nested,
-    replace_fn: Callable[[Any, Any], Any] | None = None,
+    state: State, pure_dict: Nested, replace_fn: Callable[[Any, Any], Any] | None = None
 ) -> None:
     """Writes plain nested dicts into a State, in place; other entries are kept.
 

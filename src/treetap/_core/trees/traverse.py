@@ -20,6 +20,7 @@ from treetap._core.paths import Key, Path, is_container, open_container
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import current_trace
 from treetap._core.trees.attributes import Node
+from treetap._core.trees.flatten import DONE, INSIDE
 from treetap._core.trees.layout import structure_of
 from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, opened
 from treetap._core.trees.sharing import has_leaves, refuse_pytree_false, refuse_shared
@@ -28,8 +29,7 @@ from treetap._core.variables.variable import Variable
 
 Pair = tuple[Path, Any]
 
-INSIDE, DONE = 1, 2  # what is known of something that was met
-NOTHING = (), ()  # the keys and children of a leaf
+NO_CHILDREN = (), ()  # keys and values
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +69,13 @@ class _Walk:
             raise refuse_shared(self.name, self.root, value)
         if has_identity:
             self.met[id(value)] = INSIDE
-        inside = self.inside_object(path, value) if is_node else opened(value)
-        for key, child in zip(*(inside or NOTHING)):
+        if is_node and not (self.graph or value._pytree__is_pytree):
+            raise refuse_pytree_false(self.name, self.root, value)
+        if is_node and self.statics:
+            _, (layout, statics, _) = flat_of(value)
+            named = zip(layout.static_names, statics)
+            self.found += [((*path, name), held) for name, held in named]
+        for key, child in zip(*(opened(value) or NO_CHILDREN)):
             self.visit((*path, key), child)
         if has_identity:
             self.met[id(value)] = DONE
@@ -79,16 +84,6 @@ class _Walk:
             raise refuse_shared(self.name, self.root, value)
         if is_node or self.everything:
             self.found.append((path, value))
-
-    def inside_object(self, path: Path, node: Any) -> tuple[Any, Any]:
-        """Keys and children of an object of ours; notes its static attributes."""
-        if not (self.graph or node._pytree__is_pytree):
-            raise refuse_pytree_false(self.name, self.root, node)
-        children, (layout, statics, _) = flat_of(node)
-        if self.statics:
-            named = zip(layout.static_names, statics)
-            self.found += [((*path, name), held) for name, held in named]
-        return layout.keys, children
 
 
 def nodes_below(root: Any, wanted: type, graph: bool, name: str) -> list[Pair]:

@@ -6,8 +6,6 @@ nothing has changed yet, and the writes themselves cannot fail.
 """
 
 from collections.abc import Callable
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,8 +26,8 @@ from treetap._core.paths import (
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import rebuilt
-from treetap._core.trees.filters import All, Filter, grouped, predicate_of
-from treetap._core.trees.pytree import attributes_of, flat_of, opened
+from treetap._core.trees.filters import All, Filter, grouped
+from treetap._core.trees.pytree import Pytree, attributes_of, flat_of, opened
 from treetap._core.trees.sharing import find_duplicates, places
 from treetap._core.trees.state import (
     FlatState,
@@ -48,30 +46,18 @@ from treetap._core.variables.metadata import (
 from treetap._core.variables.values import Marked, is_ref, without_ref
 from treetap._core.variables.variable import (
     Variable,
-    get_box,
     write_boxes,
 )
 from treetap._core.wording import first_few
 
-_aval_of = attrgetter("aval")
-
 
 class _Plan:
-    """The writes of one update, gathered before any is made.
+    """The writes of one update, gathered before any is made."""
 
-    Args:
-        quick: Take a Variable for a Variable of the same kind and metadata without
-            looking at the values; `fits` looks at all of them together.
-    """
-
-    def __init__(self, quick: bool) -> None:
-        self.quick = quick
+    def __init__(self) -> None:
         self.trace = current_trace()
-        self.ready: list[Variable[Any]] = []  # taken quickly, with their new boxes
-        self.boxes: list[tuple[Any]] = []
         self.variables: list[Variable[Any]] = []
         self.values: list[Any] = []
-        self.metadata: list[tuple[Variable[Any], dict[str, Any]]] = []
         self.others: list[Callable[[], None]] = []
         self.problems: list[str] = []
 
@@ -80,36 +66,22 @@ class _Plan:
         if isinstance(value, Variable):
             self.variable(value, new, path)
             return
-        known = value
+        if not is_branch(new):
+            found = f"a {type(new).__name__} where a {type(value).__name__} stands"
+            self.problems.append(f"{show_trail(path)}: {found}")
+            return
+        known: Any = value
         if isinstance(value, Node):
             known = attributes_of(value)
         elif type(value) is not dict:
             container = open_container(value)
             known = dict(zip(container.keys, container.children))
-        self.holder(value, known, new, path)
-
-    def holder(self, value: Any, known: Any, new: Any, path: Trail) -> None:
-        """Plans the writes into an object or container, given what it holds."""
-        if type(new) is not dict and not is_branch(new):
-            found = f"a {type(new).__name__} where a {type(value).__name__} stands"
-            self.problems.append(f"{show_trail(path)}: {found}")
-            return
-        quick, ready, boxes, trace = self.quick, self.ready, self.boxes, self.trace
         for key, inner in new.items():
             child = known.get(key, MISSING)
             if isinstance(child, Variable):
-                if (
-                    quick
-                    and type(inner) is type(child)
-                    and child._trace is trace
-                    and inner._metadata is child._metadata
-                ):
-                    ready.append(child)
-                    boxes.append(inner._box)
-                else:
-                    self.variable(child, inner, (path, key))
+                self.variable(child, inner, (path, key))
             elif isinstance(child, Node):
-                self.holder(child, attributes_of(child), inner, (path, key))
+                self.any(child, inner, (path, key))
             else:
                 self.plain(value, known, key, inner, (path, key))
 
@@ -125,15 +97,6 @@ class _Plan:
         else:
             self.leaf(owner, key, known[key], new, path)
 
-    def fits(self) -> bool:
-        """Whether the values that were taken quickly are of the old ones' types."""
-        before = chain.from_iterable(map(get_box, self.ready))
-        after = chain.from_iterable(self.boxes)
-        try:
-            return list(map(_aval_of, before)) == list(map(_aval_of, after))
-        except AttributeError:  # not all are arrays; Refs are among these
-            return not self.ready
-
     def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
         """Plans a write into a Variable, from a Variable or a bare value."""
         own = variable._metadata
@@ -145,9 +108,9 @@ class _Plan:
                 found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
                 self.problems.append(f"{show_trail(path)} is {found}")
                 return
-            metadata = new._metadata
-            if metadata is not own:
-                self.metadata.append((variable, {**metadata, **required_of(own)}))
+            if new._metadata is not own:
+                metadata = {**new._metadata, **required_of(own)}
+                self.others.append(lambda: variable._replace_metadata(metadata))
             new = new._box[0]
         raw = variable._box[0]
         if raw is new:
@@ -168,7 +131,7 @@ class _Plan:
         """Plans the replacement of a leaf that is not a Variable."""
         if new is old:
             return
-        is_node = isinstance(owner, Node)
+        is_node = isinstance(owner, Pytree)
         difference = misfit(old, new)
         if isinstance(new, Variable):
             difference = f"a {type(new).__name__} where a plain value stands"
@@ -185,11 +148,7 @@ class _Plan:
 
     def write(self) -> None:
         """Makes the planned writes."""
-        variables = chain(self.ready, self.variables)
-        boxes = chain(self.boxes, zip(self.values))
-        write_boxes(variables, boxes)
-        for variable, metadata in self.metadata:
-            variable._replace_metadata(metadata)
+        write_boxes(self.variables, zip(self.values))
         for change in self.others:
             change()
 
@@ -225,15 +184,6 @@ def _fitted(old: Any, new: Any) -> Any:
     return jnp.asarray(new, old.dtype) if is_number and hasattr(old, "dtype") else new
 
 
-def _planned(node: Any, states: tuple[Any, ...], quick: bool) -> _Plan:
-    """The writes that bring `node` to what the States say."""
-    plan = _Plan(quick)
-    for state in states:
-        new = from_items(state) if isinstance(state, FlatState) else state
-        plan.any(node, new.raw_mapping if isinstance(new, State) else new, ())
-    return plan
-
-
 def update(node: Any, state: Any, /, *states: Any) -> None:
     """Writes a State into an object, in place.
 
@@ -254,14 +204,15 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
         >>> model["w"][...]
         2.0
     """
-    if not isinstance(node, Variable | Node) and not is_container(node):
+    if opened(node) is None and not isinstance(node, Variable):
         raise TypeError(
             f"update: a {type(node).__name__} cannot be changed in place. Pass a "
             "Module, a Variable, or a container of them."
         )
-    plan = _planned(node, (state, *states), quick=True)
-    if not plan.fits():  # look again, at each Variable
-        plan = _planned(node, (state, *states), quick=False)
+    plan = _Plan()
+    for given in (state, *states):
+        new = from_items(given) if isinstance(given, FlatState) else given
+        plan.any(node, new.raw_mapping if isinstance(new, State) else new, ())
     if plan.problems:
         shown = first_few(plan.problems, 12, before="  - ", end="\n")
         raise StructureError(
@@ -287,7 +238,7 @@ def pop(node: Any, *filters: Filter) -> Any:
     """
     if not filters:
         raise TypeError("pop: expected at least one filter.")
-    if isinstance(node, Variable) or not (isinstance(node, Node) or is_container(node)):
+    if opened(node) is None:
         raise TypeError(f"pop: cannot take anything out of a {type(node).__name__}.")
     held = dict(places(node))
     owned = [(path, value) for path, value in held.items() if opened(value) is None]
@@ -313,18 +264,17 @@ def _identity(path: Path, value: Any) -> Any:
 def _remove(removals: list[tuple[Any, Path]]) -> None:
     """Removes what stands at paths from its owners, all or none."""
     for owner, path in removals:
-        if not isinstance(owner, Node | dict):
+        if not isinstance(owner, Pytree | dict):
             raise StructureError(
                 f"pop: {show_path(path)} stands in a {type(owner).__name__}, which has "
                 "to keep its length. Use `treetap.List`, or a dict."
             )
-        if isinstance(owner, Node):
+        if isinstance(owner, Pytree):
             owner._check_trace()
     for owner, path in reversed(removals):  # from the end: positions stay valid
-        if isinstance(owner, Node):
-            owner._remove_child(path[-1])
-        else:
-            del owner[path[-1]]
+        is_node = isinstance(owner, Pytree)
+        remove = owner._remove_child if is_node else owner.__delitem__
+        remove(path[-1])
 
 
 def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None:
@@ -342,13 +292,11 @@ def set_metadata(node: Any, /, only: Filter = Variable, **metadata: Any) -> None
             f"set_metadata: {', '.join(fixed)} are fixed when a Variable is made. "
             "Use `with_vars` for a copy with other ones."
         )
-    wanted = predicate_of(only)
-    chosen: dict[int, Variable[Any]] = {}
-    for path, value in places(node):
-        if isinstance(value, Variable) and wanted(path, value):
-            checked_names(type(value), metadata)
-            value._check_trace()
-            chosen[id(value)] = value
+    wanted = All(Variable, only)
+    chosen = {id(value): value for path, value in places(node) if wanted(path, value)}
+    for variable in chosen.values():
+        checked_names(type(variable), metadata)
+        variable._check_trace()
     for variable in chosen.values():
         variable.set_metadata(**metadata)
 

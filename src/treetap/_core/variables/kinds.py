@@ -75,8 +75,7 @@ def kind_of_name(
             f"No kind of Variable is registered as {name!r}; known are "
             f"{sorted(_by_name)}. Register one with `register_variable_name`."
         )
-    kind = types.new_class(name, (base,))
-    return register_kind(name, kind)
+    return register_kind(name, types.new_class(name, (base,)))
 
 
 def name_of_kind(kind: type[Variable[Any]], *, allow_register: bool = False) -> str:

@@ -78,6 +78,12 @@ def checked_names(
     return checked
 
 
+def special_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that a plain Variable does not have, or has otherwise."""
+    plain = PLAIN.items()
+    return {name: fact for name, fact in metadata.items() if (name, fact) not in plain}
+
+
 def required_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the metadata that is fixed."""
     return {name: metadata[name] for name in REQUIRED}

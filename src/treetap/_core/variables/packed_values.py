@@ -99,9 +99,8 @@ def _kind(value: Any) -> Any:
     sharding = value.sharding
     if isinstance(sharding, SingleDeviceSharding):
         return value.dtype, value.weak_type, sharding if value.committed else None
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.explicit_axes:
-        return None
-    if not sharding.is_fully_replicated:
+    is_replicated = isinstance(sharding, NamedSharding) and sharding.is_fully_replicated
+    if not is_replicated or sharding.mesh.explicit_axes:
         return None
     return value.dtype, value.weak_type, sharding
 

@@ -70,17 +70,11 @@ def partition_spec(annotation: Any, rules: Rules | None) -> PartitionSpec:
     return PartitionSpec(*map(mesh_axis, annotation))
 
 
-def has_mesh(metadata: Mapping[str, Any]) -> bool:
-    """Whether there is a mesh that metadata could place a value on."""
-    annotation = metadata.get("out_sharding")
-    inner = getattr(annotation, "sharding", annotation)
-    return _mesh_of(inner, metadata) is not None
-
-
-def _mesh_of(annotation: Any, metadata: Mapping[str, Any]) -> Any:
+def mesh_of(metadata: Mapping[str, Any]) -> Any:
     """The mesh to place on: the metadata's, the annotation's, or the ambient one."""
+    annotation = metadata.get("out_sharding")
     own = metadata.get("mesh")
-    inside = getattr(annotation, "mesh", None)
+    inside = getattr(getattr(annotation, "sharding", annotation), "mesh", None)
     if own is not None and inside is not None and own != inside:
         raise MetadataError(
             f"The metadata `mesh` is {own}, but `out_sharding` was made for {inside}."
@@ -96,7 +90,7 @@ def resolve_sharding(metadata: Mapping[str, Any]) -> Any:
     if annotation is None or (isinstance(annotation, tuple | list) and not annotation):
         return None
     inner = getattr(annotation, "sharding", annotation)  # a Format holds a sharding
-    mesh = _mesh_of(inner, metadata)
+    mesh = mesh_of(metadata)
     if mesh is None:
         raise MetadataError(
             f"A mesh is required to place a Variable with out_sharding={annotation!r}. "

@@ -94,13 +94,12 @@ def write_ref(ref: Any, index: Any, value: Any) -> None:
     """Writes into a Ref, which keeps its shape and dtype."""
     if index is Ellipsis:
         value = jnp.asarray(value, ref.dtype)
-        sizes = zip(reversed(value.shape), reversed(ref.shape))
-        fits = value.ndim <= ref.ndim and all(n in (1, size) for n, size in sizes)
-        if not fits:
+        try:
+            value = jnp.broadcast_to(value, ref.shape)
+        except ValueError:
             raise StructureError(
                 f"A Ref keeps its shape: {value.shape} does not fit into {ref.shape}."
-            )
-        value = jnp.broadcast_to(value, ref.shape)
+            ) from None
     ref[index] = value
 
 

@@ -38,6 +38,7 @@ from treetap._core.variables.metadata import (
     VariableMetadata,
     checked_names,
     required_of,
+    special_of,
 )
 from treetap._core.variables.operators import ValueOperators
 from treetap._core.variables.placement import place
@@ -316,17 +317,15 @@ class Variable(
             value: The value of the copy; this one's by default, arrays shared.
             **metadata: Metadata to change in the copy.
         """
-        if value is MISSING:
-            value = self._box[0]
-        elif isinstance(value, Variable):
-            value = value._box[0]
-        value = copy_containers(without_ref(value))
+        given = self if value is MISSING else value
+        raw = given._box[0] if isinstance(given, Variable) else given
+        raw = copy_containers(without_ref(raw))
         full = self._metadata
         if metadata.get("hijax"):
             raise MetadataError(f"{type(self).__name__}: hijax is not supported.")
         if metadata:
             full = {**full, **checked_names(type(self), metadata)}
-        return _unpickle(type(self), value, full)
+        return _unpickle(type(self), raw, full)
 
     replace = copy
 
@@ -346,10 +345,8 @@ class Variable(
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
         raw = copy_containers(without_ref(other.get_raw_value()))
-        if is_ref(self._box[0]):
-            self.set_value(raw)
-        else:
-            self.set_raw_value(raw)
+        write = self.set_value if is_ref(self._box[0]) else self.set_raw_value
+        write(raw)
         if metadata is not self._metadata:
             self._replace_metadata(metadata)
 
@@ -375,16 +372,8 @@ class Variable(
 
     def _display_parts(self) -> display.Parts:
         value: Any = self._box[0]
-        comment = ""
-        if display.has_arrays(value):
-            elements, size = display.size_of(value)
-            comment = f"{elements:,} ({display.readable_bytes(size)})"
-        shown = [("value", value)]
-        shown += [
-            (name, fact)
-            for name, fact in self._metadata.items()
-            if name not in REQUIRED or fact != PLAIN[name]
-        ]
+        comment = display.size_text(value) if display.has_arrays(value) else ""
+        shown = [("value", value), *special_of(self._metadata).items()]
         return display.Parts(comment, shown)
 
 
@@ -455,11 +444,8 @@ def _flatten_with_key(variable: Variable[Any]) -> Any:
 
 def _register(kind: type[Variable[Any]]) -> None:
     def unflatten(metadata: dict[str, Any], box: Any) -> Variable[Any]:
-        variable = object.__new__(kind)
-        set_box(variable, tuple(box))
-        _set_metadata(variable, metadata)
-        _set_trace(variable, current_trace())
-        return variable
+        (value,) = box
+        return make(kind, value, metadata)
 
     flatten = attrgetter("_box", "_metadata")  # in C: every JAX call does it
     register_pytree_with_keys(kind, _flatten_with_key, unflatten, flatten)
