@@ -38,10 +38,11 @@ class PReLU(Layer):
         promote_dtype: Promote = default_promote,
         negative_slope_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         self.negative_slope = Param(
             jnp.asarray(negative_slope_init, param_dtype), **negative_slope_metadata
         )
-        self._compute_in(dtype, param_dtype, promote_dtype)
+        self._keep_options(arguments)
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Rectify `inputs`.

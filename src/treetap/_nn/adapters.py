@@ -6,6 +6,7 @@ choose to train them alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,11 +28,11 @@ from treetap._nn.parameters import (
     Initializer,
     Layer,
     Metadata,
-    ParameterSpec,
     Promote,
     check_features,
+    check_rngs,
     check_sizes,
-    make_parameters,
+    make_parameter,
     where,
 )
 from treetap.initializers import he_uniform, zeros
@@ -94,6 +95,7 @@ class LoRA(Layer):
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         in_features, rank, out_features = check_sizes(
             self,
             in_features=in_features,
@@ -107,16 +109,15 @@ class LoRA(Layer):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self._compute_in(dtype, param_dtype, promote_dtype)
+        self._keep_options(arguments)
         self.lora_param_type = lora_param_type
         self.base_module = data(base_module)
-        lora_a = ParameterSpec(
-            a_initializer, (in_features, rank), a_metadata, kind=lora_param_type
-        )
-        lora_b = ParameterSpec(
-            b_initializer, (rank, out_features), b_metadata, kind=lora_param_type
-        )
-        make_parameters(self, rngs, param_dtype, lora_a=lora_a, lora_b=lora_b)
+        draw = check_rngs(self, rngs).params
+        make = partial(make_parameter, self, dtype=param_dtype, kind=lora_param_type)
+        shape = (in_features, rank)
+        self.lora_a = make("lora_a", a_initializer, draw(), shape, metadata=a_metadata)
+        shape = (rank, out_features)
+        self.lora_b = make("lora_b", b_initializer, draw(), shape, metadata=b_metadata)
 
     def __call__(self, x: Array, **kwargs: Any) -> jax.Array:
         """Map `x`, and add what the base module makes of it.

@@ -84,8 +84,7 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     name = "dot_product_attention"
-    check_shapes(name, query, key, value)
-    shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    shape = weights_shape(name, query, key, value)
     check_rate(name, "dropout_rate", dropout_rate)
     mask = over_weights(name, "mask", mask, shape)
     bias = over_weights(name, "bias", bias, shape)
@@ -101,7 +100,9 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
     elif listening.value is not None:
-        weights = _tap()(weights, "attention_weights")
+        from treetap._capture.emit import tap  # only if somebody listens
+
+        weights = tap(weights, "attention_weights")
     if dropping:
         keep = 1.0 - dropout_rate
         kept = _kept(dropout_rng, keep, shape, broadcast_dropout).astype(weights.dtype)
@@ -109,16 +110,11 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     return _summed(weights, value, precision)
 
 
-@functools.cache
-def _tap() -> Callable[..., Any]:
-    """Return `tap`, which is imported only if somebody listens."""
-    from treetap._capture.emit import tap
+def weights_shape(layer: Any, query: Any, key: Any, value: Any) -> Shape:
+    """Return the shape of the weights: `[batch..., heads, queries, keys]`.
 
-    return tap
-
-
-def check_shapes(layer: Any, query: Any, key: Any, value: Any) -> None:
-    """Refuse arrays that do not fit together, in the words for what does not."""
+    Arrays that do not fit together are refused, in the words for what does not.
+    """
 
     def refuse(what: str) -> StructureError:
         texts = f"query {typed(query)}, key {typed(key)}, value {typed(value)}"
@@ -136,6 +132,7 @@ def check_shapes(layer: Any, query: Any, key: Any, value: Any) -> None:
         raise refuse("key and value heads must match")
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise refuse("the query heads must be a multiple of the key heads")
+    return (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
 
 
 def over_weights(
@@ -205,12 +202,8 @@ def _weights(  # noqa: PLR0917 - the parts of one formula
     query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
     heads = key.shape[-2]
     grouped = (*query.shape[:-2], heads, query.shape[-2] // heads, query.shape[-1])
-    logits = jnp.einsum(
-        "...qhgd,...khd->...hgqk",
-        jnp.reshape(query, grouped),
-        key,
-        precision=precision,
-    )
+    query = jnp.reshape(query, grouped)
+    logits = jnp.einsum("...qhgd,...khd->...hgqk", query, key, precision=precision)
     logits = jnp.reshape(logits, shape)
     logits = logits.astype(jnp.promote_types(dtype, jnp.float32))
     if bias is not None:
@@ -275,8 +268,7 @@ def make_attention_mask(
             f"got {extra_batch_dims}."
         )
     one, two = jnp.asarray(query_input), jnp.asarray(key_input)
-    fits = 1 <= one.ndim == two.ndim and _broadcast(one.shape[:-1], two.shape[:-1])
-    if not fits:
+    if not (1 <= one.ndim == two.ndim and _broadcast(one.shape[:-1], two.shape[:-1])):
         raise StructureError(
             "make_attention_mask: expected [batch..., queries] and [batch..., keys], "
             f"got {typed(one)} and {typed(two)}."
@@ -330,7 +322,5 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Any:
         raise StructureError(f"combine_masks: masks must have the same rank: {texts}.")
     if not all(_broadcast(arrays[0].shape, array.shape) for array in arrays):
         raise StructureError(f"combine_masks: masks must broadcast: {texts}.")
-    together = functools.reduce(
-        jnp.logical_and, (array.astype(bool) for array in arrays)
-    )
-    return together.astype(dtype)
+    truths = (array.astype(bool) for array in arrays)
+    return functools.reduce(jnp.logical_and, truths).astype(dtype)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
-from treetap._core.trees.attributes import data
 from treetap._core.wording import typed
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
@@ -24,6 +23,7 @@ from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.linear import Linear
 from treetap._nn.parameters import (
     NO_METADATA,
+    Arguments,
     Array,
     Dtype,
     Initializer,
@@ -38,7 +38,6 @@ from treetap._nn.parameters import (
 from treetap.initializers import orthogonal, zeros
 
 Activation = Callable[..., Any]
-_Made = tuple[Initializer, Metadata]  # how a parameter is made
 
 _orthogonal = orthogonal()
 
@@ -88,59 +87,48 @@ class Cell(RNNCellBase, Layer):
     """A cell whose carry is one or more vectors of `hidden_features`."""
 
     _carries = 1
+    _layer_options = (*Layer._layer_options, "residual", "gate_fn", "activation_fn")
 
     in_features: int
     hidden_features: int
     carry_init: Initializer | None
     rngs: RngStream | None
+    activation_fn: Activation
 
     @property
     def num_feature_axes(self) -> int:
         """How many of the last axes of the inputs belong to one step: one."""
         return 1
 
-    def _begin(
-        self,
-        in_features: int,
-        hidden_features: int,
-        carry_init: Initializer | None,
-        keep_rngs: bool,
-        rngs: Any,
-    ) -> None:
-        """Check sizes and streams, and keep what older programs let a cell keep."""
-        self.in_features, self.hidden_features = check_sizes(
-            self, in_features=in_features, hidden_features=hidden_features
-        )
-        check_rngs(self, rngs)
+    def _begin(self, arguments: Arguments) -> list[Callable[..., Linear]]:
+        """Check and keep arguments of the constructor.
+
+        Returns:
+            What makes a linear map of the inputs, and what makes one of the carry. Both
+            are called with the sizes of the map and with `use_bias`.
+        """
+        names = ("in_features", "hidden_features")
+        sizes = {name: arguments[name] for name in names}
+        self.in_features, self.hidden_features = check_sizes(self, **sizes)
+        rngs = check_rngs(self, arguments["rngs"])
+        keep_rngs, carry_init = arguments["keep_rngs"], arguments["carry_init"]
         name = type(self).__name__
         if keep_rngs:
             _deprecated(f"`{name}(keep_rngs=True)`", "`rngs` of the call")
         if carry_init is not None:
             _deprecated(f"`{name}(carry_init=...)`", "`carry_init` of the call")
-        self.rngs = forked(self, rngs, "carry") if keep_rngs else data(None)
+        self.rngs = forked(self, rngs if keep_rngs else None, "carry")
         self.carry_init = carry_init
-
-    def _linear_maps(
-        self, rngs: Rngs, of_inputs: _Made, of_carry: _Made, of_bias: _Made
-    ) -> list[Callable[..., Linear]]:
-        """Return what makes linear maps of the inputs, and what makes the carry's.
-
-        Both are called with the sizes of a map and with `use_bias`.
-        """
-        bias_init, bias_metadata = of_bias
+        self._keep_options(arguments)
+        alike = (*Layer._layer_options, "rngs", "bias_init", "bias_metadata")
         return [
             functools.partial(
                 Linear,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                promote_dtype=self.promote_dtype,
-                rngs=rngs,
-                kernel_init=kernel_init,
-                kernel_metadata=kernel_metadata,
-                bias_init=bias_init,
-                bias_metadata=bias_metadata,
+                kernel_init=arguments[f"{kernel}_init"],
+                kernel_metadata=arguments[f"{kernel}_metadata"],
+                **{name: arguments[name] for name in alike},
             )
-            for kernel_init, kernel_metadata in (of_inputs, of_carry)
+            for kernel in ("kernel", "recurrent_kernel")
         ]
 
     def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
@@ -151,13 +139,11 @@ class Cell(RNNCellBase, Layer):
             batch: The shape of the inputs of one step, without the features.
         """
         shape = (*batch, self.hidden_features)
-        if self._carries == 1:
-            given, what = (carry,), f"an array of shape {shape}"
-        else:
+        given, what = (carry,), f"an array of shape {shape}"
+        if self._carries == 2:
             given = carry if isinstance(carry, tuple | list) else ()
             what = f"a pair of arrays of shape {shape}"
-        is_good = len(given) == self._carries
-        if not is_good or any(getattr(part, "shape", None) != shape for part in given):
+        if [getattr(part, "shape", None) for part in given] != [shape] * self._carries:
             found = jax.tree.map(typed, carry)
             raise StructureError(
                 f"{where(self)}: the carry must be {what}, got {found}. Begin with "
@@ -187,11 +173,12 @@ class Cell(RNNCellBase, Layer):
             )
         if rngs is not None and not isinstance(rngs, Rngs | RngStream | jax.Array):
             next_key(self, rngs, "carry")  # says what is wrong
-        if init is None:
-            made = [jnp.zeros(shape, self.param_dtype) for _ in range(self._carries)]
-        else:
-            keys = [next_key(self, rngs, "carry") for _ in range(self._carries)]
-            made = [init(key, shape, self.param_dtype) for key in keys]
+        made = [
+            jnp.zeros(shape, self.param_dtype)
+            if init is None
+            else init(next_key(self, rngs, "carry"), shape, self.param_dtype)
+            for _ in range(self._carries)
+        ]
         return made[0] if self._carries == 1 else tuple(made)
 
 
@@ -235,6 +222,8 @@ class LSTMCell(Cell):
 
     _carries = 2
 
+    gate_fn: Activation
+
     def __init__(
         self,
         in_features: int,
@@ -255,19 +244,10 @@ class LSTMCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.gate_fn = gate_fn
-        self.activation_fn = activation_fn
-        of_inputs, of_carry = self._linear_maps(
-            rngs,
-            (kernel_init, kernel_metadata),
-            (recurrent_kernel_init, recurrent_kernel_metadata),
-            (bias_init, bias_metadata),
-        )
-        sizes, size = (in_features, hidden_features), hidden_features
+        of_inputs, of_carry = self._begin(locals())
+        size = hidden_features
         self.ii, self.if_, self.ig, self.io = (
-            of_inputs(*sizes, use_bias=False) for _ in range(4)
+            of_inputs(in_features, size, use_bias=False) for _ in range(4)
         )
         self.hi, self.hf, self.hg, self.ho = (
             of_carry(size, size, use_bias=True) for _ in range(4)
@@ -299,6 +279,8 @@ class FusedCell(Cell):
     _gates = 0
     _bias_of_inputs = False
 
+    gate_fn: Activation
+
     def __init__(
         self,
         in_features: int,
@@ -319,16 +301,7 @@ class FusedCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.gate_fn = gate_fn
-        self.activation_fn = activation_fn
-        of_inputs, of_carry = self._linear_maps(
-            rngs,
-            (kernel_init, kernel_metadata),
-            (recurrent_kernel_init, recurrent_kernel_metadata),
-            (bias_init, bias_metadata),
-        )
+        of_inputs, of_carry = self._begin(locals())
         width = self._gates * self.hidden_features
         bias = self._bias_of_inputs
         self.dense_i = of_inputs(self.in_features, width, use_bias=bias)
@@ -449,6 +422,8 @@ class SimpleCell(Cell):
         bias_metadata: Metadata of the bias.
     """
 
+    residual: bool
+
     def __init__(
         self,
         in_features: int,
@@ -469,16 +444,7 @@ class SimpleCell(Cell):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self._begin(in_features, hidden_features, carry_init, keep_rngs, rngs)
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.residual = residual
-        self.activation_fn = activation_fn
-        of_inputs, of_carry = self._linear_maps(
-            rngs,
-            (kernel_init, kernel_metadata),
-            (recurrent_kernel_init, recurrent_kernel_metadata),
-            (bias_init, bias_metadata),
-        )
+        of_inputs, of_carry = self._begin(locals())
         self.dense_h = of_carry(hidden_features, hidden_features, use_bias=False)
         self.dense_i = of_inputs(in_features, hidden_features, use_bias=True)
 

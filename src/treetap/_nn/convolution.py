@@ -30,7 +30,6 @@ from treetap._nn.parameters import (
     Dtype,
     Initializer,
     Metadata,
-    ParameterSpec,
     Precision,
     Promote,
     Shape,
@@ -118,7 +117,7 @@ class Convolution(Affine):
     def _prepared(self, inputs: Array) -> tuple[tuple[jax.Array, ...], Shape]:
         """Return inputs with one batch axis, kernel and bias; also all batch axes."""
         check_features(self, inputs, self.in_features)
-        inputs, kernel, bias = self._operands(inputs)
+        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         axes = len(self.kernel_size)
         if inputs.ndim < axes + 1:
             raise StructureError(
@@ -243,6 +242,7 @@ class Conv(Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
         (groups,) = check_sizes(self, feature_group_count=feature_group_count)
         if groups < 1 or any(size % groups for size in sizes):
@@ -251,18 +251,15 @@ class Conv(Convolution):
                 f"{in_features} and out_features={out_features}."
             )
         self._set_kernel(kernel_size, (sizes[0] // groups, sizes[1]), mask)
-        kernel = ParameterSpec(kernel_init, self.kernel_shape, kernel_metadata)
-        bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        bias = sizes[1:] if use_bias else None
+        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
         self.in_features, self.out_features = sizes
         self._set_steps(strides, padding, kernel_dilation)
         self.input_dilation = _hashable(input_dilation)
         self.feature_group_count = groups
         self.use_bias = use_bias
         self.conv_general_dilated = conv_general_dilated
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.precision = precision
-        self.preferred_element_type = preferred_element_type
+        self._keep_options(arguments)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Convolve `inputs`.
@@ -368,18 +365,16 @@ class ConvTranspose(Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
         self._set_kernel(kernel_size, sizes[::-1] if transpose_kernel else sizes, mask)
-        kernel = ParameterSpec(kernel_init, self.kernel_shape, kernel_metadata)
-        bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        bias = sizes[1:] if use_bias else None
+        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
         self.in_features, self.out_features = sizes
         self._set_steps(strides, padding, kernel_dilation)
         self.use_bias = use_bias
         self.transpose_kernel = transpose_kernel
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.precision = precision
-        self.preferred_element_type = preferred_element_type
+        self._keep_options(arguments)
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Convolve `inputs` transposed.

@@ -22,7 +22,6 @@ from treetap._nn.parameters import (
     Initializer,
     Layer,
     Metadata,
-    ParameterSpec,
     Promote,
     check_features,
     check_sizes,
@@ -71,12 +70,13 @@ class Embed(Layer):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         shape = check_sizes(self, num_embeddings=num_embeddings, features=features)
-        table = ParameterSpec(embedding_init, shape, embedding_metadata)
-        make_parameters(self, rngs, param_dtype, embedding=table)
+        make_parameters(self, arguments, embedding=shape)
         self.num_embeddings, self.features = shape
-        dtype = self.embedding.dtype if dtype is None else dtype
-        self._compute_in(dtype, param_dtype, promote_dtype)
+        self._keep_options(arguments)
+        if dtype is None:
+            self.dtype = self.embedding.dtype
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Return the rows that `inputs` names.

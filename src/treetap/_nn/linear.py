@@ -26,7 +26,6 @@ from treetap._nn.parameters import (
     Initializer,
     Layer,
     Metadata,
-    ParameterSpec,
     Precision,
     Promote,
     Shape,
@@ -55,18 +54,15 @@ def over_last(bias: jax.Array, outputs: jax.Array) -> jax.Array:
 class Affine(Layer):
     """Base of layers that multiply inputs by a kernel, and may add a bias.
 
-    A layer makes `kernel` and `bias` and says how it computes. A call takes its three
-    operands from `_operands`, and what its operation is told from `_options`.
+    A layer makes `kernel` and `bias` and says how it computes. A call takes what its
+    operation is told from `_options`.
     """
 
     kernel: Param[Any]
     bias: Param[Any] | None
     precision: Precision
     preferred_element_type: Dtype | None
-
-    def _operands(self, inputs: Array) -> tuple[jax.Array, ...]:
-        """Return inputs, kernel and bias (or None) in the dtype to compute in."""
-        return self._promoted(inputs, self.kernel, self.bias)
+    _layer_options = (*Layer._layer_options, "precision", "preferred_element_type")
 
     def _options(self, out_sharding: Any = None) -> dict[str, Any]:
         """Return the keywords of the operation that multiplies."""
@@ -122,16 +118,14 @@ class Linear(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
-        kernel = ParameterSpec(kernel_init, sizes, kernel_metadata)
-        bias = ParameterSpec(bias_init, sizes[1:], bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        sums = sizes[1:] if use_bias else None
+        make_parameters(self, arguments, kernel=sizes, bias=sums)
         self.in_features, self.out_features = sizes
         self.use_bias = use_bias
         self.dot_general = dot_general
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.precision = precision
-        self.preferred_element_type = preferred_element_type
+        self._keep_options(arguments)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Map `inputs`.
@@ -141,7 +135,7 @@ class Linear(Affine):
             out_sharding: The sharding of the result, on an explicit mesh.
         """
         check_features(self, inputs, self.in_features)
-        inputs, kernel, bias = self._operands(inputs)
+        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         summed = ((inputs.ndim - 1,), (0,)), ((), ())
         outputs = self.dot_general(
             inputs, kernel, summed, **self._options(out_sharding)
@@ -229,26 +223,22 @@ class LinearGeneral(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         self.in_features = as_tuple(in_features)
         self.out_features = as_tuple(out_features)
         self.axis = as_tuple(axis)
         self.batch_axis = FrozenMapping(batch_axis)
         batch = self._checked_batch()
         sizes = (*batch, *self.in_features, *self.out_features)
-        copies, created = math.prod(batch), math.prod(self.out_features)
-        flat = (copies * math.prod(self.in_features), created)
         sums = (*batch, *self.out_features)
-        kernel = ParameterSpec(kernel_init, flat, kernel_metadata, reshape=sizes)
-        bias = ParameterSpec(
-            bias_init, (copies * created,), bias_metadata, use_bias, reshape=sums
-        )
-        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        matrix = (math.prod((*batch, *self.in_features)), math.prod(self.out_features))
+        flat = {"kernel": matrix, "bias": (math.prod(sums),)}
+        bias = sums if use_bias else None
+        make_parameters(self, arguments, flat, kernel=sizes, bias=bias)
         self.use_bias = use_bias
         self.dot_general = dot_general
         self.dot_general_cls = dot_general_cls
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.precision = precision
-        self.preferred_element_type = preferred_element_type
+        self._keep_options(arguments)
 
     def _checked_batch(self) -> Shape:
         """Return the sizes of the batch axes, if all sizes fit together."""
@@ -276,7 +266,7 @@ class LinearGeneral(Affine):
             out_sharding: The sharding of the result, on an explicit mesh.
         """
         axes = self._axes_of(inputs)
-        inputs, kernel, bias = self._operands(inputs)
+        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         batch = tuple(range(len(self.batch_axis)))
         summed = tuple(range(len(batch), len(batch) + len(axes)))
         dimensions = (axes, summed), (batch, batch)
@@ -357,22 +347,18 @@ class Einsum(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         if einsum_str is not None:
             _terms(self, einsum_str)
         check_all_sizes(self, "kernel_shape", kernel_shape)
         kernel_shape = as_tuple(kernel_shape)
         bias_shape = None if bias_shape is None else tuple(bias_shape)
-        has_bias = bias_shape is not None
-        kernel = ParameterSpec(kernel_init, kernel_shape, kernel_metadata)
-        bias = ParameterSpec(bias_init, bias_shape or (), bias_metadata, has_bias)
-        make_parameters(self, rngs, param_dtype, kernel=kernel, bias=bias)
+        make_parameters(self, arguments, kernel=kernel_shape, bias=bias_shape)
         self.einsum_str = einsum_str
         self.kernel_shape = kernel_shape
         self.bias_shape = bias_shape
         self.einsum_op = einsum_op
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.precision = precision
-        self.preferred_element_type = preferred_element_type
+        self._keep_options(arguments)
 
     def __call__(
         self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -392,7 +378,7 @@ class Einsum(Affine):
         text = text.replace(" ", "")
         terms = _terms(self, text)
         self._check(text, terms, inputs)
-        inputs, kernel, bias = self._operands(inputs)
+        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         outputs = self.einsum_op(text, inputs, kernel, **self._options(out_sharding))
         if bias is None:
             return outputs

@@ -6,6 +6,7 @@ The projections to queries, keys and values, and the one of the result, are
 before come out of a cache.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,9 @@ from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.attention import (
     Implementation,
-    check_shapes,
     dot_product_attention,
     over_weights,
+    weights_shape,
 )
 from treetap._nn.decoding import decoded
 from treetap._nn.dropout import forked, key_of_call
@@ -31,12 +32,14 @@ from treetap._nn.linear import LinearGeneral, given
 from treetap._nn.normalization import LayerNorm
 from treetap._nn.parameters import (
     NO_METADATA,
+    Arguments,
     Array,
     Dtype,
     Initializer,
     Metadata,
     Precision,
     Promote,
+    as_tuple,
     check_rate,
     check_rngs,
     check_sizes,
@@ -45,9 +48,6 @@ from treetap._nn.parameters import (
     where,
 )
 from treetap.initializers import zeros
-
-# The initializers of kernel and bias, and their metadata.
-_Made = tuple[Initializer, Initializer, Metadata, Metadata]
 
 
 class MultiHeadAttention(Module):
@@ -153,6 +153,7 @@ class MultiHeadAttention(Module):
         key_ln_scale_metadata: Metadata = NO_METADATA,
         implementation: Implementation = None,
     ):
+        arguments = locals()
         self._set_sizes(
             num_heads=num_heads,
             in_features=in_features,
@@ -183,20 +184,10 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         self.head_dim = self._checked_head_dim()
         check_rngs(self, rngs)
-        first = (kernel_init, bias_init, kernel_metadata, bias_metadata)
-        last = (
-            kernel_init if out_kernel_init is None else out_kernel_init,
-            bias_init if out_bias_init is None else out_bias_init,
-            out_kernel_metadata or kernel_metadata,
-            out_bias_metadata or bias_metadata,
-        )
-        norms = (query_ln_scale_metadata, key_ln_scale_metadata)
-        self._make_parts(first, last, norms, rngs)
+        self._make_parts(arguments)
         keeps = keep_rngs and dropout_rate > 0
         self.rngs = forked(self, rngs if keeps else None, "dropout")
-        self.cached_key = data(None)
-        self.cached_value = data(None)
-        self.cache_index = data(None)
+        self.cached_key = self.cached_value = self.cache_index = data(None)
 
     def _set_sizes(self, **sizes: int) -> None:
         """Keep sizes under their names."""
@@ -214,51 +205,40 @@ class MultiHeadAttention(Module):
                 )
         return self.qkv_features // self.num_heads
 
-    def _make_parts(
-        self, first: _Made, last: _Made, norms: tuple[Metadata, Metadata], rngs: Rngs
-    ) -> None:
+    def _make_parts(self, arguments: Arguments) -> None:
         """Make projections and norms, in the order in which they draw their keys."""
         heads = (self.num_heads, self.head_dim)
         kv_heads = (self.num_kv_heads, self.head_dim)
-        self.query = self._projection("qkv", first, rngs, self.in_features, heads)
-        self.key = self._projection("qkv", first, rngs, self.in_kv_features, kv_heads)
-        self.value = self._projection("qkv", first, rngs, self.in_kv_features, kv_heads)
-        self.query_ln = self._norm(norms[0], rngs)
-        self.key_ln = self._norm(norms[1], rngs)
-        self.out = self._projection("out", last, rngs, heads, self.out_features)
+        project = functools.partial(self._projection, arguments)
+        self.query = project("qkv", self.in_features, heads)
+        self.key = project("qkv", self.in_kv_features, kv_heads)
+        self.value = project("qkv", self.in_kv_features, kv_heads)
+        self.query_ln = self._norm(arguments, "query_ln")
+        self.key_ln = self._norm(arguments, "key_ln")
+        self.out = project("out", heads, self.out_features)
 
     def _projection(
-        self, which: str, made: _Made, rngs: Rngs, inputs: Any, outputs: Any
+        self, arguments: Arguments, which: str, inputs: Any, outputs: Any
     ) -> LinearGeneral:
         """Make a linear map to heads, or from them.
 
         Args:
+            arguments: Those of the constructor.
             which: `"qkv"` or `"out"`: whose options to compute with.
-            made: How its kernel and its bias are made.
-            rngs: Random streams.
             inputs: The sizes of the axes that are summed over.
             outputs: The sizes of the new axes.
         """
-        kernel_init, bias_init, kernel_metadata, bias_metadata = made
-        return LinearGeneral(
-            inputs,
-            outputs,
-            axis=(-2, -1) if which == "out" else -1,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            precision=self.precision,
-            promote_dtype=getattr(self, f"{which}_promote_dtype"),
-            dot_general=getattr(self, f"{which}_dot_general"),
-            dot_general_cls=getattr(self, f"{which}_dot_general_cls"),
-            rngs=rngs,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-        )
+        alike = ("use_bias", "dtype", "param_dtype", "precision", "rngs")
+        options = {name: arguments[name] for name in alike}
+        for name in ("promote_dtype", "dot_general", "dot_general_cls"):
+            options[name] = arguments[f"{which}_{name}"]
+        for name in ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata"):
+            own = which == "out" and arguments[f"out_{name}"]
+            options[name] = own or arguments[name]
+        axis = (-2, -1) if which == "out" else -1
+        return LinearGeneral(inputs, outputs, axis=axis, **options)
 
-    def _norm(self, scale_metadata: Metadata, rngs: Rngs) -> LayerNorm | None:
+    def _norm(self, arguments: Arguments, name: str) -> LayerNorm | None:
         """Make what normalizes the queries or the keys, if they are to be."""
         if not self.normalize_qk:
             return data(None)
@@ -268,8 +248,8 @@ class MultiHeadAttention(Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
-            rngs=rngs,
-            scale_metadata=scale_metadata,
+            rngs=arguments["rngs"],
+            scale_metadata=arguments[f"{name}_scale_metadata"],
         )
 
     def __call__(
@@ -314,8 +294,9 @@ class MultiHeadAttention(Module):
         if step is not None:
             key, value, mask = step.keys, step.values, step.seen
         elif self.attention_fn is dot_product_attention:
-            self._check_attention(query, key, value, mask)
-        dropping, dropout_rng = self._dropout(deterministic, rngs)
+            # What attention would refuse, before a key is drawn, and saying where.
+            over_weights(self, "mask", mask, weights_shape(self, query, key, value))
+        dropout_rng = self._dropout_key(deterministic, rngs)
         x = self.attention_fn(
             query,
             key,
@@ -324,7 +305,7 @@ class MultiHeadAttention(Module):
             dropout_rng=dropout_rng,
             dropout_rate=self.dropout_rate,
             broadcast_dropout=self.broadcast_dropout,
-            deterministic=not dropping,
+            deterministic=dropout_rng is None,
             dtype=self.dtype,
             precision=self.precision,
             module=self if sow_weights else None,
@@ -347,8 +328,9 @@ class MultiHeadAttention(Module):
                 )
             k = q
         v = k if v is None else v
-        wanted = (self.in_features, self.in_kv_features, self.in_kv_features)
-        for name, array, features in zip(("q", "k", "v"), (q, k, v), wanted):
+        others = self.in_kv_features
+        wanted = (("q", q, self.in_features), ("k", k, others), ("v", v, others))
+        for name, array, features in wanted:
             if jnp.ndim(array) < 2 or jnp.shape(array)[-1] != features:
                 raise StructureError(
                     f"{where(self)}: `inputs_{name}` must be [batch..., length, "
@@ -356,19 +338,11 @@ class MultiHeadAttention(Module):
                 )
         return k, v
 
-    def _check_attention(self, query: Any, key: Any, value: Any, mask: Any) -> None:
-        """Refuse what attention would, before a key is drawn, and say where."""
-        check_shapes(self, query, key, value)
-        shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        over_weights(self, "mask", mask, shape)
-
-    def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
-        """Return whether to drop weights, and the key for it."""
-        if self.dropout_rate == 0:
-            return False, None
-        if told(self, "deterministic", deterministic):
-            return False, None
-        return True, key_of_call(self, rngs, "dropout")
+    def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Any:
+        """Return the key to drop weights with; None for dropping none."""
+        if self.dropout_rate == 0 or told(self, "deterministic", deterministic):
+            return None
+        return key_of_call(self, rngs, "dropout")
 
     # Decoding.
 
@@ -418,6 +392,7 @@ class MultiHeadAttention(Module):
         if decode is not None:
             self.decode = decode
         if batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            dtype = self.param_dtype if self.dtype is None else self.dtype
-            self.init_cache((*batch, max_length, self.in_kv_features), dtype)
+            sizes = (*as_tuple(batch_size), max_length, self.in_kv_features)
+            self.init_cache(
+                sizes, self.param_dtype if self.dtype is None else self.dtype
+            )

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from treetap._core.errors import StructureError
-from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import BatchStat, Param
 from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
@@ -25,21 +24,21 @@ from treetap._nn.dtypes import common_dtype
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.parameters import (
     NO_METADATA,
+    Arguments,
     Array,
     Dtype,
     Initializer,
     Layer,
     Metadata,
-    ParameterSpec,
     Promote,
     broadcastable,
     canonical_axes,
     check_features,
     check_sizes,
+    held,
     make_parameters,
     static_axes,
     told,
-    value_of,
     where,
 )
 from treetap.initializers import ones, zeros
@@ -73,21 +72,31 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(jnp.abs(x)) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
+def _mean(x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
+    """Return the mean of what counts over axes, which stay with size 1."""
+    return jnp.mean(x, axis=tuple(axes), keepdims=True, where=mask)
+
+
 class Normalizing(Layer):
     """Base of layers that normalize: how moments are taken, and what follows them."""
 
     num_features: int
     scale: Param[Any] | None
     bias: Param[Any] | None
+    use_scale: bool
+    use_bias: bool  # but for `RMSNorm`
+    _layer_options = (*Layer._layer_options, "use_bias", "use_scale")
 
-    def _set_up(
-        self, epsilon: float, axis_name: str | None, groups: Groups, is_fast: bool
-    ) -> None:
-        """Keep how to take moments, as static attributes."""
-        self.epsilon = float(epsilon)
-        self.axis_name = axis_name
+    def _set_up(self, arguments: Arguments, features: int) -> None:
+        """Keep how to take moments, as static attributes; make scale and bias."""
+        groups = arguments["axis_index_groups"]
+        self.epsilon = float(arguments["epsilon"])
+        self.axis_name: str | None = arguments["axis_name"]
         self.axis_index_groups = None if groups is None else tuple(map(tuple, groups))
-        self.use_fast_variance = is_fast
+        self.use_fast_variance: bool = arguments["use_fast_variance"]
+        scale = (features,) if self.use_scale else None
+        bias = (features,) if arguments.get("use_bias") else None
+        make_parameters(self, arguments, scale=scale, bias=bias)
 
     def _over_mapping(self, *means: jax.Array) -> list[jax.Array]:
         """Return means over the named axis as well, in one collective."""
@@ -96,47 +105,40 @@ class Normalizing(Layer):
         stacked, groups = jnp.stack(means), self.axis_index_groups
         return list(lax.pmean(stacked, self.axis_name, axis_index_groups=groups))
 
-    def _mean_square(self, x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
-        """Return the mean of the squares over axes, which stay with size 1."""
-        taken = jnp.mean(_square(x), axis=tuple(axes), keepdims=True, where=mask)
-        return self._over_mapping(taken)[0]
-
-    def _moments(
-        self, x: jax.Array, axes: Sequence[int], mask: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def _moments(self, x: jax.Array, axes: Sequence[int], mask: Any) -> list[Any]:
         """Return mean and biased variance over axes, which stay with size 1.
 
         The fast variance is the mean square less the square of the mean: one pass over
         the array, and one collective. Rounding may leave it below 0, where there is no
         variance, so it is cut off there.
         """
-        taken = tuple(axes)
-        mean = jnp.mean(x, axis=taken, keepdims=True, where=mask)
+        mean = _mean(x, axes, mask)
         if self.use_fast_variance:
-            square = jnp.mean(_square(x), axis=taken, keepdims=True, where=mask)
-            mean, square = self._over_mapping(mean, square)
-            return mean, jnp.maximum(0.0, square - _square(mean))
+            mean, square = self._over_mapping(mean, _mean(_square(x), axes, mask))
+            return [mean, jnp.maximum(0.0, square - _square(mean))]
         (mean,) = self._over_mapping(mean)
-        return mean, self._mean_square(x - mean, taken, mask)
+        return [mean, *self._over_mapping(_mean(_square(x - mean), axes, mask))]
+
+    def _normalize(
+        self, x: Array, inputs: jax.Array, axes: Sequence[int], shape: Any, mask: Any
+    ) -> jax.Array:
+        """Take moments of the elements that count over axes, and the steps after."""
+        counted = checked_mask(self, mask, inputs.shape)
+        return self._normalized(inputs, self._moments(inputs, axes, counted), x, shape)
 
     def _normalized(
-        self,
-        x: jax.Array,
-        mean: jax.Array | None,
-        var: jax.Array,
-        inputs: Array,
-        shape: Sequence[int],
+        self, x: jax.Array, moments: list[Any], inputs: Array, shape: Sequence[int]
     ) -> jax.Array:
         """Take the steps after the moments.
 
         Args:
             x: The inputs in the dtype of the moments.
-            mean: The mean, or None for zero.
-            var: The variance.
+            moments: The mean, or None for zero, and the variance.
             inputs: The inputs as they were given.
             shape: The shape of scale and bias against `x`.
         """
-        scale, bias = value_of(self.scale), value_of(self.bias)
+        mean, var = moments
+        scale, bias = held((self.scale, self.bias))
         dtype = self._result_dtype((inputs, scale, bias))
         factor = lax.rsqrt(var + jnp.asarray(self.epsilon, var.dtype))
         if scale is not None:
@@ -224,6 +226,7 @@ class BatchNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        arguments = locals()
         shape = check_sizes(self, num_features=num_features)
         stored = jnp.promote_types(jnp.float32, param_dtype)
         self.mean = BatchStat(jnp.zeros(shape, stored))
@@ -236,13 +239,8 @@ class BatchNorm(Normalizing):
             )
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.use_bias = use_bias
-        self.use_scale = use_scale
-        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
-        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
-        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+        self._keep_options(arguments)
+        self._set_up(arguments, self.num_features)
 
     def __call__(
         self,
@@ -265,14 +263,14 @@ class BatchNorm(Normalizing):
         shape = [1] * inputs.ndim
         shape[axis] = self.num_features
         if use_average:
-            mean = jnp.reshape(self.mean.get_value().astype(inputs.dtype), shape)
-            var = jnp.reshape(self.var.get_value().astype(inputs.dtype), shape)
+            remembered = held((self.mean, self.var))
+            moments = [jnp.reshape(n.astype(inputs.dtype), shape) for n in remembered]
         else:
             axes = [i for i in range(inputs.ndim) if i != axis]
             counted = checked_mask(self, mask, inputs.shape)
-            mean, var = self._moments(inputs, axes, counted)
-            self._remember(mean, var)
-        return self._normalized(inputs, mean, var, x, shape)
+            moments = self._moments(inputs, axes, counted)
+            self._remember(*moments)
+        return self._normalized(inputs, moments, x, shape)
 
     def _remember(self, mean: jax.Array, var: jax.Array) -> None:
         share = self.momentum
@@ -345,17 +343,12 @@ class LayerNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        shape = check_sizes(self, num_features=num_features)
-        (self.num_features,) = shape
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.use_bias = use_bias
-        self.use_scale = use_scale
+        arguments = locals()
+        (self.num_features,) = check_sizes(self, num_features=num_features)
+        self._keep_options(arguments)
         self.reduction_axes = static_axes(reduction_axes)
         self.feature_axes = static_axes(feature_axes)
-        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
-        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
-        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+        self._set_up(arguments, self.num_features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -367,9 +360,7 @@ class LayerNorm(Normalizing):
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        counted = checked_mask(self, mask, inputs.shape)
-        mean, var = self._moments(inputs, axes, counted)
-        return self._normalized(inputs, mean, var, x, shape)
+        return self._normalize(x, inputs, axes, shape, mask)
 
 
 class RMSNorm(Normalizing):
@@ -418,16 +409,12 @@ class RMSNorm(Normalizing):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        shape = check_sizes(self, num_features=num_features)
-        (self.num_features,) = shape
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.use_scale = use_scale
+        arguments = locals()
+        (self.num_features,) = check_sizes(self, num_features=num_features)
+        self._keep_options(arguments)
         self.reduction_axes = static_axes(reduction_axes)
         self.feature_axes = static_axes(feature_axes)
-        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
-        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
-        make_parameters(self, rngs, param_dtype, scale=scale)
-        self.bias = data(None)
+        self._set_up(arguments, self.num_features)
 
     def __call__(self, x: Array, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -439,9 +426,11 @@ class RMSNorm(Normalizing):
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        counted = checked_mask(self, mask, inputs.shape)
-        square = self._mean_square(inputs, axes, counted)
-        return self._normalized(inputs, None, square, x, shape)
+        return self._normalize(x, inputs, axes, shape, mask)
+
+    def _moments(self, x: jax.Array, axes: Sequence[int], mask: Any) -> list[Any]:
+        """Return no mean, and the mean of the squares, over axes."""
+        return [None, *self._over_mapping(_mean(_square(x), axes, mask))]
 
 
 class GroupNorm(Normalizing):
@@ -501,21 +490,15 @@ class GroupNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        shape = check_sizes(self, num_features=num_features)
-        groups, size = _groups(shape[0], num_groups, group_size)
+        arguments = locals()
+        (features,) = check_sizes(self, num_features=num_features)
         self.feature_axis = -1
-        self.num_groups = groups
-        self.group_size = size
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.use_bias = use_bias
-        self.use_scale = use_scale
+        self.num_groups, self.group_size = _groups(features, num_groups, group_size)
+        self._keep_options(arguments)
         self.reduction_axes = (
             None if reduction_axes is None else static_axes(reduction_axes)
         )
-        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
-        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
-        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+        self._set_up(arguments, features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -526,10 +509,9 @@ class GroupNorm(Normalizing):
         """
         inputs = wide(x)
         check_features(self, inputs, self.num_groups * self.group_size)
-        if self.reduction_axes is None:
-            axes = tuple(range(1, inputs.ndim))
-        else:
-            axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
+        given = self.reduction_axes
+        given = tuple(range(1, inputs.ndim)) if given is None else given
+        axes = canonical_axes(self, given, inputs.ndim)
         if inputs.ndim < 2:
             raise StructureError(
                 f"{where(self)}: expected a batch axis before the features, got "
@@ -542,9 +524,9 @@ class GroupNorm(Normalizing):
             counted = jnp.reshape(counted, split)
         last = inputs.ndim - 1
         taken = [*(axis for axis in axes if axis != last), last + 1]
-        mean, var = self._moments(grouped, taken, counted)
         shape = (1,) * last + (self.num_groups, self.group_size)
-        out = self._normalized(grouped, mean, var, x, shape)
+        moments = self._moments(grouped, taken, counted)
+        out = self._normalized(grouped, moments, x, shape)
         return jnp.reshape(out, inputs.shape)
 
 
@@ -555,8 +537,7 @@ def _groups(features: int, groups: int | None, size: int | None) -> tuple[int, i
             f"GroupNorm: give either `num_groups` or `group_size`, the other as None; "
             f"got num_groups={groups}, group_size={size}."
         )
-    number: Any = size if groups is None else groups
-    name = "group_size" if groups is None else "num_groups"
+    name, number = ("num_groups", groups) if size is None else ("group_size", size)
     is_whole = isinstance(number, int | np.integer)
     if not is_whole or number < 1 or features % number:
         raise StructureError(
@@ -618,16 +599,11 @@ class InstanceNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        shape = check_sizes(self, num_features=num_features)
-        (self.num_features,) = shape
-        self._compute_in(dtype, param_dtype, promote_dtype)
-        self.use_bias = use_bias
-        self.use_scale = use_scale
+        arguments = locals()
+        (self.num_features,) = check_sizes(self, num_features=num_features)
+        self._keep_options(arguments)
         self.feature_axes = static_axes(feature_axes)
-        self._set_up(epsilon, axis_name, axis_index_groups, use_fast_variance)
-        scale = ParameterSpec(scale_init, shape, scale_metadata, use_scale)
-        bias = ParameterSpec(bias_init, shape, bias_metadata, use_bias)
-        make_parameters(self, rngs, param_dtype, scale=scale, bias=bias)
+        self._set_up(arguments, self.num_features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -650,6 +626,4 @@ class InstanceNorm(Normalizing):
                 f"{where(self)}: {typed(x)} has no axis between batch and features "
                 "to normalize over."
             )
-        counted = checked_mask(self, mask, inputs.shape)
-        mean, var = self._moments(inputs, axes, counted)
-        return self._normalized(inputs, mean, var, x, shape)
+        return self._normalize(x, inputs, axes, shape, mask)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters: how layers make their Variables, and how their errors name them.
 
-A layer describes each of its parameters by a `ParameterSpec`, and `make_parameters`
-makes them all, in the order given. Every initializer is called with a key of its own,
+A constructor names all its arguments, for who reads it, and hands them on together, as
+`locals()`: `Layer` keeps the options that many layers have, and `make_parameters` makes
+the parameters, in the order given. Every initializer is called with a key of its own,
 constants too: the number of keys drawn, and so every value that follows, does not
 depend on what the initializers do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from treetap._modules.random_streams import Rngs, RngStream
 from treetap.initializers import lecun_normal
 
 Array = Any  # of JAX or numpy, a tracer, or a Variable that holds one
+Arguments = Mapping[str, Any]  # of a layer's constructor, by name
 Dtype = Any
 Initializer = Callable[..., Any]
 Metadata = Mapping[str, Any]
@@ -178,94 +180,99 @@ class Layer(Module):
     param_dtype: Dtype
     promote_dtype: Promote
 
-    def _compute_in(
-        self, dtype: Dtype | None, param_dtype: Dtype, promote_dtype: Promote
-    ) -> None:
-        """Keep the dtypes."""
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.promote_dtype = promote_dtype
+    _layer_options: tuple[str, ...] = ("dtype", "param_dtype", "promote_dtype")
+
+    def _keep_options(self, arguments: Arguments) -> None:
+        """Keep those options that layers of this family have, as given."""
+        for name in self._layer_options:
+            if name in arguments:
+                setattr(self, name, arguments[name])
 
     def _promoted(self, *values: Any) -> tuple[Any, ...]:
         """Return arrays, and what Variables hold, in the dtype to compute in."""
-        held = [v.get_value() if isinstance(v, Variable) else v for v in values]
-        return self.promote_dtype(tuple(held), dtype=self.dtype)
+        return self.promote_dtype(held(values), dtype=self.dtype)
 
 
-class ParameterSpec(NamedTuple):
-    """What a layer says of one parameter.
-
-    Attributes:
-        init: The initializer, a function of a key, a shape and a dtype.
-        shape: The shape that the initializer is asked for.
-        metadata: Metadata of the Variable.
-        is_used: Whether the layer has this parameter; the attribute is None otherwise.
-        reshape: The shape of the parameter, if it is another than the initializer's.
-        kind: The kind of Variable.
-    """
-
-    init: Initializer
-    shape: Shape
-    metadata: Metadata
-    is_used: bool = True
-    reshape: Shape | None = None
-    kind: type[Variable[Any]] = Param
+def held(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what Variables hold; arrays and None as they are."""
+    return tuple(v.get_value() if isinstance(v, Variable) else v for v in values)
 
 
 def make_parameters(
-    layer: Any, rngs: Any, dtype: Dtype, **specs: ParameterSpec
+    layer: Any,
+    arguments: Arguments,
+    drawn_as: Mapping[str, Shape] = NO_METADATA,
+    **shapes: Shape | None,
 ) -> None:
     """Make a layer's parameters, and set them as its attributes.
 
     Args:
         layer: The layer.
-        rngs: Where the keys come from: one of the stream `params` for each parameter.
-        dtype: The dtype of the parameters.
-        **specs: The parameters, by the names of the attributes, in the order of keys.
+        arguments: Those of its constructor. `kernel_init` and `kernel_metadata` are for
+            the parameter `kernel`, and `param_dtype` for all; `rngs` gives one key of
+            the stream `params` to each.
+        drawn_as: Shapes that initializers are asked for, where the parameter is of
+            another.
+        **shapes: The shapes by the names of the parameters, in the order of keys; None
+            for one that this layer does not have.
     """
-    for name, spec in specs.items():
-        made = (
-            _parameter(layer, rngs, dtype, name, spec) if spec.is_used else data(None)
-        )
+    for name, shape in shapes.items():
+        made = data(None)
+        if shape is not None:
+            made = make_parameter(
+                layer,
+                name,
+                arguments[f"{name}_init"],
+                check_rngs(layer, arguments["rngs"]).params(),
+                shape,
+                arguments["param_dtype"],
+                drawn_as=drawn_as.get(name),
+                metadata=arguments[f"{name}_metadata"],
+            )
         setattr(layer, name, made)
 
 
-def _parameter(
-    layer: Any, rngs: Any, dtype: Dtype, name: str, spec: ParameterSpec
+def make_parameter(  # noqa: PLR0917 - the last three as initializers have them
+    layer: Any,
+    name: str,
+    init: Initializer,
+    key: Any,
+    shape: Shape,
+    dtype: Dtype,
+    *,
+    drawn_as: Shape | None = None,
+    kind: type[Variable[Any]] = Param,
+    metadata: Metadata = NO_METADATA,
 ) -> Variable[Any]:
-    """One new parameter."""
-    key = check_rngs(layer, rngs).params()
-    value = initial_value(layer, name, spec.init, key, spec.shape, dtype)
-    metadata: Metadata = NO_METADATA
-    if isinstance(value, VariableMetadata):
-        value, metadata = value.raw_value, value.metadata
-    if spec.reshape is not None:
-        value = jnp.reshape(value, spec.reshape)
-    if metadata:
-        value = VariableMetadata(value, metadata)
-    return spec.kind(value, **spec.metadata)
+    """Return a new parameter; its initializer must give the shape that it is asked for.
 
-
-def initial_value(  # noqa: PLR0917 - for layers, which know the order
-    layer: Any, name: str, init: Initializer, key: Any, shape: Shape, dtype: Dtype
-) -> Any:
-    """Return what an initializer gives, which must be of the shape asked for."""
+    Args:
+        layer: The layer.
+        name: The parameter, for messages.
+        init: The initializer, a function of a key, a shape and a dtype.
+        key: The key to draw with.
+        shape: The shape of the parameter.
+        dtype: The dtype that the initializer is asked for.
+        drawn_as: The shape that it is asked for, if that is another.
+        kind: The kind of Variable.
+        metadata: Metadata of the Variable, beside those that the initializer gives.
+    """
+    asked = tuple(shape if drawn_as is None else drawn_as)
     try:
-        value = init(key, shape, dtype)
+        value = init(key, asked, dtype)
     except ZeroDivisionError as error:
         raise StructureError(
             f"{type(layer).__name__}: the initializer of `{name}` has no scale for the "
-            f"shape {tuple(shape)}, which has no elements. Give another, such as zeros."
+            f"shape {asked}, which has no elements. Give another, such as zeros."
         ) from error
     made = value.raw_value if isinstance(value, VariableMetadata) else value
-    if np.shape(made) != tuple(shape):
+    if np.shape(made) != asked:
         raise StructureError(
             f"{type(layer).__name__}: the initializer of `{name}` returned "
-            f"{typed(made)}; asked for was the shape {tuple(shape)}."
+            f"{typed(made)}; asked for was the shape {asked}."
         )
-    return value
-
-
-def value_of(variable: Any) -> Any:
-    """Return what an optional parameter holds."""
-    return None if variable is None else variable.get_value()
+    if drawn_as is not None:
+        made = jnp.reshape(made, shape)
+    if isinstance(value, VariableMetadata):
+        made = VariableMetadata(made, value.metadata)
+    return kind(made, **metadata)

@@ -7,7 +7,8 @@ carry that is returned is then the one of each sequence's own last step.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -202,7 +203,7 @@ class RNN(Module):
             run = _scanned(*settings)
         steps = jnp.arange(inputs.shape[axis], dtype=jnp.int32)
         carry = jax.tree.map(jnp.asarray, carry)
-        with _HeldStreams(self.cell, self.broadcast_rngs):
+        with _same_keys(_streams_of(self.cell, self.broadcast_rngs)):
             (_, last), outputs = run(self.cell, (carry, carry), lengths, steps, inputs)
         return last, outputs
 
@@ -218,7 +219,7 @@ def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
         running, last = carries
         new, out = cell(running, x)
         new = jax.tree.map(lambda n, r: jnp.asarray(n, r.dtype), new, running)
-        _HeldStreams(cell, broadcast).again()
+        _rewind(_streams_of(cell, broadcast))
         last = new if lengths is None else _kept(at < lengths, new, last)
         return (new, last), out
 
@@ -243,44 +244,38 @@ def _kept(is_valid: jax.Array, new: Any, last: Any) -> Any:
     return jax.tree.map(choose, new, last)
 
 
-class _HeldStreams:
-    """Streams of a cell that give every step of a sequence the same keys.
+def _streams_of(cell: Any, filter: Filter) -> list[RngStream]:
+    """Return the streams of a cell that give every step of a sequence the same keys."""
+    if filter is None:
+        return []
+    wanted = predicate_of(filter)
+    return [
+        value
+        for path, value in iter_graph(cell, graph=True)
+        if isinstance(value, RngStream) and wanted(path, value)
+    ]
 
-    Each gets a new key for the sequence, and goes on from its old one afterwards.
-    """
 
-    def __init__(self, cell: Any, filter: Filter):
-        self.wanted = None if filter is None else predicate_of(filter)
-        self.cell = cell
-        self.before: list[tuple[RngStream, Any, Any]] = []
+def _rewind(streams: list[RngStream]) -> None:
+    """Make the next step draw the keys of this one."""
+    for stream in streams:
+        stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
 
-    def streams(self) -> list[RngStream]:
-        """Return the streams in question."""
-        if self.wanted is None:
-            return []
-        return [
-            value
-            for path, value in iter_graph(self.cell, graph=True)
-            if isinstance(value, RngStream) and self.wanted(path, value)
-        ]
 
-    def again(self) -> None:
-        """Make the next step draw the keys of this one."""
-        for stream in self.streams():
-            stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
-
-    def __enter__(self) -> None:
-        for stream in self.streams():
-            self.before.append(
-                (stream, stream.key.get_value(), stream.count.get_value())
-            )
-            stream.key.set_value(jax.random.split(stream(), 1)[0])
-        self.again()
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        for stream, key, count in self.before:
+@contextmanager
+def _same_keys(streams: list[RngStream]) -> Iterator[None]:
+    """Give streams new keys for a sequence; afterwards they go on as if from one draw."""
+    before = [(each, each.key.get_value(), each.count.get_value()) for each in streams]
+    for stream in streams:
+        stream.key.set_value(jax.random.split(stream(), 1)[0])
+    _rewind(streams)
+    drawn = 0  # by a call that failed
+    try:
+        yield
+        drawn = 1
+    finally:
+        for stream, key, count in before:
             stream.key.set_value(key)
-            drawn = 1 if kind is None else 0  # a call that failed drew nothing
             stream.count.set_value(count + jnp.asarray(drawn, count.dtype))
 
 

@@ -34,7 +34,7 @@ from treetap._nn.parameters import (
     Promote,
     canonical_axes,
     check_rngs,
-    initial_value,
+    make_parameter,
     static_axes,
     where,
 )
@@ -266,10 +266,9 @@ class WeightNorm(Reparametrized):
             axes = canonical_axes(self, self.feature_axes, variable.ndim)
             shape = tuple(variable.shape[axis] for axis in axes)
             own_key = jax.random.fold_in(key, i)
-            value = initial_value(
+            scales[path] = make_parameter(
                 self, "scales", self.scale_init, own_key, shape, self.param_dtype
             )
-            scales[path] = Param(value)
         return scales
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Any:
