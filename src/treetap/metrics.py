@@ -102,8 +102,7 @@ class _Batch:
     def __init__(self, name: str, values: Any, mask: Any):
         values, mask = _value_of(values), _value_of(mask)
         is_number = isinstance(values, bool | int | float)
-        is_array = isinstance(values, jax.Array | np.ndarray | np.generic)
-        if not (is_number or is_array):
+        if not (is_number or isinstance(values, jax.Array | np.ndarray | np.generic)):
             raise TypeError(
                 f"{name}: the values are a {type(values).__name__}; give an array or a "
                 "number."
@@ -119,21 +118,16 @@ class _Batch:
         self.values = values.astype(_wide(values.dtype))
         self.keep: Any = True
         self.size: Any = values.size
-        if mask is not None:
-            self._take_mask(name, jnp.asarray(mask) != 0)
-
-    def _take_mask(self, name: str, keep: jax.Array) -> None:
-        """Leave out the entries where a mask is zero."""
-        shapes = self.values.shape, keep.shape
+        if mask is None:
+            return
+        keep = jnp.asarray(mask) != 0
         try:
-            shape = jnp.broadcast_shapes(*shapes)
+            self.values, self.keep = jnp.broadcast_arrays(self.values, keep)
         except ValueError:
             raise StructureError(
-                f"{name}: a mask of shape {shapes[1]} does not broadcast against "
-                f"values of shape {shapes[0]}."
+                f"{name}: a mask of shape {keep.shape} does not broadcast against "
+                f"values of shape {values.shape}."
             ) from None
-        self.values = jnp.broadcast_to(self.values, shape)
-        self.keep = jnp.broadcast_to(keep, shape)
         self.size = self.keep.sum()
 
     def sum(self, values: jax.Array) -> jax.Array:
@@ -151,13 +145,19 @@ def _zero(dtype: Any) -> MetricState[Any]:
     return MetricState(jnp.zeros((), dtype))
 
 
-def _argument(name: str, argname: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the keyword argument a metric was told to look at."""
+def _batch_of(name: str, argname: str, kwargs: Mapping[str, Any]) -> _Batch:
+    """Return the batch in the keyword argument that a metric was told to look at."""
     if argname not in kwargs:
         raise TypeError(
             f"{name}: Expected keyword argument {argname!r}, got {sorted(kwargs)}."
         )
-    return kwargs[argname]
+    return _Batch(name, kwargs[argname], kwargs.get("mask"))
+
+
+def _write(metric: Metric, **values: Any) -> None:
+    """Write the states of a metric, by name, when all of them have been computed."""
+    for name, value in values.items():
+        getattr(metric, name)[...] = value
 
 
 class _Mean(Metric):
@@ -174,19 +174,16 @@ class _Mean(Metric):
 
     def reset(self) -> None:
         """Forget all batches."""
-        self.total[...] = 0.0
-        self.count[...] = 0
+        _write(self, total=0.0, count=0)
 
     def compute(self) -> jax.Array:
         """Return the mean; nan when nothing was counted."""
         return self.total / self.count
 
     def _add(self, batch: _Batch) -> None:
-        """Add a batch; both sums are computed before one is written."""
+        """Add a batch."""
         total = self.total + batch.sum(batch.values)
-        count = self.count + batch.size
-        self.total[...] = total
-        self.count[...] = count
+        _write(self, total=total, count=self.count + batch.size)
 
 
 class Average(_Mean):
@@ -215,8 +212,7 @@ class Average(_Mean):
             **kwargs: The values under the metric's `argname`, an array or a number;
                 and `mask`, an array that broadcasts against them.
         """
-        values = _argument("Average.update", self.argname, kwargs)
-        self._add(_Batch("Average.update", values, kwargs.get("mask")))
+        self._add(_batch_of("Average.update", self.argname, kwargs))
 
 
 class Accuracy(_Mean):
@@ -335,9 +331,7 @@ class Welford(Metric):
 
     def reset(self) -> None:
         """Forget all batches."""
-        self.count[...] = 0
-        self.mean[...] = 0.0
-        self.m2[...] = 0.0
+        _write(self, count=0, mean=0.0, m2=0.0)
 
     def update(self, **kwargs: Any) -> None:
         """Add values.
@@ -346,20 +340,16 @@ class Welford(Metric):
             **kwargs: The values under the metric's `argname`, an array or a number;
                 and `mask`, an array that broadcasts against them.
         """
-        values = _argument("Welford.update", self.argname, kwargs)
-        batch = _Batch("Welford.update", values, kwargs.get("mask"))
+        batch = _batch_of("Welford.update", self.argname, kwargs)
         size = jnp.asarray(batch.size, jnp.float32)
         mean = batch.sum(batch.values) / jnp.maximum(size, 1)
         squares = batch.sum((batch.values - mean) ** 2)
         before = self.count.astype(jnp.float32)
         share = size / jnp.maximum(before + size, 1)
         delta = mean - self.mean
-        count = self.count + batch.size
         m2 = self.m2 + squares + delta**2 * before * share
         mean = self.mean + delta * share
-        self.count[...] = count
-        self.mean[...] = mean
-        self.m2[...] = m2
+        _write(self, count=self.count + batch.size, mean=mean, m2=m2)
 
     def compute(self) -> Statistics:
         """Return the statistics; the deviations are nan when nothing was counted."""

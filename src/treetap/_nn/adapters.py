@@ -32,6 +32,7 @@ from treetap._nn.parameters import (
     check_features,
     check_rngs,
     check_sizes,
+    chosen,
     make_parameter,
     where,
 )
@@ -179,22 +180,14 @@ class LoRALinear(Linear):
         b_metadata: Metadata = NO_METADATA,
         **kwargs: Any,
     ):
+        arguments = locals()
         check_sizes(self, lora_rank=lora_rank)
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        self.lora = LoRA(
-            in_features,
-            lora_rank,
-            out_features,
-            dtype=lora_dtype,
-            param_dtype=lora_param_dtype,
-            a_initializer=a_initializer,
-            b_initializer=b_initializer,
-            lora_param_type=lora_param_type,
-            promote_dtype=lora_promote_dtype,
-            rngs=rngs,
-            a_metadata=a_metadata,
-            b_metadata=b_metadata,
-        )
+        alike = ("lora_param_type", "rngs", "a_initializer", "b_initializer")
+        options = chosen(arguments, *alike, "a_metadata", "b_metadata")
+        for name in LoRA._layer_options:
+            options[name] = arguments[f"lora_{name}"]
+        self.lora = LoRA(in_features, lora_rank, out_features, **options)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Map `inputs`, and add what the adapter makes of them.

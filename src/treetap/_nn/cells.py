@@ -32,6 +32,7 @@ from treetap._nn.parameters import (
     Promote,
     check_rngs,
     check_sizes,
+    chosen,
     default_kernel_init,
     where,
 )
@@ -107,8 +108,7 @@ class Cell(RNNCellBase, Layer):
             What makes a linear map of the inputs, and what makes one of the carry. Both
             are called with the sizes of the map and with `use_bias`.
         """
-        names = ("in_features", "hidden_features")
-        sizes = {name: arguments[name] for name in names}
+        sizes = chosen(arguments, "in_features", "hidden_features")
         self.in_features, self.hidden_features = check_sizes(self, **sizes)
         rngs = check_rngs(self, arguments["rngs"])
         keep_rngs, carry_init = arguments["keep_rngs"], arguments["carry_init"]
@@ -120,13 +120,13 @@ class Cell(RNNCellBase, Layer):
         self.rngs = forked(self, rngs if keep_rngs else None, "carry")
         self.carry_init = carry_init
         self._keep_options(arguments)
-        alike = (*Layer._layer_options, "rngs", "bias_init", "bias_metadata")
+        alike = ("rngs", "bias_init", "bias_metadata", *Layer._layer_options)
         return [
             functools.partial(
                 Linear,
                 kernel_init=arguments[f"{kernel}_init"],
                 kernel_metadata=arguments[f"{kernel}_metadata"],
-                **{name: arguments[name] for name in alike},
+                **chosen(arguments, *alike),
             )
             for kernel in ("kernel", "recurrent_kernel")
         ]

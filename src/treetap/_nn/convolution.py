@@ -26,6 +26,7 @@ from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.linear import Affine, over_last
 from treetap._nn.parameters import (
     NO_METADATA,
+    Arguments,
     Array,
     Dtype,
     Initializer,
@@ -51,21 +52,18 @@ OWN_NAMES = ("CIRCULAR", "REFLECT", "CAUSAL")
 class FixedArray:
     """An array as part of a structure: it never changes, and is compared by value."""
 
-    __slots__ = ("_hash", "array")
+    __slots__ = ("_key", "array")
 
     def __init__(self, array: np.ndarray):
         self.array = array.copy()
         self.array.flags.writeable = False
-        self._hash = hash((array.shape, array.dtype.name, array.tobytes()))
+        self._key = (array.shape, array.dtype.str, array.tobytes())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FixedArray) or self._hash != other._hash:
-            return False
-        same_kind = self.array.dtype == other.array.dtype
-        return same_kind and np.array_equal(self.array, other.array)
+        return isinstance(other, FixedArray) and self._key == other._key
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._key)
 
     def __reduce__(self) -> Any:
         return FixedArray, (self.array,)
@@ -77,20 +75,27 @@ class FixedArray:
 class Convolution(Affine):
     """Base of convolutions: a window that slides over the middle axes of inputs."""
 
-    in_features: int
+    def _set_up(
+        self, arguments: Arguments, sizes: tuple[int, ...], channels: Sequence[int]
+    ) -> None:
+        """Check and keep what all convolutions are told, and make kernel and bias.
 
-    def _set_kernel(self, size: Any, channels: Sequence[int], mask: Any) -> None:
-        """Keep the window, the shape of the kernel, and what it is multiplied with."""
-        sizes = size if isinstance(size, Sequence) else (size,)
-        self.kernel_size = check_all_sizes(self, "kernel_size", sizes)
+        Args:
+            arguments: Those of the constructor.
+            sizes: The channels of the inputs, and of the outputs.
+            channels: Those of the kernel, its last two axes.
+        """
+        window = arguments["kernel_size"]
+        window = window if isinstance(window, Sequence) else (window,)
+        self.kernel_size = check_all_sizes(self, "kernel_size", window)
         self.kernel_shape = (*self.kernel_size, *channels)
-        self._mask = static(self._checked_mask(mask))
-
-    def _set_steps(self, strides: Numbers, padding: Padding, dilation: Numbers) -> None:
-        """Keep how the window moves, as static attributes."""
-        self.strides = _hashable(strides)
-        self.padding = _hashable(padding)
-        self.kernel_dilation = _hashable(dilation)
+        self._mask = static(self._checked_mask(arguments["mask"]))
+        bias = sizes[1:] if arguments["use_bias"] else None
+        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
+        self.in_features, self.out_features = sizes
+        self.strides: Numbers = _hashable(arguments["strides"])
+        self.padding: Padding = _hashable(arguments["padding"])
+        self.kernel_dilation: Numbers = _hashable(arguments["kernel_dilation"])
 
     def _checked_mask(self, mask: Any) -> FixedArray | None:
         """Return a mask of the kernel in a form that can be part of the structure."""
@@ -125,9 +130,7 @@ class Convolution(Affine):
                 f"axes and the features after them, got {typed(inputs)}."
             )
         batch = inputs.shape[: inputs.ndim - axes - 1]
-        if len(batch) != 1:
-            shape = (math.prod(batch), *inputs.shape[len(batch) :])
-            inputs = jnp.reshape(inputs, shape)
+        inputs = jnp.reshape(inputs, (math.prod(batch), *inputs.shape[len(batch) :]))
         if self.mask is not None:
             kernel = kernel * self.mask.astype(kernel.dtype)
         return (inputs, kernel, bias), batch
@@ -136,16 +139,18 @@ class Convolution(Affine):
         """Return outputs with the bias added, and the batch axes of the inputs."""
         if bias is not None:
             outputs = outputs + over_last(bias, outputs)
-        if len(batch) == 1:
-            return outputs
         return jnp.reshape(outputs, (*batch, *outputs.shape[1:]))
+
+    def _for_all_axes(self, value: Any) -> Sequence[Any]:
+        """Return one number as often as the window has axes; several as they are."""
+        if isinstance(value, Sequence):
+            return value
+        return (value,) * len(self.kernel_size)
 
     def _per_axis(self, name: str) -> tuple[int, ...]:
         """Return a setting by window axis; one number, or None for 1, is for all."""
         value, axes = getattr(self, name), len(self.kernel_size)
-        numbers = 1 if value is None else value
-        if not isinstance(numbers, Sequence):
-            numbers = (numbers,) * axes
+        numbers = self._for_all_axes(1 if value is None else value)
         is_good = all(isinstance(n, int | np.integer) and n >= 1 for n in numbers)
         if not is_good or len(numbers) != axes:
             raise StructureError(
@@ -164,19 +169,17 @@ class Convolution(Affine):
                     f"one has {axes}."
                 )
             return padding.upper()
-        if isinstance(padding, int | np.integer):
-            padding = (int(padding),) * axes
-        if isinstance(padding, Sequence) and len(padding) == axes:
-            pairs = [p if isinstance(p, Sequence) else (p, p) for p in padding]
-            numbers = [number for pair in pairs for number in pair]
-            is_good = all(isinstance(number, int | np.integer) for number in numbers)
-            if is_good and all(len(pair) == 2 for pair in pairs):
-                return [(int(before), int(after)) for before, after in pairs]
-        raise StructureError(
-            f"{where(self)}: `padding` must be one of {', '.join(NAMES + OWN_NAMES)}, "
-            f"a number, or a number or pair for each of the {axes} window axes; got "
-            f"{self.padding!r}."
-        )
+        given = self._for_all_axes(padding)
+        pairs = [each if isinstance(each, Sequence) else (each, each) for each in given]
+        numbers = [number for pair in pairs for number in pair]
+        is_good = all(isinstance(number, int | np.integer) for number in numbers)
+        if not is_good or [len(pair) for pair in pairs] != [2] * axes:
+            raise StructureError(
+                f"{where(self)}: `padding` must be one of "
+                f"{', '.join(NAMES + OWN_NAMES)}, a number, or a number or pair for "
+                f"each of the {axes} window axes; got {padding!r}."
+            )
+        return [(int(before), int(after)) for before, after in pairs]
 
 
 class Conv(Convolution):
@@ -250,11 +253,7 @@ class Conv(Convolution):
                 f"Conv: feature_group_count={groups} must divide in_features="
                 f"{in_features} and out_features={out_features}."
             )
-        self._set_kernel(kernel_size, (sizes[0] // groups, sizes[1]), mask)
-        bias = sizes[1:] if use_bias else None
-        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
-        self.in_features, self.out_features = sizes
-        self._set_steps(strides, padding, kernel_dilation)
+        self._set_up(arguments, sizes, (sizes[0] // groups, sizes[1]))
         self.input_dilation = _hashable(input_dilation)
         self.feature_group_count = groups
         self.use_bias = use_bias
@@ -367,11 +366,7 @@ class ConvTranspose(Convolution):
     ):
         arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
-        self._set_kernel(kernel_size, sizes[::-1] if transpose_kernel else sizes, mask)
-        bias = sizes[1:] if use_bias else None
-        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
-        self.in_features, self.out_features = sizes
-        self._set_steps(strides, padding, kernel_dilation)
+        self._set_up(arguments, sizes, sizes[::-1] if transpose_kernel else sizes)
         self.use_bias = use_bias
         self.transpose_kernel = transpose_kernel
         self._keep_options(arguments)

@@ -43,6 +43,7 @@ from treetap._nn.parameters import (
     check_rate,
     check_rngs,
     check_sizes,
+    chosen,
     default_kernel_init,
     told,
     where,
@@ -229,7 +230,7 @@ class MultiHeadAttention(Module):
             outputs: The sizes of the new axes.
         """
         alike = ("use_bias", "dtype", "param_dtype", "precision", "rngs")
-        options = {name: arguments[name] for name in alike}
+        options = chosen(arguments, *alike)
         for name in ("promote_dtype", "dot_general", "dot_general_cls"):
             options[name] = arguments[f"{which}_{name}"]
         for name in ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata"):
@@ -245,11 +246,9 @@ class MultiHeadAttention(Module):
         return LayerNorm(
             self.head_dim,
             use_bias=False,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
-            rngs=arguments["rngs"],
             scale_metadata=arguments[f"{name}_scale_metadata"],
+            **chosen(arguments, "dtype", "param_dtype", "rngs"),
         )
 
     def __call__(

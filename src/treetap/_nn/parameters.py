@@ -167,6 +167,11 @@ def told(layer: Any, name: str, given: Any) -> Any:
 # What a layer makes and keeps.
 
 
+def chosen(arguments: Arguments, *names: str) -> dict[str, Any]:
+    """Return some of a constructor's arguments, to hand them on."""
+    return {name: arguments[name] for name in names}
+
+
 class Layer(Module):
     """Base of layers with parameters: which dtype these have, and which results.
 
@@ -216,19 +221,14 @@ def make_parameters(
         **shapes: The shapes by the names of the parameters, in the order of keys; None
             for one that this layer does not have.
     """
+    dtype = arguments["param_dtype"]
     for name, shape in shapes.items():
         made = data(None)
         if shape is not None:
-            made = make_parameter(
-                layer,
-                name,
-                arguments[f"{name}_init"],
-                check_rngs(layer, arguments["rngs"]).params(),
-                shape,
-                arguments["param_dtype"],
-                drawn_as=drawn_as.get(name),
-                metadata=arguments[f"{name}_metadata"],
-            )
+            key = check_rngs(layer, arguments["rngs"]).params()
+            init, metadata = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
+            options = {"drawn_as": drawn_as.get(name), "metadata": metadata}
+            made = make_parameter(layer, name, init, key, shape, dtype, **options)
         setattr(layer, name, made)
 
 

@@ -264,7 +264,7 @@ def _rewind(streams: list[RngStream]) -> None:
 
 @contextmanager
 def _same_keys(streams: list[RngStream]) -> Iterator[None]:
-    """Give streams new keys for a sequence; afterwards they go on as if from one draw."""
+    """Give streams new keys for a sequence; they go on from their old ones after."""
     before = [(each, each.key.get_value(), each.count.get_value()) for each in streams]
     for stream in streams:
         stream.key.set_value(jax.random.split(stream(), 1)[0])

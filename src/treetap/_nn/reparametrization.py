@@ -17,7 +17,7 @@ from jax import lax
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import data
-from treetap._core.trees.filters import Filter, PathContains, predicate_of
+from treetap._core.trees.filters import Filter, PathContains
 from treetap._core.trees.split import state
 from treetap._core.trees.state import to_flat_state
 from treetap._core.trees.traverse import recursive_map
@@ -45,7 +45,8 @@ KERNELS = PathContains("kernel")
 
 def parameters_of(layer: Any, filter: Filter) -> dict[Path, Variable[Any]]:
     """Return the Variables of a layer that a filter takes, by path, in order."""
-    return dict(to_flat_state(state(layer, filter, graph=True)))
+    found = to_flat_state(state(layer, filter, graph=True))
+    return {path: value for path, value in found if isinstance(value, Variable)}
 
 
 class Reparametrized(Module):
@@ -158,15 +159,15 @@ class SpectralNorm(Reparametrized):
         if update_stats is None:
             update_stats = not self.use_running_average
         values: dict[Path, Any] = {}
-        found: list[tuple[Any, Any]] = []
+        found: dict[Path, Any] = {}
         for path, variable in parameters_of(self.layer_instance, Param).items():
             if (*path, "u") in self.batch_stats:
                 values[path], u, sigma = self._normalized(path, variable)
-                found.append((self.batch_stats[*path, "u"], u))
-                found.append((self.batch_stats[*path, "sigma"], sigma))
+                found |= {(*path, "u"): u, (*path, "sigma"): sigma}
         out = self._with_values(values)(x, **kwargs)
         if update_stats:
-            for stat, value in found:
+            for path, value in found.items():
+                stat = self.batch_stats[path]
                 stat.set_value(lax.stop_gradient(value).astype(stat.dtype))
         return out
 
@@ -250,13 +251,7 @@ class WeightNorm(Reparametrized):
 
     def _weights(self) -> dict[Path, Any]:
         """Return the weights in question, by path."""
-        wanted = predicate_of(self.variable_filter)
-        every = parameters_of(self.layer_instance, ...)
-        return {
-            path: variable
-            for path, variable in every.items()
-            if isinstance(variable, Variable) and wanted(path, variable)
-        }
+        return parameters_of(self.layer_instance, self.variable_filter)
 
     def _scales(self, rngs: Rngs) -> dict[Path, Any]:
         """Make scales, from keys beside the stream: layers that follow keep theirs."""

@@ -110,10 +110,8 @@ def _opened(value: Any) -> _Opened:
         return (kind,), (value.func, value.args, value.keywords)
     if kind in _BY_VALUE:
         return (kind, value), ()
-    if kind is float:
-        return (kind, value.hex()), ()  # tells 0.0 from -0.0, and not nan from nan
-    if kind is complex:
-        return (kind, value.real.hex(), value.imag.hex()), ()
+    if kind in (float, complex):
+        return (kind, repr(value)), ()  # tells 0.0 from -0.0, and not nan from nan
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return (kind, value.tobytes()), ()
     if isinstance(value, np.dtype):

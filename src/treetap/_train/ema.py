@@ -73,14 +73,11 @@ class EMA(Pytree):
         self.decay = float(decay)
         self.graph = graph
         self._only = EqualFunctions(only)
-        found = self._tracked(leaves_of(model, resolve_graph(graph), "EMA"))
+        found = self._tracked(leaves_of(model, graph, "EMA"))
         for path, leaf in found.items():
             _check_variable("EMA", path, leaf)
-        copies = {
-            path: leaf.copy(jax.tree.map(_copied, raw_value(leaf)))
-            for path, leaf in found.items()
-        }
-        self.params = data(State(nested(copies.items())))
+            found[path] = leaf.copy(jax.tree.map(_copied, raw_value(leaf)))
+        self.params = data(State(nested(found.items())))
 
     @property
     def only(self) -> Filter:
@@ -143,7 +140,7 @@ class EMA(Pytree):
     def _matched(self, model: Any, name: str) -> Leaves:
         """Return the model's Variables for the averages; they must be the same ones."""
         averages = dict(flat_items(self.params))
-        leaves = leaves_of(model, resolve_graph(self.graph), name)
+        leaves = leaves_of(model, self.graph, name)
         refuse_misfits(
             f"{name}: the model is not the one that is averaged",
             averages,

@@ -16,6 +16,7 @@ import numpy as np
 
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, is_container, show_path
+from treetap._core.settings import resolve_graph
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.state import State, flat_items, nested
 from treetap._core.variables.values import without_ref
@@ -32,15 +33,15 @@ def raw_value(leaf: Any) -> Any:
     return without_ref(raw)
 
 
-def leaves_of(tree: Any, graph: bool, name: str) -> Leaves:
+def leaves_of(tree: Any, graph: bool | None, name: str) -> Leaves:
     """Return Variables and other leaves of a tree by path; a bare leaf is at the root.
 
     Args:
         tree: A Module, State, dict or other tree of Variables or arrays.
-        graph: Whether shared references are kept, or refused.
+        graph: Whether shared references are kept, or refused; None for the setting.
         name: The public function at work, for messages.
     """
-    found = take_apart(tree, graph, name)[1]
+    found = take_apart(tree, resolve_graph(graph), name)[1]
     return dict(flat_items(found))
 
 

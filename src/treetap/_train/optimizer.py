@@ -8,9 +8,9 @@ model's parameters and the gradients by path, computes everything, and then writ
 and state in one go: when anything does not fit, nothing is changed.
 """
 
-import functools
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from treetap._core.errors import FilterError, StructureError
 from treetap._core.paths import Path, is_container, open_container, show_path
-from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import is_foreign, refuse_foreign_variable
 from treetap._core.trees.attributes import data
 from treetap._core.trees.build import as_pure
@@ -123,32 +122,22 @@ class _Wrapping:
             metadata["out_sharding"] = _annotation(metadata["out_sharding"], value, raw)
             if metadata["out_sharding"] is None:
                 del metadata["out_sharding"]
-        if is_told:
+        sharding = _sharding_of(raw) if is_alike and not is_told else None
+        if sharding is None and (is_told or mesh_of(metadata) is not None):
             return OptVariable(value, **metadata)
-        sharding = _sharding_of(raw)
-        if is_alike and sharding is not None:
-            if isinstance(value, jax.ShapeDtypeStruct):
-                value = jax.ShapeDtypeStruct(
-                    value.shape, value.dtype, sharding=sharding
-                )
-            elif value.sharding != sharding:
-                value = jax.device_put(value, sharding)
-            return _unplaced(value, metadata)
-        if mesh_of(metadata) is None:
-            return _unplaced(value, metadata)
-        return OptVariable(value, **metadata)
+        if isinstance(value, jax.ShapeDtypeStruct) and sharding is not None:
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        elif sharding is not None and value.sharding != sharding:
+            value = jax.device_put(value, sharding)
+        # A value that is where it belongs is not placed again.
+        if metadata["ref"]:
+            value = jax.new_ref(value)
+        return OptVariable.from_metadata(value, metadata)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     """Return the shape of an array; nothing for a container."""
     return getattr(value, "shape", ())
-
-
-def _unplaced(value: Any, metadata: dict[str, Any]) -> OptVariable[Any]:
-    """Return a Variable of a value that is where it belongs already."""
-    if metadata["ref"]:
-        value = jax.new_ref(value)
-    return OptVariable.from_metadata(value, metadata)
 
 
 def strong(value: Any) -> Any:
@@ -188,17 +177,19 @@ def _left_in_place(leaf: Any, value: Any) -> Any:
     """Return a new value that lies as the Variable that it is for."""
     if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
         return value
-    constrain = functools.partial(constrain_to_annotation, metadata=leaf._metadata)
+    constrain = partial(constrain_to_annotation, metadata=leaf._metadata)
     return jax.tree.map(constrain, value)
 
 
 # The optimizer.
 
 
-class Optimization(Pytree):
+class Optimization(Pytree, Generic[M]):
     """Base of `Optimizer`: a transformation, its state, and the step they take."""
 
-    def __init__(self, model: Any, tx: Any, wrt: Filter, graph: bool | None):
+    def __init__(
+        self, model: M, tx: Any, *, wrt: Filter, graph: bool | None = None
+    ) -> None:
         if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
             raise TypeError(
                 f"{type(self).__name__}: `tx` is a {type(tx).__name__}, which has no "
@@ -232,7 +223,7 @@ class Optimization(Pytree):
 
     def _parameters(self, model: Any, name: str) -> tuple[dict[Path, Any], list[Path]]:
         """Return what of the model is trained, by path, and the paths of the rest."""
-        leaves = leaves_of(model, resolve_graph(self.graph), name)
+        leaves = leaves_of(model, self.graph, name)
         wanted = predicate_of(self.wrt)
         chosen = {path: leaf for path, leaf in leaves.items() if wanted(path, leaf)}
         return chosen, [path for path in leaves if path not in chosen]
@@ -250,7 +241,7 @@ class Optimization(Pytree):
             name: The public method at work.
         """
         grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
-        leaves = leaves_of(grads, resolve_graph(self.graph), name)
+        leaves = leaves_of(grads, self.graph, name)
         tree = leaves[()] if () in leaves else nested(leaves.items())
         inside = {path: _inside(tree, path) for path in params}
         found = {path: raw_value(g) for path, g in inside.items() if g is not MISSING}
@@ -259,7 +250,7 @@ class Optimization(Pytree):
             f"{name}: the gradients do not fit the parameters",
             params,
             found,
-            compare=_misfit_of_gradient,
+            compare=partial(misfit_of_values, compare=_misfit_of_gradient),
             unexpected=[path for path in leaves if not _is_below(path, known)],
             remedy="Pass the gradient of a loss with respect to the model: a Module, a "
             "State or nested dicts with the model's own paths.",
@@ -355,11 +346,6 @@ def _is_below(path: Path, known: set[Path]) -> bool:
 
 
 def _misfit_of_gradient(param: Any, grad: Any) -> str:
-    """Return why a value cannot be the gradient of another."""
-    return misfit_of_values(param, grad, _misfit_of_gradient_array)
-
-
-def _misfit_of_gradient_array(param: Any, grad: Any) -> str:
     """Return why an array cannot be the gradient of another."""
     if not isinstance(grad, _ARRAYS):
         return f"a {type(grad).__name__} where an array belongs"
@@ -387,7 +373,7 @@ def _check_parameters(name: str, params: Mapping[Path, Any], wrt: Filter) -> Non
                 )
 
 
-class Optimizer(Optimization, Generic[M]):
+class Optimizer(Optimization[M]):
     """An optax transformation and its state, for the parameters of one model.
 
     Optimizers with equal settings have equal GraphDefs: a jitted step is traced once
@@ -416,11 +402,6 @@ class Optimizer(Optimization, Generic[M]):
         (0.0, 1)
     """
 
-    def __init__(
-        self, model: M, tx: Any, *, wrt: Filter, graph: bool | None = None
-    ) -> None:
-        super().__init__(model, tx, wrt, graph)
-
     def update(self, model: M, grads: Any, **kwargs: Any) -> Any:
         """Take one step: change the model and the state, in place.
 
@@ -446,7 +427,7 @@ class Optimizer(Optimization, Generic[M]):
         return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from type checkers
 
 
-class ModelAndOptimizer(Optimization):
+class ModelAndOptimizer(Optimization[Any]):
     """Deprecated: a model with its optimizer in one object; use `Optimizer`.
 
     NNX programs written before the two were parted still use it.
@@ -477,7 +458,7 @@ class ModelAndOptimizer(Optimization):
             DeprecationWarning,
             stacklevel=3 + depth,
         )
-        super().__init__(model, tx, wrt, graph)
+        super().__init__(model, tx, wrt=wrt, graph=graph)
         self.model = model
 
     def update(self, grads: Any, /, **kwargs: Any) -> Any:
