@@ -115,7 +115,8 @@ class _Batch:
         values = jnp.asarray(values)
         if jnp.iscomplexobj(values):
             raise TypeError(f"{name}: the values are {values.dtype}; give real ones.")
-        self.values = values.astype(_wide(values.dtype))
+        is_wide = values.dtype == jnp.float64
+        self.values = values if is_wide else values.astype(jnp.float32)
         self.keep: Any = True
         self.size: Any = values.size
         if mask is None:
@@ -133,11 +134,6 @@ class _Batch:
     def sum(self, values: jax.Array) -> jax.Array:
         """Return the sum of those values that count."""
         return jnp.where(self.keep, values, 0).sum()
-
-
-def _wide(dtype: Any) -> Any:
-    """Return the dtype to add up in."""
-    return dtype if dtype == jnp.float64 else jnp.float32
 
 
 def _zero(dtype: Any) -> MetricState[Any]:

@@ -38,11 +38,10 @@ class PReLU(Layer):
         promote_dtype: Promote = default_promote,
         negative_slope_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         self.negative_slope = Param(
             jnp.asarray(negative_slope_init, param_dtype), **negative_slope_metadata
         )
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Rectify `inputs`.

@@ -96,13 +96,8 @@ class LoRA(Layer):
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
-        in_features, rank, out_features = check_sizes(
-            self,
-            in_features=in_features,
-            lora_rank=lora_rank,
-            out_features=out_features,
-        )
+        sizes = chosen(locals(), "in_features", "lora_rank", "out_features")
+        in_features, rank, out_features = check_sizes(self, **sizes)
         if base_module is not None and not callable(base_module):
             raise StructureError(
                 "LoRA: `base_module` must be callable, got "
@@ -110,7 +105,7 @@ class LoRA(Layer):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self._keep_options(arguments)
+        self._keep_options(locals())
         self.lora_param_type = lora_param_type
         self.base_module = data(base_module)
         draw = check_rngs(self, rngs).params
@@ -180,13 +175,12 @@ class LoRALinear(Linear):
         b_metadata: Metadata = NO_METADATA,
         **kwargs: Any,
     ):
-        arguments = locals()
         check_sizes(self, lora_rank=lora_rank)
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         alike = ("lora_param_type", "rngs", "a_initializer", "b_initializer")
-        options = chosen(arguments, *alike, "a_metadata", "b_metadata")
-        for name in LoRA._layer_options:
-            options[name] = arguments[f"lora_{name}"]
+        options = chosen(locals(), *alike, "a_metadata", "b_metadata")
+        options |= {"dtype": lora_dtype, "param_dtype": lora_param_dtype}
+        options["promote_dtype"] = lora_promote_dtype
         self.lora = LoRA(in_features, lora_rank, out_features, **options)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:

@@ -23,7 +23,7 @@ from treetap._core.trees.attributes import static
 from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
-from treetap._nn.linear import Affine, over_last
+from treetap._nn.linear import Affine, with_bias
 from treetap._nn.parameters import (
     NO_METADATA,
     Arguments,
@@ -90,8 +90,7 @@ class Convolution(Affine):
         self.kernel_size = check_all_sizes(self, "kernel_size", window)
         self.kernel_shape = (*self.kernel_size, *channels)
         self._mask = static(self._checked_mask(arguments["mask"]))
-        bias = sizes[1:] if arguments["use_bias"] else None
-        make_parameters(self, arguments, kernel=self.kernel_shape, bias=bias)
+        make_parameters(self, arguments, kernel=self.kernel_shape, bias=sizes[1:])
         self.in_features, self.out_features = sizes
         self.strides: Numbers = _hashable(arguments["strides"])
         self.padding: Padding = _hashable(arguments["padding"])
@@ -137,8 +136,7 @@ class Convolution(Affine):
 
     def _finished(self, outputs: jax.Array, bias: Any, batch: Shape) -> jax.Array:
         """Return outputs with the bias added, and the batch axes of the inputs."""
-        if bias is not None:
-            outputs = outputs + over_last(bias, outputs)
+        outputs = with_bias(outputs, bias)
         return jnp.reshape(outputs, (*batch, *outputs.shape[1:]))
 
     def _for_all_axes(self, value: Any) -> Sequence[Any]:
@@ -245,7 +243,6 @@ class Conv(Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
         (groups,) = check_sizes(self, feature_group_count=feature_group_count)
         if groups < 1 or any(size % groups for size in sizes):
@@ -253,12 +250,12 @@ class Conv(Convolution):
                 f"Conv: feature_group_count={groups} must divide in_features="
                 f"{in_features} and out_features={out_features}."
             )
-        self._set_up(arguments, sizes, (sizes[0] // groups, sizes[1]))
+        self._set_up(locals(), sizes, (sizes[0] // groups, sizes[1]))
         self.input_dilation = _hashable(input_dilation)
         self.feature_group_count = groups
         self.use_bias = use_bias
         self.conv_general_dilated = conv_general_dilated
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Convolve `inputs`.
@@ -364,12 +361,11 @@ class ConvTranspose(Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
-        self._set_up(arguments, sizes, sizes[::-1] if transpose_kernel else sizes)
+        self._set_up(locals(), sizes, sizes[::-1] if transpose_kernel else sizes)
         self.use_bias = use_bias
         self.transpose_kernel = transpose_kernel
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Convolve `inputs` transposed.

@@ -39,19 +39,15 @@ def forked(layer: Any, rngs: Any, name: str) -> Any:
     )
 
 
-def is_key(array: jax.Array) -> bool:
-    """Whether an array is a key, typed or as raw data."""
-    return array.dtype == jnp.uint32 or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def next_key(layer: Any, rngs: Any, name: str) -> Any:
     """Return the key to use, from streams, a stream, or a key itself."""
     if isinstance(rngs, Rngs):
         return rngs[name]()
     if isinstance(rngs, RngStream):
         return rngs()
-    if isinstance(rngs, jax.Array) and is_key(rngs):
-        return rngs
+    dtype = rngs.dtype if isinstance(rngs, jax.Array) else None
+    if dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return rngs  # a key, as raw data or typed
     raise TypeError(
         f"{where(layer)}: `rngs` must be an Rngs, an RngStream or a key, got "
         f"{typed(rngs)}."
@@ -99,7 +95,7 @@ class Dropout(Module):
         rng_collection: str = "dropout",
         rngs: Rngs | RngStream | None = None,
     ):
-        self.rate = check_rate("Dropout", "rate", rate)
+        self.rate = check_rate(self, "rate", rate)
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = deterministic
         self.rng_collection = rng_collection

@@ -70,13 +70,11 @@ class Embed(Layer):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         shape = check_sizes(self, num_embeddings=num_embeddings, features=features)
-        make_parameters(self, arguments, embedding=shape)
+        make_parameters(self, locals(), embedding=shape)
         self.num_embeddings, self.features = shape
-        self._keep_options(arguments)
-        if dtype is None:
-            self.dtype = self.embedding.dtype
+        dtype = self.embedding.dtype if dtype is None else dtype
+        self._keep_options(locals())
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Return the rows that `inputs` names.

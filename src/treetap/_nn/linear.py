@@ -46,9 +46,12 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def over_last(bias: jax.Array, outputs: jax.Array) -> jax.Array:
-    """Return a bias over the last axes, with an axis of size 1 for each one before."""
-    return jnp.reshape(bias, (1,) * (outputs.ndim - bias.ndim) + bias.shape)
+def with_bias(outputs: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Return outputs with a bias, if there is one, added over their last axes."""
+    if bias is None:
+        return outputs
+    ahead = (1,) * (outputs.ndim - bias.ndim)
+    return outputs + jnp.reshape(bias, ahead + bias.shape)
 
 
 class Affine(Layer):
@@ -118,14 +121,12 @@ class Linear(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
-        sums = sizes[1:] if use_bias else None
-        make_parameters(self, arguments, kernel=sizes, bias=sums)
+        make_parameters(self, locals(), kernel=sizes, bias=sizes[1:])
         self.in_features, self.out_features = sizes
         self.use_bias = use_bias
         self.dot_general = dot_general
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Map `inputs`.
@@ -137,10 +138,8 @@ class Linear(Affine):
         check_features(self, inputs, self.in_features)
         inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         summed = ((inputs.ndim - 1,), (0,)), ((), ())
-        outputs = self.dot_general(
-            inputs, kernel, summed, **self._options(out_sharding)
-        )
-        return outputs if bias is None else outputs + over_last(bias, outputs)
+        options = self._options(out_sharding)
+        return with_bias(self.dot_general(inputs, kernel, summed, **options), bias)
 
 
 class FrozenMapping(Mapping[Any, Any]):
@@ -223,7 +222,6 @@ class LinearGeneral(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         self.in_features = as_tuple(in_features)
         self.out_features = as_tuple(out_features)
         self.axis = as_tuple(axis)
@@ -233,12 +231,11 @@ class LinearGeneral(Affine):
         sums = (*batch, *self.out_features)
         matrix = (math.prod((*batch, *self.in_features)), math.prod(self.out_features))
         flat = {"kernel": matrix, "bias": (math.prod(sums),)}
-        bias = sums if use_bias else None
-        make_parameters(self, arguments, flat, kernel=sizes, bias=bias)
+        make_parameters(self, locals(), flat, kernel=sizes, bias=sums)
         self.use_bias = use_bias
         self.dot_general = dot_general
         self.dot_general_cls = dot_general_cls
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def _checked_batch(self) -> Shape:
         """Return the sizes of the batch axes, if all sizes fit together."""
@@ -270,14 +267,14 @@ class LinearGeneral(Affine):
         batch = tuple(range(len(self.batch_axis)))
         summed = tuple(range(len(batch), len(batch) + len(axes)))
         dimensions = (axes, summed), (batch, batch)
-        outputs = self._operation()(
-            inputs, kernel, dimensions, **self._options(out_sharding)
-        )
-        if bias is None:
-            return outputs
-        left = (1,) * (inputs.ndim - len(batch) - len(axes))
-        shape = bias.shape[: len(batch)] + left + bias.shape[len(batch) :]
-        return outputs + jnp.reshape(bias, shape)
+        operation = lax.dot_general if self.dot_general is None else self.dot_general
+        if self.dot_general_cls is not None:
+            operation = self.dot_general_cls()
+        outputs = operation(inputs, kernel, dimensions, **self._options(out_sharding))
+        if bias is not None:
+            left = range(len(batch), inputs.ndim - len(axes))
+            bias = jnp.expand_dims(bias, tuple(left))
+        return with_bias(outputs, bias)
 
     def _axes_of(self, inputs: Array) -> tuple[int, ...]:
         """Return the axes of the inputs to sum over, if they have the sizes."""
@@ -292,12 +289,6 @@ class LinearGeneral(Affine):
                 f"{first}, got {typed(inputs)}."
             )
         return axes
-
-    def _operation(self) -> Callable[..., Any]:
-        """Return what to compute with."""
-        if self.dot_general_cls is not None:
-            return self.dot_general_cls()
-        return lax.dot_general if self.dot_general is None else self.dot_general
 
 
 class Einsum(Affine):
@@ -347,18 +338,17 @@ class Einsum(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         if einsum_str is not None:
             _terms(self, einsum_str)
         check_all_sizes(self, "kernel_shape", kernel_shape)
         kernel_shape = as_tuple(kernel_shape)
         bias_shape = None if bias_shape is None else tuple(bias_shape)
-        make_parameters(self, arguments, kernel=kernel_shape, bias=bias_shape)
+        make_parameters(self, locals(), kernel=kernel_shape, bias=bias_shape)
         self.einsum_str = einsum_str
         self.kernel_shape = kernel_shape
         self.bias_shape = bias_shape
         self.einsum_op = einsum_op
-        self._keep_options(arguments)
+        self._keep_options(locals())
 
     def __call__(
         self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -380,9 +370,9 @@ class Einsum(Affine):
         self._check(text, terms, inputs)
         inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
         outputs = self.einsum_op(text, inputs, kernel, **self._options(out_sharding))
-        if bias is None:
-            return outputs
-        return outputs + self._over_result(bias, terms, outputs.ndim)
+        if bias is not None:
+            bias = self._over_result(bias, terms, outputs.ndim)
+        return with_bias(outputs, bias)
 
     def _check(self, text: str, terms: tuple[str, str, str], inputs: Any) -> None:
         """Refuse operands that do not have the axes that the string says."""

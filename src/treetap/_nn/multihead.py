@@ -154,21 +154,20 @@ class MultiHeadAttention(Module):
         key_ln_scale_metadata: Metadata = NO_METADATA,
         implementation: Implementation = None,
     ):
-        arguments = locals()
-        self._set_sizes(
-            num_heads=num_heads,
-            in_features=in_features,
-            qkv_features=in_features if qkv_features is None else qkv_features,
-            out_features=in_features if out_features is None else out_features,
-            in_kv_features=in_features if in_kv_features is None else in_kv_features,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        )
+        sizes = {
+            "num_heads": num_heads,
+            "in_features": in_features,
+            "qkv_features": in_features if qkv_features is None else qkv_features,
+            "out_features": in_features if out_features is None else out_features,
+            "in_kv_features": in_features if in_kv_features is None else in_kv_features,
+            "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
+        }
+        for name, size in zip(sizes, check_sizes(self, **sizes)):
+            setattr(self, name, size)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.broadcast_dropout = broadcast_dropout
-        self.dropout_rate = check_rate(
-            type(self).__name__, "dropout_rate", dropout_rate
-        )
+        self.dropout_rate = check_rate(self, "dropout_rate", dropout_rate)
         self.deterministic = deterministic
         self.precision = precision
         self.use_bias = use_bias
@@ -185,15 +184,10 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         self.head_dim = self._checked_head_dim()
         check_rngs(self, rngs)
-        self._make_parts(arguments)
+        self._make_parts(locals())
         keeps = keep_rngs and dropout_rate > 0
         self.rngs = forked(self, rngs if keeps else None, "dropout")
         self.cached_key = self.cached_value = self.cache_index = data(None)
-
-    def _set_sizes(self, **sizes: int) -> None:
-        """Keep sizes under their names."""
-        for name, size in zip(sizes, check_sizes(self, **sizes)):
-            setattr(self, name, size)
 
     def _checked_head_dim(self) -> int:
         """Return the features of a head, if all have as many."""

@@ -81,6 +81,8 @@ class Normalizing(Layer):
     """Base of layers that normalize: how moments are taken, and what follows them."""
 
     num_features: int
+    feature_axes: int | tuple[int, ...]  # but for `BatchNorm` and `GroupNorm`
+    reduction_axes: Any  # of `LayerNorm`, `RMSNorm` and `GroupNorm`
     scale: Param[Any] | None
     bias: Param[Any] | None
     use_scale: bool
@@ -89,14 +91,17 @@ class Normalizing(Layer):
 
     def _set_up(self, arguments: Arguments, features: int) -> None:
         """Keep how to take moments, as static attributes; make scale and bias."""
+        self._keep_options(arguments)
+        for name in ("reduction_axes", "feature_axes"):
+            if name in arguments:
+                setattr(self, name, static_axes(arguments[name]))
         groups = arguments["axis_index_groups"]
         self.epsilon = float(arguments["epsilon"])
         self.axis_name: str | None = arguments["axis_name"]
         self.axis_index_groups = None if groups is None else tuple(map(tuple, groups))
         self.use_fast_variance: bool = arguments["use_fast_variance"]
-        scale = (features,) if self.use_scale else None
-        bias = (features,) if arguments.get("use_bias") else None
-        make_parameters(self, arguments, scale=scale, bias=bias)
+        bias = (features,) if "use_bias" in arguments else None
+        make_parameters(self, arguments, scale=(features,), bias=bias)
 
     def _over_mapping(self, *means: jax.Array) -> list[jax.Array]:
         """Return means over the named axis as well, in one collective."""
@@ -226,7 +231,6 @@ class BatchNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         shape = check_sizes(self, num_features=num_features)
         stored = jnp.promote_types(jnp.float32, param_dtype)
         self.mean = BatchStat(jnp.zeros(shape, stored))
@@ -239,8 +243,7 @@ class BatchNorm(Normalizing):
             )
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self._keep_options(arguments)
-        self._set_up(arguments, self.num_features)
+        self._set_up(locals(), self.num_features)
 
     def __call__(
         self,
@@ -343,12 +346,8 @@ class LayerNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._keep_options(arguments)
-        self.reduction_axes = static_axes(reduction_axes)
-        self.feature_axes = static_axes(feature_axes)
-        self._set_up(arguments, self.num_features)
+        self._set_up(locals(), self.num_features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -409,12 +408,8 @@ class RMSNorm(Normalizing):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._keep_options(arguments)
-        self.reduction_axes = static_axes(reduction_axes)
-        self.feature_axes = static_axes(feature_axes)
-        self._set_up(arguments, self.num_features)
+        self._set_up(locals(), self.num_features)
 
     def __call__(self, x: Array, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -490,15 +485,10 @@ class GroupNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         (features,) = check_sizes(self, num_features=num_features)
         self.feature_axis = -1
         self.num_groups, self.group_size = _groups(features, num_groups, group_size)
-        self._keep_options(arguments)
-        self.reduction_axes = (
-            None if reduction_axes is None else static_axes(reduction_axes)
-        )
-        self._set_up(arguments, features)
+        self._set_up(locals(), features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -599,11 +589,8 @@ class InstanceNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        arguments = locals()
         (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._keep_options(arguments)
-        self.feature_axes = static_axes(feature_axes)
-        self._set_up(arguments, self.num_features)
+        self._set_up(locals(), self.num_features)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.

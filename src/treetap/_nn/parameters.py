@@ -78,11 +78,11 @@ def check_all_sizes(layer: Any, name: str, sizes: Iterable[Any]) -> tuple[int, .
     return tuple(size for each in sizes for size in check_sizes(layer, **{name: each}))
 
 
-def check_rate(layer: str, name: str, rate: Any) -> float:
+def check_rate(layer: Any, name: str, rate: Any) -> float:
     """Return a rate as Python's number; one that is no share is refused."""
     if not isinstance(rate, int | float | np.number) or not 0 <= rate <= 1:
         raise StructureError(
-            f"{layer}: `{name}` must be a number from 0 to 1, got {rate!r}."
+            f"{where(layer)}: `{name}` must be a number from 0 to 1, got {rate!r}."
         )
     return float(rate)
 
@@ -114,8 +114,10 @@ def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
 
 
-def static_axes(axes: int | Sequence[int]) -> int | tuple[int, ...]:
+def static_axes(axes: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     """Return one axis or several in a form that can be part of a layer's structure."""
+    if axes is None:
+        return None
     return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
 
 
@@ -213,9 +215,9 @@ def make_parameters(
 
     Args:
         layer: The layer.
-        arguments: Those of its constructor. `kernel_init` and `kernel_metadata` are for
-            the parameter `kernel`, and `param_dtype` for all; `rngs` gives one key of
-            the stream `params` to each.
+        arguments: Those of its constructor. `kernel_init`, `kernel_metadata` and, if
+            there is one, `use_kernel` are for the parameter `kernel`, `param_dtype` is
+            for all; `rngs` gives one key of the stream `params` to each.
         drawn_as: Shapes that initializers are asked for, where the parameter is of
             another.
         **shapes: The shapes by the names of the parameters, in the order of keys; None
@@ -224,7 +226,7 @@ def make_parameters(
     dtype = arguments["param_dtype"]
     for name, shape in shapes.items():
         made = data(None)
-        if shape is not None:
+        if shape is not None and arguments.get(f"use_{name}", True):
             key = check_rngs(layer, arguments["rngs"]).params()
             init, metadata = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
             options = {"drawn_as": drawn_as.get(name), "metadata": metadata}

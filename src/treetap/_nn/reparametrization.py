@@ -249,15 +249,12 @@ class WeightNorm(Reparametrized):
         self.promote_dtype = promote_dtype
         self.scales = data(self._scales(check_rngs(self, rngs)) if use_scale else None)
 
-    def _weights(self) -> dict[Path, Any]:
-        """Return the weights in question, by path."""
-        return parameters_of(self.layer_instance, self.variable_filter)
-
     def _scales(self, rngs: Rngs) -> dict[Path, Any]:
         """Make scales, from keys beside the stream: layers that follow keep theirs."""
         key = rngs.params.copy()()
         scales: dict[Path, Any] = {}
-        for i, (path, variable) in enumerate(self._weights().items(), 1):
+        found = parameters_of(self.layer_instance, self.variable_filter)
+        for i, (path, variable) in enumerate(found.items(), 1):
             axes = canonical_axes(self, self.feature_axes, variable.ndim)
             shape = tuple(variable.shape[axis] for axis in axes)
             own_key = jax.random.fold_in(key, i)
@@ -274,10 +271,8 @@ class WeightNorm(Reparametrized):
             *args: For the layer.
             **kwargs: For the layer.
         """
-        values = {
-            path: self._normalized(path, variable)
-            for path, variable in self._weights().items()
-        }
+        found = parameters_of(self.layer_instance, self.variable_filter)
+        values = {path: self._normalized(path, each) for path, each in found.items()}
         return self._with_values(values)(x, *args, **kwargs)
 
     def _normalized(self, path: Path, variable: Any) -> jax.Array:

@@ -32,6 +32,7 @@ from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import constrain_to_annotation, mesh_of
+from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
@@ -167,10 +168,9 @@ def _annotation(annotation: Any, value: Any, param: Any) -> Any:
 
 def _sharding_of(value: Any) -> NamedSharding | None:
     """Return how a concrete or abstract array lies on a mesh, if it does."""
-    is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    if not is_known and not isinstance(value, jax.ShapeDtypeStruct):
-        return None
-    return value.sharding if isinstance(value.sharding, NamedSharding) else None
+    is_known = is_buffer(value) or isinstance(value, jax.ShapeDtypeStruct)
+    sharding = value.sharding if is_known else None
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _left_in_place(leaf: Any, value: Any) -> Any:
@@ -203,9 +203,8 @@ class Optimization(Pytree, Generic[M]):
         _check_parameters(type(self).__name__, params, wrt)
         self._paths = tuple(params)
         pure = gathered({path: raw_value(leaf) for path, leaf in params.items()})
-        is_abstract = any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(pure)
-        )
+        kinds = map(type, jax.tree.leaves(pure))
+        is_abstract = jax.ShapeDtypeStruct in kinds
         step: Any = jax.ShapeDtypeStruct((), jnp.uint32)
         self.step = OptState(step if is_abstract else jnp.zeros((), jnp.uint32))
         made = jax.eval_shape(tx.init, pure) if is_abstract else tx.init(pure)
@@ -263,16 +262,15 @@ class Optimization(Pytree, Generic[M]):
 
         name = f"{type(self).__name__}.update"
         params, others = self._parameters(model, name)
-        if self._paths != tuple(params):
-            known = dict.fromkeys(self._paths)
-            refuse_misfits(
-                f"{name}: the model does not have the parameters that the optimizer "
-                "was made for",
-                known,
-                params,
-                unexpected=[path for path in params if path not in known],
-                remedy="Make a new optimizer for this model.",
-            )
+        known = dict.fromkeys(self._paths)
+        refuse_misfits(
+            f"{name}: the model does not have the parameters that the optimizer was "
+            "made for",
+            known,
+            params,
+            unexpected=[path for path in params if path not in known],
+            remedy="Make a new optimizer for this model.",
+        )
         raw = {path: raw_value(leaf) for path, leaf in params.items()}
         pure = gathered(raw)
         options = {
