@@ -76,9 +76,6 @@ class LoRA(Layer):
         True
     """
 
-    lora_a: Variable[Any]
-    lora_b: Variable[Any]
-
     def __init__(
         self,
         in_features: int,

@@ -91,7 +91,9 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     dropping = dropout_rate > 0 and not deterministic
     if implementation is not None:
         _check_fused(query, value, dropping, precision, module, implementation)
-        return _fused((query, key, value), bias, mask, is_causal, implementation)
+        bias = None if bias is None else bias.astype(query.dtype)
+        arrays = (query, key, value, bias, mask)
+        return _fused(arrays, is_causal, implementation)
     if is_causal:
         causal = jnp.tri(*shape[-2:], dtype=bool)  # to its own position, and before
         causal = jnp.reshape(causal, (1,) * (len(shape) - 2) + shape[-2:])
@@ -168,29 +170,20 @@ def _check_fused(  # noqa: PLR0917 - what a fused implementation may lack
         )
 
 
-def _fused(
-    arrays: tuple[jax.Array, ...], bias: Any, mask: Any, causal: bool, name: Any
-) -> jax.Array:
+def _fused(arrays: tuple[Any, ...], causal: bool, name: Any) -> jax.Array:
     """Call JAX's implementation, which knows one batch axis."""
-    shape, dtype = arrays[0].shape, arrays[0].dtype
+    shape = arrays[0].shape
     batch = shape[:-3]
 
-    def with_one_batch_axis(x: jax.Array) -> jax.Array:
+    def with_one_batch_axis(x: Any) -> Any:
+        if x is None:
+            return None
         x = jnp.broadcast_to(x, batch + x.shape[-3:])
         return jnp.reshape(x, (math.prod(batch), *x.shape[-3:]))
 
-    if bias is not None:
-        bias = with_one_batch_axis(bias.astype(dtype))
-    query, key, value = map(with_one_batch_axis, arrays)
-    out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        None if mask is None else with_one_batch_axis(mask),
-        is_causal=causal,
-        implementation=name,
-    )
+    arrays = tuple(map(with_one_batch_axis, arrays))
+    attention = jax.nn.dot_product_attention
+    out = attention(*arrays, is_causal=causal, implementation=name)
     return jnp.reshape(out, shape)
 
 

@@ -90,8 +90,6 @@ class Cell(RNNCellBase, Layer):
     _carries = 1
     _layer_options = (*Layer._layer_options, "residual", "gate_fn", "activation_fn")
 
-    in_features: int
-    hidden_features: int
     carry_init: Initializer | None
     rngs: RngStream | None
     activation_fn: Activation

@@ -45,7 +45,7 @@ def next_key(layer: Any, rngs: Any, name: str) -> Any:
         return rngs[name]()
     if isinstance(rngs, RngStream):
         return rngs()
-    dtype = rngs.dtype if isinstance(rngs, jax.Array) else None
+    dtype: Any = rngs.dtype if isinstance(rngs, jax.Array) else None
     if dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return rngs  # a key, as raw data or typed
     raise TypeError(

@@ -44,7 +44,6 @@ from treetap._nn.parameters import (
 from treetap.initializers import ones, zeros
 
 Axes = int | Sequence[int]
-Groups = Sequence[Sequence[int]] | None
 
 
 def wide(x: Any) -> jax.Array:
@@ -94,7 +93,8 @@ class Normalizing(Layer):
         self._keep_options(arguments)
         for name in ("reduction_axes", "feature_axes"):
             if name in arguments:
-                setattr(self, name, static_axes(arguments[name]))
+                axes = arguments[name]
+                setattr(self, name, None if axes is None else static_axes(axes))
         groups = arguments["axis_index_groups"]
         self.epsilon = float(arguments["epsilon"])
         self.axis_name: str | None = arguments["axis_name"]
@@ -124,12 +124,12 @@ class Normalizing(Layer):
         (mean,) = self._over_mapping(mean)
         return [mean, *self._over_mapping(_mean(_square(x - mean), axes, mask))]
 
-    def _normalize(
-        self, x: Array, inputs: jax.Array, axes: Sequence[int], shape: Any, mask: Any
+    def _normalized_over(
+        self, axes: Sequence[int], x: jax.Array, inputs: Array, shape: Any, mask: Any
     ) -> jax.Array:
-        """Take moments of the elements that count over axes, and the steps after."""
-        counted = checked_mask(self, mask, inputs.shape)
-        return self._normalized(inputs, self._moments(inputs, axes, counted), x, shape)
+        """Take moments over axes, of the elements that count, and the steps after."""
+        counted = checked_mask(self, mask, x.shape)
+        return self._normalized(x, self._moments(x, axes, counted), inputs, shape)
 
     def _normalized(
         self, x: jax.Array, moments: list[Any], inputs: Array, shape: Sequence[int]
@@ -263,8 +263,7 @@ class BatchNorm(Normalizing):
         check_features(self, x, self.num_features, self.axis)
         inputs = wide(x)
         (axis,) = canonical_axes(self, self.axis, inputs.ndim)
-        shape = [1] * inputs.ndim
-        shape[axis] = self.num_features
+        shape = self._feature_shape(inputs, self.axis)
         if use_average:
             remembered = held((self.mean, self.var))
             moments = [jnp.reshape(n.astype(inputs.dtype), shape) for n in remembered]
@@ -359,7 +358,7 @@ class LayerNorm(Normalizing):
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        return self._normalize(x, inputs, axes, shape, mask)
+        return self._normalized_over(axes, inputs, x, shape, mask)
 
 
 class RMSNorm(Normalizing):
@@ -421,7 +420,7 @@ class RMSNorm(Normalizing):
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.feature_axes)
         axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        return self._normalize(x, inputs, axes, shape, mask)
+        return self._normalized_over(axes, inputs, x, shape, mask)
 
     def _moments(self, x: jax.Array, axes: Sequence[int], mask: Any) -> list[Any]:
         """Return no mean, and the mean of the squares, over axes."""
@@ -613,4 +612,4 @@ class InstanceNorm(Normalizing):
                 f"{where(self)}: {typed(x)} has no axis between batch and features "
                 "to normalize over."
             )
-        return self._normalize(x, inputs, axes, shape, mask)
+        return self._normalized_over(axes, inputs, x, shape, mask)

@@ -114,10 +114,8 @@ def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
 
 
-def static_axes(axes: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+def static_axes(axes: int | Sequence[int]) -> int | tuple[int, ...]:
     """Return one axis or several in a form that can be part of a layer's structure."""
-    if axes is None:
-        return None
     return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
 
 
