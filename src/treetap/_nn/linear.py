@@ -272,8 +272,9 @@ class LinearGeneral(Affine):
             operation = self.dot_general_cls()
         outputs = operation(inputs, kernel, dimensions, **self._options(out_sharding))
         if bias is not None:
-            left = range(len(batch), inputs.ndim - len(axes))
-            bias = jnp.expand_dims(bias, tuple(left))
+            left = (1,) * (inputs.ndim - len(batch) - len(axes))
+            shape = bias.shape[: len(batch)] + left + bias.shape[len(batch) :]
+            bias = jnp.reshape(bias, shape)
         return with_bias(outputs, bias)
 
     def _axes_of(self, inputs: Array) -> tuple[int, ...]:

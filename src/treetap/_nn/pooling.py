@@ -69,8 +69,8 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Return sizes given as any sequence."""
-    is_list = isinstance(value, Sequence | np.ndarray)
-    whole = int | np.integer  # which characters are not
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    whole = int | np.integer
     if not is_list or not all(isinstance(n, whole) and n >= 1 for n in value):
         raise StructureError(
             f"pool: `{name}` must be a sequence of positive integers, one for each "

@@ -59,8 +59,7 @@ def flip_sequences(
     steps = inputs.shape[axis]
     backwards = jnp.arange(steps - 1, -1, -1, dtype=jnp.int32)
     lengths = jnp.expand_dims(jnp.asarray(seq_lengths, jnp.int32), axis)
-    shape = [1] * (num_batch_dims + 1)
-    shape[axis] = steps
+    shape = (1,) * axis + (steps,) + (1,) * (num_batch_dims - axis)
     source = (jnp.reshape(backwards, shape) + lengths) % steps
     source = jnp.reshape(source, source.shape + (1,) * (inputs.ndim - source.ndim))
     return jnp.take_along_axis(inputs, source, axis=axis)

@@ -203,8 +203,7 @@ class Optimization(Pytree, Generic[M]):
         _check_parameters(type(self).__name__, params, wrt)
         self._paths = tuple(params)
         pure = gathered({path: raw_value(leaf) for path, leaf in params.items()})
-        kinds = map(type, jax.tree.leaves(pure))
-        is_abstract = jax.ShapeDtypeStruct in kinds
+        is_abstract = jax.ShapeDtypeStruct in map(type, jax.tree.leaves(pure))
         step: Any = jax.ShapeDtypeStruct((), jnp.uint32)
         self.step = OptState(step if is_abstract else jnp.zeros((), jnp.uint32))
         made = jax.eval_shape(tx.init, pure) if is_abstract else tx.init(pure)
