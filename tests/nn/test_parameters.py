@@ -214,6 +214,7 @@ def test_arrays_that_are_part_of_a_structure_compare_by_value():
     one, same = (FixedArray(np.arange(4)) for _ in range(2))
     assert one == same
     assert hash(one) == hash(same)
+    assert FixedArray(np.array([np.nan])) == FixedArray(np.array([np.nan]))
     for other in (np.arange(5), np.arange(4.0), np.arange(4)[::-1]):
         assert one != FixedArray(other)
     assert one != "array"

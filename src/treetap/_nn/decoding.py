@@ -60,17 +60,17 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
         )
     index = layer.cache_index.get_value()
     has_room = _has_room(layer, index, length)
-    zero = jnp.zeros((), index.dtype)
-    slot = (*(zero,) * len(batch), index, zero, zero)
+    axis = len(batch)  # of positions
 
     def put(cached: Any, new: jax.Array) -> jax.Array:
         old, new = cached.get_value(), new.astype(cached.dtype)
         if has_room is not None:
-            new = jnp.where(has_room, new, lax.dynamic_slice(old, slot, expected))
-        return lax.dynamic_update_slice(old, new, slot)
+            kept = lax.dynamic_slice_in_dim(old, index, 1, axis)
+            new = jnp.where(has_room, new, kept)
+        return lax.dynamic_update_slice_in_dim(old, new, index, axis)
 
-    shape = (*(1,) * (len(batch) + 2), length)
-    seen = lax.broadcasted_iota(jnp.int32, shape, len(batch) + 2) <= index
+    shape = (*(1,) * (axis + 2), length)
+    seen = lax.broadcasted_iota(jnp.int32, shape, axis + 2) <= index
     if mask is not None:
         weights = (*batch, layer.num_heads, 1, length)
         mask = over_weights(layer, "mask", mask, weights)
