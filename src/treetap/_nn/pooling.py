@@ -70,13 +70,17 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Return sizes given as any sequence."""
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
-    whole = int | np.integer
-    if not is_list or not all(isinstance(n, whole) and n >= 1 for n in value):
+    if not is_list or not all(map(_is_size, value)):
         raise StructureError(
             f"pool: `{name}` must be a sequence of positive integers, one for each "
             f"window axis; got {value!r}."
         )
     return tuple(int(size) for size in value)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is a positive integer."""
+    return isinstance(value, int | np.integer) and bool(value >= 1)
 
 
 def _padding(padding: Any, axes: int, batch: int) -> Any:
