@@ -378,3 +378,13 @@ def test_an_argument_without_derivative_may_be_anything(mode):
     f = tt.custom_vjp(lambda fn, x: fn(x), nondiff_argnums=0, **mode)
     f.defvjp(lambda fn, x: (fn(x), None), lambda fn, _, g: (g * 10,))
     assert float(tt.grad(lambda x: f(jnp.sin, x), **mode)(1.0)) == 10.0
+
+
+def test_an_argument_that_only_has_a_name_is_refused_not_dropped():
+    @tt.custom_vjp
+    def scaled(x, *, factor=1.0):
+        return x * factor
+
+    scaled.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    with pytest.raises(TypeError, match=r"custom_vjp: the arguments \['factor'\]"):
+        scaled(jnp.ones(()), factor=3.0)

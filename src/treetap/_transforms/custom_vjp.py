@@ -13,23 +13,25 @@ from contextvars import ContextVar
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from treetap._capture.walk.jax_compat import zero_tangent
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.build import regrow
+from treetap._core.trees.build import built_around, regrow
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import opened, variables_below
 from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_inexact
 from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.arguments import positional
 from treetap._transforms.lift.differentiation import (
     DiffState,
     check_numbers,
+    chosen_by,
     holds_objects,
     states_of,
 )
@@ -43,19 +45,13 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import PrefixFilter, Spread, spread
+from treetap._transforms.lift.prefixes import Spread, spread
 from treetap._transforms.lift.results import WHOLE, rebuild
 
 
 def _zero(value: Any) -> Any:
     """The cotangent of a value that has none."""
-
-    def of_leaf(x: Any) -> Any:
-        if is_inexact(x):
-            return jnp.zeros_like(x)
-        return np.zeros(np.shape(x), jax.dtypes.float0)
-
-    return jax.tree.map(of_leaf, value)
+    return jax.tree.map(zero_tangent, value)
 
 
 def _wants_updates(bwd: Callable[..., Any]) -> bool:
@@ -115,7 +111,7 @@ class CustomVjp:
                 f"`{name}.defvjp(fwd, bwd)` before using it."
             )
         if kwargs:
-            args = inspect.signature(self.fun).bind(*args, **kwargs).args
+            args = positional(self.fun, args, kwargs, "custom_vjp", "nondiff_argnums")
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
         inputs = self.lift.inputs(args, {})
@@ -142,8 +138,7 @@ class _Rule:
         self.nondiff: set[int] = set()
         for given in owner.nondiff_argnums:
             if isinstance(given, DiffState):
-                rules = [(given.filter, True), (..., False)]
-                prefix[given.argnum] = PrefixFilter(rules)
+                prefix[given.argnum] = chosen_by(given.filter)
                 continue
             number = given % len(args)
             if number in self.nondiff:
@@ -244,28 +239,25 @@ class _Rule:
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
         given = rebuild(out_g, made)
         options = {}
+        changed = dict(zip(sorted(self.written), updates.values[0]))
         if self.has_states:
-            given = self._updates_states(updates, tree["args"], leaves), given
-        elif self.owner._wants_updates:
-            options["updates_g"] = self._updates_tree(updates)
+            given = self._updates_states(changed, tree["args"], leaves), given
+        elif self.owner._wants_updates:  # in a tuple like the arguments
+            found = [
+                leaf.copy(changed[n]) if n in changed else None
+                for n, leaf in enumerate(leaves)
+            ]
+            options["updates_g"] = built_around(self.definition, found)["args"]
         bwd: Any = self.owner._bwd
         found = bwd(*passive, rebuild(residual, {}), given, **options)
         return (self._cotangents(found, tree["args"], self._all(values)),)
 
-    def _updates_tree(self, updates: Updates) -> Any:
-        """Cotangents of changed Variables, in a tuple like the arguments."""
-        given = dict(zip(sorted(self.written), updates.values[0]))
-        values = [given.get(n) for n in range(len(self.active))]
-        shaped, _ = regrow(self.definition, values)
-        return _without_empty(shaped["args"])
-
-    def _updates_states(self, updates: Updates, args: Any, leaves: list[Any]) -> Any:
+    def _updates_states(self, changed: Any, args: Any, leaves: list[Any]) -> Any:
         """Cotangents of Variables: a State for each object, zeros where none came."""
-        given = dict(zip(sorted(self.written), updates.values[0]))
         wanted: dict[int, Any] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Variable) and self.active[number]:
-                cotangent = given.get(number, _zero(leaf._box[0]))
+                cotangent = changed.get(number, _zero(leaf._box[0]))
                 wanted[id(leaf)] = leaf.copy(cotangent)
         return tuple(
             states_of(arg, wanted) if list(variables_below(arg)) else None
@@ -330,16 +322,6 @@ def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[An
 def _is_numeric(value: Any) -> bool:
     kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
-
-
-def _without_empty(tree: Any) -> Any:
-    """The tree with Variables that hold nothing replaced by None."""
-
-    def emptied(leaf: Any) -> Any:
-        is_empty = isinstance(leaf, Variable) and leaf._box[0] is None
-        return None if is_empty else leaf
-
-    return jax.tree.map(emptied, tree, is_leaf=lambda x: isinstance(x, Variable))
 
 
 @transform

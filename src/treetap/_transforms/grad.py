@@ -26,6 +26,7 @@ from treetap._transforms.lift.arguments import Positions, put_statics, take_stat
 from treetap._transforms.lift.differentiation import (
     DiffState,
     check_numbers,
+    chosen_by,
     holds_objects,
     states_of,
 )
@@ -36,7 +37,7 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import PrefixFilter, spread
+from treetap._transforms.lift.prefixes import spread
 from treetap._transforms.lift.results import flatten_like, rebuild
 
 P = ParamSpec("P")
@@ -122,7 +123,7 @@ class Chosen:
             prefix[number] = True
             if has_updates and holds_objects(inputs.tree["args"][number]):
                 filter = wanted.filter if isinstance(wanted, DiffState) else Param
-                prefix[number] = PrefixFilter([(filter, True), (..., False)])
+                prefix[number] = chosen_by(filter)
         tree = {"args": tuple(prefix), "kwargs": False}
         self.flags = spread(tree, inputs.tree, name, argument)
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
 import jax
-import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
 from treetap._core.variables.values import is_ref
-from treetap._core.variables.variable import Variable, raw_values
+from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.carry import described, same_carry
 from treetap._transforms.lift.lift import (
     Inputs,
@@ -30,60 +29,51 @@ T = TypeVar("T")
 
 
 class _Loop:
-    """The carried value of a while or fori loop."""
+    """The carried value of a while or fori loop.
+
+    Attributes:
+        changed: The Variables that a step changes, by number, and their metadata; found
+            when the step is traced.
+    """
 
     def __init__(self, value: Any, lift: Lift):
         self.lift = lift
         self.inputs = Inputs({"carry": value}, lift)
         values = self.inputs.values()
         self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
-        self.values = [x for n, x in enumerate(values) if n not in self.fixed]
+        self.values = self.carried(values)
+        self.changed: dict[int, Any] = {}
+
+    def carried(self, values: list[Any]) -> list[Any]:
+        """The values without Refs, which JAX wants from outside."""
+        return [x for n, x in enumerate(values) if n not in self.fixed]
+
+    def all(self, values: list[Any]) -> list[Any]:
+        """The inverse of `carried`."""
+        return filled(self.fixed, values, len(self.inputs.leaves))
 
     def enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
         inside = Inside(self.inputs, self.all(values), self.lift)
         return inside, inside.tree["carry"]
 
-    def all(self, values: Any) -> list[Any]:
-        """All values in order: those that are carried, and Refs, which are not."""
-        return filled(self.fixed, values, len(self.inputs.leaves))
-
-    def step(self, values: Any, body: Callable[[Any], Any], found: Any = None) -> Any:
-        """The values after a step; `found` collects which Variables it changed."""
+    def step(self, values: Any, body: Callable[[Any], Any]) -> Any:
+        """The values after a step."""
         inside, value = self.enter(values)
         start = described(inside, value)
         with inside.watched():
             out = body(value)
         leaves = same_carry(start, value, out, self.lift.name)
-        if found is not None:
-            found += [
-                (number, leaf._metadata)
-                for number, leaf in enumerate(inside.leaves)
-                if inside.changed(number)
-            ]
-        values = raw_values(leaves)
-        return [x for n, x in enumerate(values) if n not in self.fixed]
+        self.changed |= inside.changed(range(len(inside.leaves)))
+        return self.carried(raw_values(leaves))
 
-    def changed(self, body: Callable[..., Any], *args: Any) -> list[tuple[int, Any]]:
-        """Which Variables the body changes, and their metadata: by tracing it once."""
-        found: list[tuple[int, Any]] = []
-
-        def probe(values: Any, *args: Any) -> Any:
-            self.step(values, functools.partial(body, *args), found)
-
-        jax.eval_shape(probe, self.values, *args)
-        return found
-
-    def finish(self, values: list[Any], changed: list[tuple[int, Any]]) -> Any:
+    def finish(self, values: list[Any]) -> Any:
         """The caller's value with the final numbers."""
-        inputs, values = self.inputs, self.all(values)
-        finals = ([values[number] for number, _ in changed],)
-        inputs.write_back(Updates(finals, Written((tuple(changed),))), {})
-        kept = [
-            leaf if isinstance(leaf, Variable) else value
-            for leaf, value in zip(inputs.leaves, values)
-        ]
-        return inputs.with_leaves(kept)["carry"]
+        final = dict(enumerate(self.all(values)))
+        finals = ([final[number] for number in self.changed],)
+        written = Written((tuple(self.changed.items()),))
+        self.inputs.write_back(Updates(finals, written), {})
+        return self.inputs.with_plain(final)["carry"]
 
 
 def while_loop(
@@ -105,7 +95,7 @@ def while_loop(
     def cond(values: Any) -> Any:
         inside, value = loop.enter(values)
         holds = cond_fun(value)
-        if any(map(inside.changed, range(len(inside.leaves)))):
+        if inside.changed(range(len(inside.leaves))):
             raise StructureError(
                 "while_loop: the condition changed a Variable, and JAX drops what it "
                 "computes. Change Variables in the body."
@@ -115,9 +105,7 @@ def while_loop(
     def body(values: Any) -> Any:
         return loop.step(values, body_fun)
 
-    changed = loop.changed(body_fun)
-    final = jax.lax.while_loop(cond, body, loop.values)
-    return loop.finish(final, changed)
+    return loop.finish(jax.lax.while_loop(cond, body, loop.values))
 
 
 def fori_loop(
@@ -145,6 +133,5 @@ def fori_loop(
     def body(i: Any, values: Any) -> Any:
         return loop.step(values, functools.partial(body_fun, i))
 
-    changed = loop.changed(body_fun, jnp.asarray(lower))
     final = jax.lax.fori_loop(lower, upper, body, loop.values, unroll=unroll)
-    return loop.finish(final, changed)
+    return loop.finish(final)

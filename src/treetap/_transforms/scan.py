@@ -53,16 +53,20 @@ def _move(values: Any, source: int, target: int) -> Any:
 
 
 class _Axes:
-    """The checked `in_axes` and `out_axes` of a scan."""
+    """The checked `in_axes` and `out_axes` of a scan.
+
+    Attributes:
+        inputs, outputs: Both, with Carry alone as the only entry of a tuple.
+        carry_in, carry_out: The place of Carry in them; None if it is in neither.
+        results: Where what is stacked lies.
+    """
 
     def __init__(self, in_axes: Any, out_axes: Any, lift: Lift):
         self.lift = lift
-        self.inputs = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        self.outputs = tuple(out_axes) if isinstance(out_axes, list) else out_axes
-        for given, argument in ((self.inputs, "in_axes"), (self.outputs, "out_axes")):
-            check_prefix(given, "scan", argument, lift.mode)
-            _check_carry(given, argument)
-        if self.has_carry(self.inputs) != self.has_carry(self.outputs):
+        self.is_all_carry = out_axes is Carry
+        self.inputs, self.carry_in = _checked(in_axes, "in_axes", lift)
+        self.outputs, self.carry_out = _checked(out_axes, "out_axes", lift)
+        if (self.carry_in is None) != (self.carry_out is None):
             raise StructureError(
                 "scan: If one of in_axes or out_axes has Carry, the other must also "
                 f"have Carry; got in_axes={in_axes} and out_axes={out_axes}."
@@ -77,35 +81,22 @@ class _Axes:
                     f"else than an axis at position {place}. Return it as Carry, or "
                     "give an axis."
                 )
-        self.results = Results(
-            self._stacked(self.outputs), lift.mode, "scan", "out_axes", 0
-        )
-
-    def _stacked(self, outputs: Any) -> Any:
-        """The axes of what is stacked."""
-        if outputs is Carry:
-            return ()
-        if not self.has_carry(outputs):
-            return outputs
-        return tuple(axis for axis in outputs if axis is not Carry)
-
-    @staticmethod
-    def has_carry(given: Any) -> bool:
-        """Whether Carry stands in a prefix."""
-        return given is Carry or (isinstance(given, tuple) and Carry in given)
+        stacked = self.outputs
+        if self.carry_out is not None:
+            stacked = tuple(axis for axis in outputs if axis is not Carry)
+        self.results = Results(stacked, lift.mode, "scan", "out_axes", 0)
 
     def carry_of(self, args: tuple[Any, ...]) -> Any:
-        """The carried argument."""
-        if self.inputs is Carry:
-            return args[0]
-        return args[self.inputs.index(Carry)]
+        """The carried argument; None if there is none."""
+        return None if self.carry_in is None else args[self.carry_in]
 
     def parted(self, out: Any) -> tuple[Any, Any]:
         """A result as (carry, what is stacked)."""
-        if not self.has_carry(self.outputs):
+        place = self.carry_out
+        if place is None:
             return None, out
-        if self.outputs is Carry:
-            return out, ()
+        if self.is_all_carry:
+            out = (out,)
         if not isinstance(out, tuple) or len(out) != len(self.outputs):
             found = (
                 f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
@@ -114,7 +105,6 @@ class _Axes:
                 f"scan: out_axes has {len(self.outputs)} entries, so the function must "
                 f"return a tuple of that many; it returned {found}."
             )
-        place = self.outputs.index(Carry)
         return out[place], (*out[:place], *out[place + 1 :])
 
     def moved(self, stacked: Any) -> Any:
@@ -124,15 +114,17 @@ class _Axes:
 
     def joined(self, carry: Any, stacked: Any) -> Any:
         """The inverse of `parted`."""
-        if self.outputs is Carry:
-            return carry
-        if not self.has_carry(self.outputs):
+        place = self.carry_out
+        if place is None:
             return stacked
-        place = self.outputs.index(Carry)
-        return (*stacked[:place], carry, *stacked[place:])
+        whole = (*stacked[:place], carry, *stacked[place:])
+        return carry if self.is_all_carry else whole
 
 
-def _check_carry(given: Any, argument: str) -> None:
+def _checked(given: Any, argument: str, lift: Lift) -> tuple[Any, int | None]:
+    """`in_axes` or `out_axes`, and the place of Carry in them, if it is there."""
+    given = tuple(given) if isinstance(given, list) else given
+    check_prefix(given, "scan", argument, lift.mode)
     entries = given if isinstance(given, tuple) else (given,)
     if sum(entry is Carry for entry in entries) > 1:
         raise StructureError(
@@ -140,14 +132,14 @@ def _check_carry(given: Any, argument: str) -> None:
             "Put what is carried into one argument."
         )
     for place, entry in enumerate(entries):
-        if entry is Carry:
-            continue
-        nested = jax.tree.leaves(entry, is_leaf=lambda x: x is Carry)
-        if any(leaf is Carry for leaf in nested):
+        if entry is not Carry and Carry in jax.tree.leaves(entry):
             raise StructureError(
                 f"scan: Carry must stand at the top level of {argument}, not inside "
                 f"entry {show_path((place,))}."
             )
+    if Carry not in entries:
+        return given, None
+    return entries, entries.index(Carry)
 
 
 class _Step:
@@ -190,8 +182,7 @@ class _Step:
         values = filled(rest, mapped, len(self.mapped))
         inside = Inside(self.source, values, self.axes.lift)
         args = inside.tree["args"]
-        has_carry = self.axes.has_carry(self.axes.inputs)
-        before = self.axes.carry_of(args) if has_carry else None
+        before = self.axes.carry_of(args)
         with inside.watched():
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
@@ -203,12 +194,7 @@ class _Step:
             results=self.axes.results,
         )
         self._check_new(updates)
-        carried = [
-            (number, inside.leaves[number]._metadata)
-            for number in self.carried
-            if inside.changed(number)
-        ]
-        written = Written((tuple(carried),))
+        written = Written((tuple(inside.changed(self.carried).items()),))
         return self._carry(inside, new), (flat, updates, written)
 
     def _check_new(self, updates: Updates) -> None:
@@ -261,12 +247,8 @@ def _finish(inputs: Inputs, step: _Step, carry: list[Any], out: Any) -> Any:
     groups = (*updates.written.groups, *carried.groups)
     written = replace(updates.written, groups=groups)
     returned = None
-    if axes.has_carry(axes.inputs):
-        kept = [
-            leaf if isinstance(leaf, Variable) else final.get(number, leaf)
-            for number, leaf in enumerate(inputs.leaves)
-        ]
-        returned = axes.carry_of(inputs.with_leaves(kept)["args"])
+    if axes.carry_in is not None:
+        returned = axes.carry_of(inputs.with_plain(final)["args"])
     result = inputs.finish(axes.moved(stacked), Updates(values, written))
     return axes.joined(returned, result)
 
@@ -323,7 +305,7 @@ def scan(
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         args = positional(f, args, kwargs, "scan", "in_axes") if kwargs else args
-        if axes.inputs is Carry and len(args) != 1:
+        if in_axes is Carry and len(args) != 1:
             raise StructureError(
                 "scan: When in_axes=Carry, the function must take exactly one "
                 f"argument; {len(args)} were given."

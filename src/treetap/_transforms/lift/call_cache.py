@@ -54,7 +54,6 @@ from treetap._core.variables.variable import (
     get_metadata,
     get_trace,
     set_box,
-    write_boxes,
 )
 from treetap._transforms.lift.lift import Inputs, Updates, Written
 
@@ -122,9 +121,10 @@ class VerifiedArguments:
         metadata: The metadata of those.
         plain: Their other leaves.
         trace: The trace level of the Variables; None if they differ.
-        roots: The outermost objects: their number, a weak reference, their children.
-        contents: What is below them.
         change: The last change anywhere, when all this was looked at.
+        roots: The outermost objects: their number, a weak reference, their children.
+            Empty if they are not kept for the next call.
+        contents: What is below them.
         written: By the number of a note: the Variables to write, and their places.
         packed: A way to call with packed values; False if there is none.
         misfits: How often that way was not applicable.
@@ -132,11 +132,11 @@ class VerifiedArguments:
 
     variables: Sequence[Any]
     metadata: Sequence[Any]
-    plain: Sequence[Any]
+    plain: list[Any]
     trace: Any
-    roots: list[tuple[int, Any, Any]]
-    contents: Contents
     change: object
+    roots: list[tuple[int, Any, Any]] = field(default_factory=list)
+    contents: Contents = field(default_factory=lambda: Contents([], [], []))
     written: dict[int, Any] = field(default_factory=dict)
     packed: Any = None
     misfits: int = 0
@@ -195,7 +195,8 @@ class VerifiedArguments:
             for place, value in zip(places, new):
                 values[place] = value
         kept = self, values
-        if trace is not EAGER or last_values.setdefault(None, kept) is not kept:
+        may_keep = self.roots and trace is EAGER
+        if not may_keep or last_values.setdefault(None, kept) is not kept:
             last_values[None] = None  # somebody else wrote, or it is not to be kept
 
     def _are_unchanged(self, outermost: Sequence[Any]) -> bool:
@@ -206,24 +207,6 @@ class VerifiedArguments:
             and all(map(is_, map(_read_flat, nodes), flats))
             and all(map(is_, map(get_metadata, self.variables), self.metadata))
         )
-
-
-class WriteBack:
-    """How to write back what a program says it has written.
-
-    Attributes:
-        is_simple: Whether values are all there is to write.
-        places: Which Variables are written; None if all are, in order.
-        pick: Takes them out of all.
-    """
-
-    def __init__(self, written: Written, own: dict[int, int], metadata: Sequence[Any]):
-        pairs = list(chain.from_iterable(written.groups))
-        self.is_simple = not written.objects and not written.has_flat_parts
-        self.is_simple &= all(facts is metadata[own[number]] for number, facts in pairs)
-        places = [own[number] for number, _ in pairs]
-        self.places = None if places == list(range(len(own))) else places
-        self.pick = getter(places)
 
 
 class UnwrittenResult(NamedTuple):
@@ -264,7 +247,9 @@ class CachedCall:
         self._verified: BoundedCache[int, VerifiedArguments] = BoundedCache(
             MAX_VERIFIED
         )
-        self._write_backs: dict[int, WriteBack] = {}
+        # By the number of a note: what takes the Variables that are written out of all,
+        # and their places; None if there is more to write than values.
+        self._write_backs: dict[int, tuple[Getter, Any] | None] = {}
         self.packed_programs: BoundedCache[Any, Any] = BoundedCache(MAX_PACKED_PROGRAMS)
         self._see_outermost(tree)
 
@@ -327,15 +312,19 @@ class CachedCall:
             out = self._call_packed(verified, outermost, plain)
             if out is not NOT_APPLICABLE:
                 return out
+        return self._call(verified, plain, run)
+
+    def _call(self, verified: VerifiedArguments, plain: Any, run: Any) -> Any:
+        """Calls a program with verified arguments, and writes back; as `again`."""
         values = verified.values()
         news, out, note = run(*self.program.parted(values, plain))
         written = verified.written.get(len(note))
         if written is None:
             back = self._write_back(len(note))
-            if not back.is_simple:
+            if back is None:
                 return UnwrittenResult(out, self.program.updates(news, note))
-            written = back.pick(verified.variables), back.places
-            verified.written[len(note)] = written
+            pick, places = back
+            written = verified.written[len(note)] = pick(verified.variables), places
         verified.write(written[0], written[1], news, values)
         return out
 
@@ -352,16 +341,7 @@ class CachedCall:
         variables, plain = self._pick(leaves), [*self._pick_plain(leaves)]
         if not self._fit(variables, plain) or not all_leaves(plain):
             return NOT_APPLICABLE
-        values = [variable._box[0] for variable in variables]
-        news, out, note = run(*self.program.parted(values, plain))
-        back = self._write_back(len(note))
-        if not back.is_simple:
-            return UnwrittenResult(out, self.program.updates(news, note))
-        written = back.pick(variables)
-        _check_traces(written, current_trace())
-        write_boxes(written, zip(chain.from_iterable(news)))
-        self._remember(tree, variables, plain, change)
-        return out
+        return self._call(self._verify(tree, variables, plain, change), plain, run)
 
     def _call_packed(
         self, verified: VerifiedArguments, outermost: Sequence[Any], plain: Any
@@ -387,17 +367,16 @@ class CachedCall:
         """The Variables of arguments by the number of the leaf."""
         return dict(zip(self._own, variables))
 
-    def has_metadata(self, number: int, metadata: Any) -> bool:
-        """Whether the Variable that is this leaf comes out with the metadata it had."""
-        return metadata is self._metadata[self._own[number]]
-
-    def _write_back(self, number: int) -> WriteBack:
-        back = self._write_backs.get(number)
-        if back is None:
-            written = self.program.written[number]
-            back = WriteBack(written, self._own, self._metadata)
-            self._write_backs[number] = back
-        return back
+    def _write_back(self, number: int) -> tuple[Getter, Any] | None:
+        """How to write back what a program says, in a note, that it has written."""
+        if number not in self._write_backs:
+            written: Written = self.program.written[number]
+            pairs = chain.from_iterable(written.groups)
+            places = [self._own[each] for each, _ in pairs]
+            is_all = places == list(range(len(self._own)))
+            back = getter(places), None if is_all else places
+            self._write_backs[number] = back if written.has_values_only else None
+        return self._write_backs[number]
 
     def _fit(self, variables: Sequence[Any], plain: Sequence[Any]) -> bool:
         """Whether kinds and metadata are the same, and nothing stands twice.
@@ -414,14 +393,21 @@ class CachedCall:
     def _are_unshared(self, plain: Sequence[Any]) -> bool:
         return _are_different([plain[place] for place in self._inner])
 
-    def _remember(self, tree: Any, variables: Any, plain: Any, change: object) -> None:
-        """Keeps objects for the next call, while the outermost ones live."""
+    def _verify(
+        self, tree: Any, variables: Any, plain: Any, change: object
+    ) -> VerifiedArguments:
+        """Arguments that fit, kept for the next call while the outermost ones live."""
+        trace = current_trace()
+        is_one_level = all(map(is_, map(get_trace, variables), repeat(trace)))
+        metadata = list(map(get_metadata, variables))
+        level = trace if is_one_level else None
+        verified = VerifiedArguments(variables, metadata, [*plain], level, change)
         if self._first < 0:
-            return
+            return verified
         outermost = self._outermost(tree)
         contents = contents_of([outermost[number] for number in self._roots])
         if contents is None or last_change[0] is not change:
-            return
+            return verified
         key, cache = id(outermost[self._first]), self._verified
         values = last_values  # the room itself may be gone when Python ends
 
@@ -429,26 +415,16 @@ class CachedCall:
             cache.discard(key)
             values[None] = None
 
-        roots: list[tuple[int, Any, Any]] = []
         for number in self._roots:
             root = outermost[number]
-            roots.append((number, weakref.ref(root, forget), _read_flat(root)))
-        trace = current_trace()
-        is_one_level = all(map(is_, map(get_trace, variables), repeat(trace)))
-        kept = [*plain]
+            kept = number, weakref.ref(root, forget), _read_flat(root)
+            verified.roots.append(kept)
         for place, _ in self._given:
-            kept[place] = None  # given anew by each call
+            verified.plain[place] = None  # given anew by each call
+        verified.contents = contents
         cache.discard(key)
-        verified = VerifiedArguments(
-            variables,
-            list(map(get_metadata, variables)),
-            kept,
-            trace if is_one_level else None,
-            roots,
-            contents,
-            change,
-        )
         cache.add(key, verified)
+        return verified
 
     @classmethod
     def of(

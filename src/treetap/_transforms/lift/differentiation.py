@@ -18,6 +18,7 @@ from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.state import State, flat_items, nested
 from treetap._transforms.lift.lift import Lift
+from treetap._transforms.lift.prefixes import PrefixFilter
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class DiffState:
 
     argnum: int
     filter: Filter
+
+
+def chosen_by(filter: Filter) -> PrefixFilter:
+    """A prefix that chooses the Variables a filter takes."""
+    return PrefixFilter([(filter, True), (..., False)])
 
 
 def holds_objects(value: Any) -> bool:

@@ -17,7 +17,14 @@ along: see `structure_updates`.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -200,7 +207,8 @@ class Written:
     """What a call changed; static, so that it costs nothing when a program runs.
 
     Attributes:
-        groups: For each prefix, the Variables that come out: number and metadata.
+        groups: For each prefix, the Variables that come out: their numbers, and their
+            metadata if those have changed, else None.
         objects: The objects whose structure changed.
         has_flat_parts: Whether a part of the result is a `FlatPart`.
     """
@@ -213,6 +221,13 @@ class Written:
         return hash(
             tuple(tuple(number for number, _ in group) for group in self.groups)
         )
+
+    @property
+    def has_values_only(self) -> bool:
+        """Whether there is no more to write than values."""
+        metadata = [facts for group in self.groups for _, facts in group]
+        has_more = self.objects or self.has_flat_parts
+        return not has_more and all(facts is None for facts in metadata)
 
     def numbers(self) -> set[int]:
         """The Variables that come out."""
@@ -276,11 +291,16 @@ class Inputs:
         self.write_back(updates, made)
         return rebuild(out, made) if updates.written.has_flat_parts else out
 
-    def with_leaves(self, leaves: list[Any]) -> Any:
-        """The arguments with other leaves: around the caller's Variables, new objects.
+    def with_plain(self, values: Mapping[int, Any]) -> Any:
+        """The arguments with other plain values, where there are some, by number.
 
-        With graph updates, the caller's own objects.
+        Around the caller's Variables are new objects; with graph updates, the caller's
+        own.
         """
+        leaves = [
+            leaf if isinstance(leaf, Variable) else values.get(number, leaf)
+            for number, leaf in enumerate(self.leaves)
+        ]
         owned: dict[int | None, Any] = {
             n: x for n, x in self.owners.items() if isinstance(x, Node)
         }
@@ -305,7 +325,7 @@ class Inputs:
                     raise refuse_foreign_variable(type(variable).__name__)
                 variables.append(variable)
                 boxes.append((value,))
-                if metadata is not variable._metadata:
+                if metadata is not None:
                     changes.append((variable, metadata))
         steps = apply(updates.written.objects, supplies, self.leaves, made)
         write_boxes(variables, boxes)
@@ -327,6 +347,12 @@ def _no_aliases(name: str) -> str:
         f"{name} does not support Variable aliasing in tree mode (a tree does not "
         "support shared references)"
     )
+
+
+def new_metadata(variable: Variable[Any], before: Any) -> Any:
+    """The metadata of a Variable if it was given some, else None."""
+    after = variable._metadata
+    return None if after is before else after
 
 
 def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool:
@@ -400,10 +426,14 @@ class Inside:
         if self.lift.mode is Mode.TREE:
             take_leaves({"out": out}, False, self.name, _no_aliases(self.name))
 
-    def changed(self, number: int) -> bool:
-        """Whether the Variable with this number was written."""
-        before = self.before[number]
-        return before is not None and has_changed(self.leaves[number], *before)
+    def changed(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Those of some Variables that were written, and new metadata or None."""
+        pairs = ((n, self.leaves[n], self.before[n]) for n in numbers)
+        return {
+            number: new_metadata(leaf, before[1])
+            for number, leaf, before in pairs
+            if before is not None and has_changed(leaf, *before)
+        }
 
     def finish(
         self,
@@ -429,9 +459,9 @@ class Inside:
         of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
         values: list[list[Any]] = [[] for _ in range(count)]
         written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
-        for number, leaf in self._written(keep, only):
+        for number, leaf, metadata in self._written(keep, only):
             values[of_leaf[number]].append(leaf._box[0])
-            written[of_leaf[number]].append((number, leaf._metadata))
+            written[of_leaf[number]].append((number, metadata))
         objects: list[ObjectUpdate] = []
         structure, known = self.structure, 0
         work = Spread(self.name, "the out prefix")
@@ -460,8 +490,11 @@ class Inside:
 
     def _written(
         self, keep: Collection[int], only: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Variable[Any]]]:
-        """The Variables that come out; a Ref is changed where it is."""
+    ) -> Iterator[tuple[int, Variable[Any], Any]]:
+        """The Variables that come out, with new metadata or None.
+
+        A Ref is changed where it is.
+        """
         for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
             if before is None:
                 continue
@@ -472,7 +505,7 @@ class Inside:
             if not only(number) or is_ref(leaf._box[0]):
                 continue
             if is_kept or has_changed(leaf, box, metadata):
-                yield number, leaf
+                yield number, leaf, new_metadata(leaf, metadata)
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:

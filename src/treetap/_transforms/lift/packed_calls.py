@@ -22,6 +22,7 @@ under the locks of the packs. A function that changes more than values raises
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from treetap._core.trace_level import EAGER, current_trace
-from treetap._core.trees.layout import getter
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.packed_values import Group, Pack, PackContents, layout_of
 from treetap._core.variables.variable import Variable, pack_of, write_boxes
@@ -77,7 +77,8 @@ class PackedProgram:
     ):
         program = cached.program
         flags = program.key.donated
-        self._cached, self._layouts, self._homes = cached, layouts, homes
+        self._definition = program.key.definition
+        self._layouts, self._homes = layouts, homes
         self.notes: list[Note] = []
         # What is not packed: Variables first.
         own = cached.numbers
@@ -86,10 +87,8 @@ class PackedProgram:
         given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
         self.donated = [number in given for number in range(len(layouts))]
         self._donates = any(flags)
-        groups = [[n for n in self.rest if flags[n] is flag] for flag in (True, False)]
-        place = {n: i for i, n in enumerate(self.rest)}
-        self._takes = [getter([place[n] for n in group]) for group in groups]
-        self._numbers = groups[0] + groups[1]
+        self._given = [flags[n] for n in self.rest]
+        self._numbers = sorted(self.rest, key=lambda n: not flags[n])
         back = {n: i for i, n in enumerate(self._numbers)}
 
         def run(donated: Any, kept: Any) -> Any:
@@ -111,7 +110,7 @@ class PackedProgram:
 
     def _results(self, out: Any, updates: Updates, buffers: Any, held: Any) -> Any:
         written = updates.written
-        if written.objects or written.has_flat_parts or len(written.groups) != 1:
+        if not written.has_values_only or len(written.groups) != 1:
             raise Unpackable
         news: dict[tuple[int, int], dict[int, Any]] = {
             (number, place): {}
@@ -119,9 +118,7 @@ class PackedProgram:
             for place in range(len(layout) if self.donated[number] else 0)
         }
         alone: dict[int, Any] = {}
-        for (number, facts), value in zip(written.groups[0], updates.values[0]):
-            if not self._cached.has_metadata(number, facts):
-                raise Unpackable
+        for (number, _), value in zip(written.groups[0], updates.values[0]):
             home = self._homes[number]
             if home is not None and _is_alike(value, held[home[0]][home[1]][home[2]]):
                 news.setdefault(home[:2], {})[home[2]] = value
@@ -141,9 +138,9 @@ class PackedProgram:
         pairs = list(enumerate(buffers))
         if not self._donates:
             return ({}, []), (dict(pairs), values)
-        first, second = (list(take(values)) for take in self._takes)
-        definition = self._cached.program.key.definition
-        refuse_donated_twice(definition, self._numbers, first, second)
+        first = [*compress(values, self._given)]
+        second = [x for x, flag in zip(values, self._given) if not flag]
+        refuse_donated_twice(self._definition, self._numbers, first, second)
         given = {n: x for n, x in pairs if self.donated[n]}
         kept = {n: x for n, x in pairs if not self.donated[n]}
         return (given, first), (kept, second)

@@ -18,7 +18,7 @@ donated.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import jax
@@ -110,15 +110,9 @@ class Program:
         mine = [n for n in numbers if isinstance(leaves[n], Variable)]
         others = [n for n in numbers if not isinstance(leaves[n], Variable)]
         self._donates = any(flags)
-        # (donated, kept), and in each (Variables, the rest).
-        parts = [
-            [n for n in leaves_of_kind if bool(flags[n]) is flag]
-            for flag in (True, False)
-            for leaves_of_kind in (mine, others)
-        ]
-        place = {n: i for x in (mine, others) for i, n in enumerate(x)}
-        self._takes = tuple(getter([place[n] for n in part]) for part in parts)
-        donated, kept = parts[0] + parts[1], parts[2] + parts[3]
+        self._donated = [flags[n] for n in mine + others]
+        self._kept = [not flag for flag in self._donated]
+        donated, kept = self._apart(mine, others)
         self._numbers = donated + kept
         places = {number: i for i, number in enumerate(self._numbers)}
         arrange = getter([places[number] for number in numbers])
@@ -163,8 +157,9 @@ class Program:
         return donated, kept
 
     def _apart(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
-        own, other, kept, rest = self._takes
-        return [*own(values), *other(plain)], [*kept(values), *rest(plain)]
+        """What is donated and what is kept; in each, what is of Variables first."""
+        every = values + plain
+        return [*compress(every, self._donated)], [*compress(every, self._kept)]
 
     def find_idle(self, values: list[Any], plain: list[Any]) -> list[int]:
         """Donated Variables that the function does not write; it is traced to see."""
