@@ -87,6 +87,8 @@ class Config:
             self._values[name] = value
 
 
+CONFIG = Config()
+
 Array = jax.Array | Any
 Precision = None | str | jax.lax.Precision | tuple[Any, Any]
 TYPES = {  # of `flax.typing`: names for annotations, which nobody checks
@@ -143,8 +145,8 @@ WITH_LAYERS = "activations attention linear lora normalization recurrent stochas
 WITH_DEFAULTS = "attention linear lora recurrent"
 # What each module has, besides the modules below it.
 MODULES: dict[str, dict[str, Any]] = {
-    "flax": {"__version__": FOLLOWED_VERSION},
-    "flax.configurations": {},
+    "flax": {"__version__": FOLLOWED_VERSION, "config": CONFIG},
+    "flax.configurations": {"config": CONFIG},
     "flax.core": FROZEN_DICTS,
     "flax.core.frozen_dict": FROZEN_DICTS,
     "flax.errors": {
@@ -179,12 +181,11 @@ MODULES["flax.nnx.filterlib"] |= {
     "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
     "to_predicate": filters.predicate_of,
 }
-# Second names of modules, as attributes.
-ALIASES = {
-    "flax.nnx.initializers": "flax.nnx.nn.initializers",
-    "flax.nnx.metrics": "flax.nnx.training.metrics",
-    "flax.nnx.object": "flax.nnx.pytreelib",
-    "flax.nnx.optimizer": "flax.nnx.training.optimizer",
+ALIASES = {  # second names of modules, attributes of `flax.nnx`
+    "initializers": "flax.nnx.nn.initializers",
+    "metrics": "flax.nnx.training.metrics",
+    "object": "flax.nnx.pytreelib",
+    "optimizer": "flax.nnx.training.optimizer",
 }
 NO_LINEN = "treetap has NNX's Modules only, and no Linen"
 REASONS = {
@@ -253,24 +254,17 @@ class StandIn(types.ModuleType):
         return sorted({*vars(self), *_below(self.__name__)})
 
 
-class _Loader(importlib.abc.Loader):
-    """Makes stand-ins."""
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers for `flax` and everything below it, with stand-ins."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
         return StandIn(spec.name, "treetap, under the name of a module of flax.")
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module).update(MODULES[module.__name__])
-        for name, path in ALIASES.items():
-            parent, _, last = name.rpartition(".")
-            if parent == module.__name__:
-                setattr(module, last, _module_at(path))
-        if module.__name__ in ("flax", "flax.configurations"):
-            vars(module)["config"] = CONFIG
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for `flax` and everything below it."""
+        if module.__name__ == "flax.nnx":
+            for name, path in ALIASES.items():
+                setattr(module, name, _module_at(path))
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
@@ -280,7 +274,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in MODULES:  # also `from flax.nnx import x` of a missing x
             raise ImportError(_explain(fullname), name=fullname)
         return importlib.machinery.ModuleSpec(
-            fullname, LOADER, origin="treetap", is_package=True
+            fullname, self, origin="treetap", is_package=True
         )
 
 
@@ -289,12 +283,10 @@ def _module_at(path: str) -> types.ModuleType:
     if _in_force:
         return importlib.import_module(path)
     module = StandIn(path)
-    LOADER.exec_module(module)
+    FINDER.exec_module(module)
     return module
 
 
-CONFIG = Config()
-LOADER = _Loader()
 FINDER = _Finder()
 _in_force: list["as_flax"] = []
 

@@ -102,10 +102,7 @@ class SplitContext:
         met = len(walk.members)
         graphdef, found = walk.apart(node)
         if context is not None and context.is_inside:
-            known = [
-                (number, context.number_inside(member))
-                for number, member in enumerate(walk.members[met:], met)
-            ]
+            known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
             graphdef = LinkedDef(graphdef, origins)
         elif context is not None:
@@ -122,18 +119,16 @@ class MergeContext:
 
     def merge(self, graphdef: GraphDef, state: Any, /, *states: Any) -> Any:
         """As `treetap.merge`; outside, the caller's own objects are filled."""
-        name, context = "merge_context", self._context
+        context, made = self._context, self._made
         whole = merge_state(state, *states) if states else state
-        if not isinstance(graphdef, LinkedDef) or context is None:
-            node = put_together(graphdef, whole, name, made=self._made)
-            if context is not None:
-                context.put_inside(self._made)
-            return node
-        outside = context.outside or []
-        owners: dict[int | None, Any] = {
-            number: outside[origin] for number, origin in graphdef.origins
-        }
-        return put_together(graphdef, whole, name, made=self._made, owners=owners)
+        owners: dict[int | None, Any] = {}
+        if context is not None and isinstance(graphdef, LinkedDef):
+            outside = context.outside or []
+            owners = {n: outside[origin] for n, origin in graphdef.origins}
+        node = put_together(graphdef, whole, "merge_context", made=made, owners=owners)
+        if context is not None and not isinstance(graphdef, LinkedDef):
+            context.put_inside(made)
+        return node
 
 
 _contexts: ContextVar[tuple[UpdateContext, ...]] = ContextVar("contexts", default=())
@@ -237,12 +232,26 @@ def _merge_whole(ctx: MergeContext, path: Path, prefix: Any, leaf: Any) -> Any:
 
 
 def _visited(
-    tree: Any, prefix: Any, is_leaf: Callable[[Any], bool], visit: Callable[..., Any]
+    tree: Any,
+    prefix: Any,
+    is_leaf: Callable[[Any], bool],
+    wanted: Callable[[Any], bool],
+    visit: Callable[..., Any],
 ) -> Any:
-    """A tree with its leaves replaced by `visit(path, prefix, leaf)`."""
+    """A tree with the leaves that are wanted replaced by `visit(path, prefix, leaf)`.
+
+    Args:
+        tree: The tree.
+        prefix: A prefix of it, or MISSING.
+        is_leaf: Where to stop.
+        wanted: Which leaves to replace.
+        visit: Makes what takes their place.
+    """
 
     def below(path: Any, part: Any, entry: Any) -> Any:
         def one(inner: Any, leaf: Any) -> Any:
+            if not wanted(leaf):
+                return leaf
             keys = (*path, *inner)
             return visit(tuple(map(plain_key, keys)), entry, leaf)
 
@@ -256,6 +265,10 @@ def _visited(
         tree,
         is_leaf=lambda x: is_entry(x) or isinstance(x, NodeStates),
     )
+
+
+def _is_anything(value: Any) -> bool:
+    return True
 
 
 def to_tree(
@@ -280,14 +293,9 @@ def to_tree(
     """
     if prefix is not MISSING and check_aliasing:
         spread(prefix, tree, "to_tree", "prefix")
+    wanted = _is_anything if map_non_graph_nodes else is_object
     with split_context(ctxtag) as ctx:
-
-        def visit(path: Path, entry: Any, leaf: Any) -> Any:
-            if is_object(leaf) or map_non_graph_nodes:
-                return split_fn(ctx, path, entry, leaf)
-            return leaf
-
-        return _visited(tree, prefix, is_object, visit)
+        return _visited(tree, prefix, is_object, wanted, partial(split_fn, ctx))
 
 
 def is_tree_node(value: Any) -> bool:
@@ -319,11 +327,6 @@ def from_tree(
         is_inner: Accepted for NNX; the GraphDef tells.
         ctxtag: The tag of an update context.
     """
+    wanted = _is_anything if map_non_graph_nodes else is_node_leaf
     with merge_context(ctxtag, is_inner) as ctx:
-
-        def visit(path: Path, entry: Any, leaf: Any) -> Any:
-            if is_node_leaf(leaf) or map_non_graph_nodes:
-                return merge_fn(ctx, path, entry, leaf)
-            return leaf
-
-        return _visited(tree, prefix, is_leaf, visit)
+        return _visited(tree, prefix, is_leaf, wanted, partial(merge_fn, ctx))

@@ -9,6 +9,7 @@ program that only says `import treetap` meets neither.
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any, NamedTuple, TypeVar
 
 from treetap._core.trees import state as _states
@@ -146,7 +147,7 @@ class VarDefaults(NamedTuple):
     ref: bool
 
 
-class var_defaults:
+class var_defaults(ContextDecorator):
     """Deprecated: reads, or sets, what new Variables are (`ref`).
 
     Without arguments the present flags are returned. With `ref` they are set, from now
@@ -178,10 +179,4 @@ class var_defaults:
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Decorates a function; the flags hold while it runs."""
         _Defaults.ref = self._before
-
-        @functools.wraps(fn)
-        def call_with(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return fn(*args, **kwargs)
-
-        return call_with
+        return super().__call__(fn)

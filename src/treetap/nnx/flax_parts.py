@@ -94,6 +94,27 @@ class TrainState(PyTreeNode):
         )
 
 
+# Functions of `flax.core`; a FrozenDict has them as methods, too.
+
+
+def unfreeze(x: Any) -> Any:
+    """A FrozenDict, or dicts with some inside, as plain dicts."""
+    if not isinstance(x, FrozenDict | dict):
+        return x
+    held = x._held if isinstance(x, FrozenDict) else x
+    return {key: unfreeze(value) for key, value in held.items()}
+
+
+def copy(x: Any, add_or_replace: Mapping[Any, Any] | None = None) -> Any:
+    """A dict or FrozenDict with more entries; of the same type."""
+    return type(x)({**x, **(add_or_replace or {})})
+
+
+def pop(x: Any, key: Any) -> tuple[Any, Any]:
+    """What is left of a dict or FrozenDict without `key`, and its value."""
+    return type(x)({name: value for name, value in x.items() if name != key}), x[key]
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class FrozenDict(Mapping[Any, Any]):
     """A dict that cannot be changed, nor can those inside it."""
@@ -125,18 +146,7 @@ class FrozenDict(Mapping[Any, Any]):
     def __repr__(self) -> str:
         return f"FrozenDict({self._held!r})"
 
-    def copy(self, add_or_replace: Mapping[Any, Any] | None = None) -> "FrozenDict":
-        """A copy with more entries, or others."""
-        return FrozenDict({**self._held, **(add_or_replace or {})})
-
-    def pop(self, key: Any) -> tuple["FrozenDict", Any]:
-        """What is left without `key`, and its value."""
-        rest = {name: x for name, x in self._held.items() if name != key}
-        return FrozenDict(rest), self[key]
-
-    def unfreeze(self) -> dict[Any, Any]:
-        """Plain dicts, all the way down."""
-        return unfreeze(self)
+    copy, pop, unfreeze = copy, pop, unfreeze
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
         """For JAX: the values in order of their keys, and the keys."""
@@ -154,24 +164,6 @@ class FrozenDict(Mapping[Any, Any]):
 def freeze(xs: Mapping[Any, Any]) -> FrozenDict:
     """Nested dicts as a FrozenDict."""
     return FrozenDict(xs)
-
-
-def unfreeze(x: Any) -> Any:
-    """A FrozenDict, or dicts with some inside, as plain dicts."""
-    if not isinstance(x, FrozenDict | dict):
-        return x
-    held = x._held if isinstance(x, FrozenDict) else x
-    return {key: unfreeze(value) for key, value in held.items()}
-
-
-def copy(x: Any, add_or_replace: Mapping[Any, Any] | None = None) -> Any:
-    """A dict or FrozenDict with more entries; of the same type."""
-    return type(x)({**x, **(add_or_replace or {})})
-
-
-def pop(x: Any, key: Any) -> tuple[Any, Any]:
-    """What is left of a dict or FrozenDict without `key`, and its value."""
-    return type(x)({name: value for name, value in x.items() if name != key}), x[key]
 
 
 def flatten_dict(

@@ -32,17 +32,21 @@ def flatten_to_sequence(
     return [item for item in _items(xs, is_leaf) if item[1] is not empty_node]
 
 
-def _items(xs: Mapping[Key, Any], is_leaf: IsLeaf | None) -> Iterator[tuple[Path, Any]]:
-    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        if not isinstance(value, Mapping) or (is_leaf and is_leaf(path, value)):
-            yield path, value
-        elif not value and path:
-            yield path, empty_node
-        else:
-            for key, inner in value.items():
-                yield from visit((*path, key), inner)
+def _items(
+    value: Any, is_leaf: IsLeaf | None, path: Path = ()
+) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(value, Mapping) or (is_leaf and is_leaf(path, value)):
+        yield path, value
+    elif not value and path:
+        yield path, empty_node
+    else:
+        for key, inner in value.items():
+            yield from _items(inner, is_leaf, (*path, key))
 
-    yield from visit((), xs)
+
+def _check_mapping(xs: Any, name: str) -> None:
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"{name}: expected a mapping, got {type(xs).__name__}.")
 
 
 def flatten_mapping(
@@ -66,10 +70,7 @@ def flatten_mapping(
         >>> nnx.traversals.flatten_mapping({"a": {"b": 1}}, sep="/")
         {'a/b': 1}
     """
-    if not isinstance(xs, Mapping):
-        raise TypeError(
-            f"flatten_mapping: expected a mapping, got {type(xs).__name__}."
-        )
+    _check_mapping(xs, "flatten_mapping")
     return {
         path if sep is None else sep.join(map(str, path)): value
         for path, value in _items(xs, is_leaf)
@@ -86,10 +87,7 @@ def unflatten_mapping(
         xs: A mapping from path to value.
         sep: What joined paths are split at.
     """
-    if not isinstance(xs, Mapping):
-        raise TypeError(
-            f"unflatten_mapping: expected a mapping, got {type(xs).__name__}."
-        )
+    _check_mapping(xs, "unflatten_mapping")
     root: dict[Key, Any] = {}
     for path, value in xs.items():
         keys = tuple(path.split(sep)) if sep is not None else tuple(path)
