@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -95,53 +95,44 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     if not is_eager():
         return make(*args, **kwargs)
     given = [*args, *kwargs.values()]
-    objects = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
-    inputs = _LIFT.inputs((objects,), {})
+    parts, structure = jax.tree.flatten(given, is_leaf=_is_whole)
+    inputs = _LIFT.inputs(([x for x in parts if is_object(x)],), {})
 
     def called(objects: list[Any]) -> M:
         made: Callable[..., M] = make
-        values = _with_objects(given, objects)
+        supply = iter(objects)
+        renewed = [next(supply) if is_object(x) else x for x in parts]
+        values = structure.unflatten(renewed)
         return made(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
 
     try:
-        plan = _planned(called, inputs)
+        body, arrays, put_together = _planned(called, inputs)
     except jax.errors.JAXTypeError as error:
         error.add_note(
             "build: the model is traced before anything is computed. Make it without "
             "`build`, or compute with numpy what its structure depends on."
         )
         raise
-    return inputs.finish(*plan.tree.unflatten(_Run(plan.body).results(plan)))
+    return inputs.finish(*put_together(_Run(body).results(arrays)))
 
 
-def _with_objects(values: Sequence[Any], objects: Iterable[Any]) -> list[Any]:
-    """Arguments with other objects in place of theirs; what holds none is as it was."""
-    supply = iter(objects)
-
-    def replaced(value: Any) -> Any:
-        if not any(map(is_object, jax.tree.leaves(value, is_leaf=is_object))):
-            return value
-        return jax.tree.map(
-            lambda x: next(supply) if is_object(x) else x, value, is_leaf=is_object
-        )
-
-    return list(map(replaced, values))
+def _is_whole(value: Any) -> bool:
+    """Whether a value is an object, or holds none and goes on as it is."""
+    leaves = jax.tree.leaves(value, is_leaf=is_object)
+    return is_object(value) or not any(map(is_object, leaves))
 
 
 _MADE = object()  # stands where the next result of a plan's body belongs
 
 
-class _Plan(NamedTuple):
-    """A call on paper."""
+def _planned(
+    called: Callable[[list[Any]], Any], inputs: Inputs
+) -> tuple[Body, list[Any], Callable[[list[Any]], Any]]:
+    """Traces a call. Only arrays are traced, so that a number remains a number.
 
-    body: Body  # its operations
-    values: list[Any]  # their inputs
-    leaves: list[Any]  # what it gives, with `_MADE` where the body makes it
-    tree: Any  # how to put that together
-
-
-def _planned(called: Callable[[list[Any]], Any], inputs: Inputs) -> _Plan:
-    """Traces a call. Only arrays are traced, so that a number remains a number."""
+    Returns:
+        The operations, their inputs, and what puts their results together.
+    """
     flat, structure = jax.tree.flatten(inputs.values())
     is_array = [isinstance(x, jax.Array | jax.Ref) for x in flat]
     arrays = [x for x, traced in zip(flat, is_array) if traced]
@@ -156,7 +147,13 @@ def _planned(called: Callable[[list[Any]], Any], inputs: Inputs) -> _Plan:
         return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
 
     body = body_of(jax.make_jaxpr(pure)(arrays))
-    return _Plan(body, arrays, *found)
+
+    def put_together(results: list[Any]) -> Any:
+        supply = iter(results)
+        leaves, tree = found
+        return tree.unflatten([next(supply) if x is _MADE else x for x in leaves])
+
+    return body, arrays, put_together
 
 
 class _Step(NamedTuple):
@@ -193,11 +190,11 @@ class _Run:
         make = functools.partial(_Program, eqn, avals, sharding)
         return _Step(eqn, program=_programs.made((key_of(eqn), avals, sharding), make))
 
-    def results(self, plan: _Plan) -> list[Any]:
-        """Everything that the call gives."""
+    def results(self, inputs: list[Any]) -> list[Any]:
+        """The results of the plan."""
         self._compile()
         env = dict(zip(self.jaxpr.constvars, self.consts))
-        env.update(zip(self.jaxpr.invars, plan.values))
+        env.update(zip(self.jaxpr.invars, inputs))
         left = self.uses.copy()
         for step in self.steps:
             env.update(zip(step.eqn.outvars, self._done(step, env)))
@@ -206,8 +203,7 @@ class _Run:
                     left[atom] -= 1
                     if not left[atom]:
                         env.pop(atom, None)  # its memory is free from here on
-        supply = (_result(atom, env) for atom in self.jaxpr.outvars)
-        return [next(supply) if x is _MADE else x for x in plan.leaves]
+        return [_result(atom, env) for atom in self.jaxpr.outvars]
 
     def _done(self, step: _Step, env: dict[Any, Any]) -> list[Any]:
         """The results of one operation."""

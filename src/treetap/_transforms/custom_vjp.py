@@ -45,7 +45,7 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import Spread, spread
+from treetap._transforms.lift.prefixes import spread
 from treetap._transforms.lift.results import WHOLE, rebuild
 
 
@@ -183,8 +183,7 @@ class _Rule:
         out, residual = pair
         packed, updates = inside.finish(out, keep=self.written)
         walk = Flattening(residual, True, "custom_vjp")
-        kept = WHOLE.flatten(residual, walk, Spread("custom_vjp", "the residual"))
-        return packed, kept, updates
+        return packed, WHOLE.flatten(residual, walk), updates
 
     def _all(self, values: Any) -> list[Any]:
         """All values in order: those JAX handles, and those it cannot."""

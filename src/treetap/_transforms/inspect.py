@@ -20,7 +20,6 @@ from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import mesh_of, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
 from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
-from treetap._transforms.lift.prefixes import Spread
 from treetap._transforms.lift.results import WHOLE, rebuild
 from treetap._transforms.lift.structure_updates import refuse_captured
 from treetap._transforms.lift.structure_watch import Policy
@@ -71,7 +70,7 @@ def _shape_with_updates(f: Any, inputs: Inputs) -> Any:
         tree, _ = regrow(inputs.definition, values)
         out = f(*tree["args"], **tree["kwargs"])
         walk = Flattening(out, Mode.UPDATES, "eval_shape")
-        packed = WHOLE.flatten(out, walk, Spread("eval_shape", "the result"))
+        packed = WHOLE.flatten(out, walk)
         refuse_captured(walk, "eval_shape")
         return packed
 

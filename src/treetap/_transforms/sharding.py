@@ -81,19 +81,16 @@ def _mapped(
     graph: bool = True,
 ) -> T:
     """The same tree with other values; an error says at which path it arose."""
-    at: list[Any] = []
 
-    def noted(found: Variable[Any]) -> Any:
-        at[:] = [found]
-        return variable(found)
+    def at_its_path(found: Variable[Any]) -> Any:
+        try:
+            return variable(found)
+        except MetadataError as error:
+            path = next(path for path, value in places(tree) if value is found)
+            where = f"the {type(found).__name__} at {show_path(path)}"
+            raise MetadataError(f"{name}: {where}: {error}") from None
 
-    try:
-        return rebuilt(tree, graph, name, variable=noted, leaf=leaf)
-    except MetadataError as error:
-        (kind,) = {type(found).__name__ for found in at}
-        path = next(path for path, value in places(tree) if value is at[0])
-        where = f"the {kind} at {show_path(path)}"
-        raise MetadataError(f"{name}: {where}: {error}") from None
+    return rebuilt(tree, graph, name, variable=at_its_path, leaf=leaf)
 
 
 def _with_value(variable: Variable[Any], value: Any) -> Any:

@@ -72,11 +72,11 @@ def follow_axis(
         given: Names, by `PARTITION_NAME` or another metadata's name.
         mode: The mode.
     """
-    lift = Lift("transform_metadata", mode)
-    results = Lift(lift.name, Mode.GRAPH)
-    name = lift.name
+    name = "transform_metadata"
+    lift, results = Lift(name, mode), Lift(name, Mode.GRAPH)
     check_prefix(in_axes, name, "in_axes", mode)
     check_prefix(out_axes, name, "out_axes", mode)
+    axes = {"args": in_axes, "kwargs": 0}
     names = {
         "out_sharding" if key == PARTITION_NAME else key: value
         for key, value in given.items()
@@ -84,8 +84,7 @@ def follow_axis(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = lift.inputs(args, kwargs)
-        pairs = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes")
+        pairs = _mapped(lift.inputs(args, kwargs), axes, "in_axes")
         planned = [_without(variable, axis, names) for variable, axis in pairs]
         for (variable, axis), held in zip(pairs, planned):
             if held:
@@ -99,8 +98,7 @@ def follow_axis(
                 _put(variable, axis, names)
         new = _mapped(Inputs({"out": out}, results), {"out": out_axes}, "out")
         if mode is Mode.UPDATES:  # objects may have got Variables
-            inputs = lift.inputs(args, kwargs)
-            new = _mapped(inputs, {"args": in_axes, "kwargs": 0}, "in_axes") + new
+            new = _mapped(lift.inputs(args, kwargs), axes, "in_axes") + new
         for variable, axis in new:
             if id(variable) not in own:
                 own.add(id(variable))

@@ -464,7 +464,7 @@ class Inside:
             written[of_leaf[number]].append((number, metadata))
         objects: list[ObjectUpdate] = []
         structure, known = self.structure, 0
-        work = Spread(self.name, "the out prefix")
+        work = None
         if structure is None:
             self.check_output(out)
             walk = Flattening(out, self.lift.mode, self.name, states=False)

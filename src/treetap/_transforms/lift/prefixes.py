@@ -18,16 +18,12 @@ from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.filters import PathIn, predicate_of
 from treetap._core.trees.pytree import opened
+from treetap._core.trees.sharing import places
 from treetap._core.trees.split import map as map_leaves
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.variable import Variable
 
-
-def _parts(value: Any) -> Any:
-    """Keys and children of what a prefix may follow into; None where it must stop."""
-    if isinstance(value, Variable) or value is None:
-        return None
-    return opened(value)
+FOLLOWED = (tuple, list, dict, Node)  # where a prefix goes on inside
 
 
 class PrefixFilter(Mapping[Any, Any]):
@@ -47,10 +43,9 @@ class PrefixFilter(Mapping[Any, Any]):
         self.filters, self.given = tuple(zip(*pairs)) or ((), ())
 
     def __getitem__(self, filter: Any) -> Any:
-        for known, value in zip(self.filters, self.given):
-            if known is filter or known == filter:
-                return value
-        raise KeyError(filter)
+        if filter not in self.filters:
+            raise KeyError(filter)
+        return self.given[self.filters.index(filter)]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.filters)
@@ -133,18 +128,17 @@ class Spread:
         self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
         self.entered: set[int] = set()
-        self.stops: set[int] = set()  # objects that are not entered at all
-        self.active: set[int] = set()
+        self.active: set[int] = set()  # objects that are not entered now
 
     def follow(self, prefix: Any, value: Any, path: Path) -> None:
         """Goes down the prefix and the value together, as far as the prefix goes."""
-        inside = None if _is_end(prefix) else _parts(prefix)
+        inside = opened(prefix) if isinstance(prefix, FOLLOWED) else None
         if inside is None:
             self.cover(Rule(prefix, -1), value, path)
             return
-        if isinstance(value, Node) and id(value) in self.active | self.stops:
+        if id(value) in self.active:
             return
-        below = _parts(value)
+        below = None if value is None else opened(value)
         keys, children = tuple(inside[0]), tuple(inside[1])
         if below is None or tuple(below[0]) != keys:
             held = "nothing inside" if below is None else f"{list(below[0])}"
@@ -168,7 +162,7 @@ class Spread:
         if below is None:
             self.values.append(rule.at(path, value, self.name))
             return
-        if id(value) in self.active or id(value) in self.stops:
+        if id(value) in self.active:
             return
         if isinstance(value, Node):
             self.owners.setdefault(id(value), (rule, path))
@@ -253,10 +247,6 @@ class PrefixGroups:
     __hash__ = None  # pyright: ignore[reportAssignmentType] - compared only
 
 
-def _is_end(prefix: Any) -> bool:
-    return not isinstance(prefix, tuple | list | dict | Node)
-
-
 def spread(prefix: Any, value: Any, name: str, argument: str) -> list[Any]:
     """One prefix value for each leaf below `value`, in the order of `take_leaves`."""
     work = Spread(name, argument)
@@ -290,22 +280,13 @@ def values_in(prefix: Any) -> list[Any]:
 def filter_values(prefix: Any) -> list[Any]:
     """The values that the filters in a prefix can give to leaves made inside."""
     parts = jax.tree.leaves(prefix, is_leaf=is_entry)
-    filters = [part for part in parts if isinstance(part, PrefixFilter)]
-    return [value for part in filters for value in part.given]
+    return [x for part in parts if isinstance(part, PrefixFilter) for x in part.given]
 
 
 def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     """Refuses what cannot stand in a prefix."""
-    waiting, seen = [prefix], set[int]()
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
+    for _, part, _ in places(prefix):
         _check_part(part, name, argument, mode)
-        if isinstance(part, Node):  # which may be inside itself
-            seen.add(id(part))
-        inside = None if _is_end(part) else _parts(part)
-        waiting += reversed(tuple(inside[1])) if inside else ()
 
 
 def _check_part(prefix: Any, name: str, argument: str, mode: Mode) -> None:

@@ -82,16 +82,17 @@ class Results:
         if self._goes_flat:
             self.for_jax = jax.tree.map(for_jax, prefix, is_leaf=is_entry)
 
-    def flatten(self, out: Any, walk: Flattening, work: Spread) -> Any:
+    def flatten(self, out: Any, walk: Flattening, spreading: Any = None) -> Any:
         """A result as JAX can carry it.
 
         Args:
             out: What the function returned.
             walk: A walk that numbers objects, those of the arguments first.
-            work: A spreading that knows the arguments' prefixes.
+            spreading: One that knows the arguments' prefixes.
         """
         if not self._goes_flat and (not walk.graph or _is_plain(out, walk)):
             return out
+        work: Spread = spreading or Spread(walk.name, "the out prefix")
 
         def flatten(prefix: Any, part: Any) -> Any:
             before = len(work.values)

@@ -107,7 +107,7 @@ class StructureUpdates:
         """
         work = self.spread(groups, "the prefix") if groups else None
         if work is not None:
-            work.stops |= {id(node) for node in self.nodes.values()}
+            work.active |= {id(node) for node in self.nodes.values()}
         for number, node in self.nodes.items():
             spec, leaves = self._described(walk, number, node)
             old_spec, old_leaves = self.before[number]
