@@ -28,9 +28,10 @@ from treetap._capture.walk.jax_compat import (
     Body,
     bind,
     body_of,
-    in_context_of,
+    evaluate,
     key_of,
     read,
+    rebind,
     setting_of,
 )
 from treetap._capture.walk.operations import operation_of
@@ -211,9 +212,7 @@ class _Run:
         if step.goal is not None:  # of a value that lies so already
             return [jax.device_put(env[eqn.invars[0]], step.goal)]
         if step.program is None:
-            with in_context_of(eqn):
-                values = [read(env, atom) for atom in eqn.invars]
-                return bind(eqn.primitive, values, eqn.params)
+            return rebind(eqn, [read(env, atom) for atom in eqn.invars])
         sharding = step.program.sharding
         if sharding is None:
             return step.program.run(*_operands(eqn, env))
@@ -311,8 +310,7 @@ class _Program:
 
     def __init__(self, eqn: Any, avals: Any, sharding: NamedSharding | None):
         def as_it_is(*values: Any) -> list[Any]:
-            with in_context_of(eqn):
-                return bind(eqn.primitive, values, eqn.params)
+            return rebind(eqn, values)
 
         def in_shards(*values: Any) -> list[Any]:
             with jax.threefry_partitionable(True):
@@ -389,12 +387,7 @@ def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:
         free = dict.fromkeys(_given_shardings(eqn.params))
         return bind(eqn.primitive, values, {**eqn.params, **free})
     (body,) = operation.bodies(eqn.params)
-    env: dict[Any, Any] = dict(zip(body.jaxpr.constvars, body.consts))
-    env.update(zip(body.jaxpr.invars, values))
-    for inner in body.jaxpr.eqns:
-        found = _bind_freely(inner, [read(env, atom) for atom in inner.invars])
-        env.update(zip(inner.outvars, found))
-    return [read(env, atom) for atom in body.jaxpr.outvars]
+    return evaluate(body.jaxpr, body.consts, values, _bind_freely)
 
 
 def _goal(eqn: Any) -> NamedSharding | None:

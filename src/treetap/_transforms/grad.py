@@ -55,9 +55,8 @@ def _has_derivative(leaf: Any) -> bool:
 class _Split:
     """The leaves of a call, parted into those to differentiate and the rest."""
 
-    def __init__(self, inputs: Inputs, chosen: Sequence[bool], lift: Lift):
+    def __init__(self, inputs: Inputs, chosen: Sequence[bool]):
         self.inputs = inputs
-        self.lift = lift
         self.flags = [
             flag and _has_derivative(leaf) for flag, leaf in zip(chosen, inputs.leaves)
         ]
@@ -71,7 +70,7 @@ class _Split:
 
         def call(active: Any) -> Any:
             values = filled(self.passive, active, len(self.flags))
-            out, updates = self.lift.run(f, inputs, values)
+            out, updates = inputs.lift.run(f, inputs, values)
             value, aux = pair_of(out, has_aux, inputs.name)
             return value, (aux, updates)
 
@@ -95,37 +94,37 @@ def _no_derivative(value: Any) -> Any:
     return jax.tree.map(lambda x: np.zeros(np.shape(x), jax.dtypes.float0), value)
 
 
-class Chosen:
-    """Which leaves of a call are differentiated: `argnums`, checked and spread.
+def _chosen(
+    inputs: Inputs, argnums: Sequence[Any], argument: str
+) -> tuple[list[int], list[bool]]:
+    """Which arguments, and which of all leaves, are differentiated.
 
     Args:
         inputs: The arguments.
         argnums: Numbers, or `DiffState`s with graph updates.
         argument: The name of `argnums`, for messages.
     """
-
-    def __init__(self, inputs: Inputs, argnums: Sequence[Any], argument: str):
-        name, count = inputs.name, len(inputs.tree["args"])
-        given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
-        self.numbers = [n % count if -count <= n < count else n for n in given]
-        if any(number >= count or number < 0 for number in self.numbers):
-            raise StructureError(
-                f"{name}: `{argument}` is {given}, but {count} positional arguments "
-                "were given."
-            )
-        if len(set(self.numbers)) != len(given):
-            raise StructureError(
-                f"{name}: `{argument}` {given} repeats an argument: it is repeated."
-            )
-        prefix: list[Any] = [False] * count
-        has_updates = inputs.definition.graph is Mode.UPDATES
-        for number, wanted in zip(self.numbers, argnums):
-            prefix[number] = True
-            if has_updates and holds_objects(inputs.tree["args"][number]):
-                filter = wanted.filter if isinstance(wanted, DiffState) else Param
-                prefix[number] = chosen_by(filter)
-        tree = {"args": tuple(prefix), "kwargs": False}
-        self.flags = spread(tree, inputs.tree, name, argument)
+    name, count = inputs.name, len(inputs.tree["args"])
+    given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
+    numbers = [n % count if -count <= n < count else n for n in given]
+    if any(number >= count or number < 0 for number in numbers):
+        raise StructureError(
+            f"{name}: `{argument}` is {given}, but {count} positional arguments "
+            "were given."
+        )
+    if len(set(numbers)) != len(given):
+        raise StructureError(
+            f"{name}: `{argument}` {given} repeats an argument: it is repeated."
+        )
+    prefix: list[Any] = [False] * count
+    has_updates = inputs.definition.graph is Mode.UPDATES
+    for number, wanted in zip(numbers, argnums):
+        prefix[number] = True
+        if has_updates and holds_objects(inputs.tree["args"][number]):
+            filter = wanted.filter if isinstance(wanted, DiffState) else Param
+            prefix[number] = chosen_by(filter)
+    tree = {"args": tuple(prefix), "kwargs": False}
+    return numbers, spread(tree, inputs.tree, name, argument)
 
 
 def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
@@ -146,14 +145,14 @@ def _derived(
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         inputs = lift.inputs(args, kwargs)
-        chosen = Chosen(inputs, numbers, "argnums")
-        parts = _Split(inputs, chosen.flags, lift)
+        places, flags = _chosen(inputs, numbers, "argnums")
+        parts = _Split(inputs, flags)
         pure = parts.pure(f, has_aux)
         derive = jax.value_and_grad(pure, has_aux=True, **options)
         (value, (aux, updates)), flat = derive(parts.active)
         trees = parts.tree_of(flat)
         aux = inputs.finish(aux, updates)
-        grads = tuple(trees[number] for number in chosen.numbers)
+        grads = tuple(trees[number] for number in places)
         found = grads if isinstance(argnums, tuple | list) else grads[0]
         return (value, aux) if has_aux else value, found
 
@@ -272,7 +271,8 @@ def vjp(
         return functools.wraps(f)(functools.partial(vjp, f, has_aux=has_aux, **options))
     lift = Lift.of("vjp", options)
     inputs = lift.inputs(primals, {})
-    parts = _Split(inputs, Chosen(inputs, range(len(primals)), "primals").flags, lift)
+    _, flags = _chosen(inputs, range(len(primals)), "primals")
+    parts = _Split(inputs, flags)
     pure = parts.pure(f, has_aux)
     out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
 
@@ -317,7 +317,7 @@ def jvp(
             "jvp: the tangents are not like the primals.\nprimals: "
             f"{inputs.definition}\ntangents: {moved.definition}"
         )
-    parts = _Split(inputs, [True] * len(inputs.leaves), lift)
+    parts = _Split(inputs, [True] * len(inputs.leaves))
     direction = [x for x, flag in zip(moved.values(), parts.flags) if flag]
     out, tangent, (aux, updates) = jax.jvp(
         parts.pure(f, has_aux), (parts.active,), (direction,), has_aux=True

@@ -99,13 +99,10 @@ def cached_partial(
             f"cached_partial: {name} is not a function wrapped by a transform with "
             "graph updates. Wrap it first: `cached_partial(nnx.jit(f), ...)`."
         )
-    inputs = lift.inputs(cached_args, {})
-    owners: dict[int, Any] = {}
-    tree, _ = regrow(inputs.definition, inputs.leaves, owners)
-    nodes: dict[int | None, Any] = {
-        n: x for n, x in owners.items() if not isinstance(x, Variable)
-    }
+    given = lift.inputs(cached_args, {})
+    tree, _ = regrow(given.definition, given.leaves)
     fixed = tree["args"]
+    inputs = lift.inputs(fixed, {})
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +110,7 @@ def cached_partial(
         out = f(*fixed, *args, **kwargs)
         after = lift.inputs(fixed, {})
         if after.definition != inputs.definition:
-            regrow(inputs.definition, inputs.leaves, owners=nodes)
+            inputs.with_plain({})  # the objects are as they were
             for variable, box, metadata in before:
                 write_boxes((variable,), (box,))
                 variable._replace_metadata(metadata)

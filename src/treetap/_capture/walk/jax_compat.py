@@ -70,14 +70,19 @@ def bind(primitive: Primitive, values: Any, params: dict[str, Any]) -> list[Any]
     return list(out) if primitive.multiple_results else [out]
 
 
-def evaluate(jaxpr: Any, consts: Any, values: Any) -> list[Any]:
-    """Runs a jaxpr as it is, with the names and source lines of its operations."""
+def rebind(eqn: Any, values: Any) -> list[Any]:
+    """Runs an operation of a jaxpr as it was traced."""
+    with in_context_of(eqn):
+        return bind(eqn.primitive, values, eqn.params)
+
+
+def evaluate(jaxpr: Any, consts: Any, values: Any, run: Any = rebind) -> list[Any]:
+    """Runs a jaxpr, each operation as it was traced or by another function."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts))
     env.update(zip(jaxpr.invars, values))
     for eqn in jaxpr.eqns:
         ins = [read(env, atom) for atom in eqn.invars]
-        with in_context_of(eqn):
-            env.update(zip(eqn.outvars, bind(eqn.primitive, ins, eqn.params)))
+        env.update(zip(eqn.outvars, run(eqn, ins)))
     return [read(env, atom) for atom in jaxpr.outvars]
 
 

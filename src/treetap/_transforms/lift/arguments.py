@@ -4,9 +4,11 @@
 A static argument is taken out before arguments are walked, and put back inside.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any
 
 import jax
@@ -32,28 +34,24 @@ class Positions:
         self.what = what
         self.numbers = set(_as_tuple(numbers))
         self.names = set(_as_tuple(names))
-        try:
-            parameters = list(inspect.signature(fn).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []  # a builtin without a signature
-        positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        kinds: dict[str, Any] = {}  # of a builtin without a signature
+        with contextlib.suppress(TypeError, ValueError):
+            parameters = inspect.signature(fn).parameters
+            kinds = {name: p.kind for name, p in parameters.items()}
+        by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [name for name, kind in kinds.items() if kind in by_place]
         self.numbers |= {i for i, name in enumerate(positional) if name in self.names}
-        takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        known = {p.name for p in parameters}
-        takes_any = not known or any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if not takes_any and (unknown := sorted(self.names - known)):
+        takes_more = Parameter.VAR_POSITIONAL in kinds.values()
+        takes_any = not kinds or Parameter.VAR_KEYWORD in kinds.values()
+        if not takes_any and (unknown := sorted(self.names - kinds.keys())):
             raise ValueError(
                 f"{what}: there is no argument {unknown[0]!r}. The function takes "
-                f"{', '.join(p.name for p in parameters)}."
+                f"{', '.join(kinds)}."
             )
         for number in list(self.numbers):
             if 0 <= number < len(positional):
                 self.names.add(positional[number])
-            elif parameters and not takes_more and not -len(positional) <= number < 0:
+            elif kinds and not takes_more and not -len(positional) <= number < 0:
                 raise ValueError(
                     f"{what}: there is no argument number {number}. The function has "
                     f"{len(positional)} positional arguments."
@@ -62,9 +60,11 @@ class Positions:
     def __bool__(self) -> bool:
         return bool(self.numbers or self.names)
 
-    def has(self, number: int, count: int) -> bool:
-        """Whether the positional argument with this number is one of them."""
-        return number in self.numbers or number - count in self.numbers
+    def chosen(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Which of some arguments are chosen; a prefix of them."""
+        count, numbers = len(args), self.numbers
+        flags = tuple(n in numbers or n - count in numbers for n in range(count))
+        return {"args": flags, "kwargs": {name: name in self.names for name in kwargs}}
 
 
 class _Hole:
@@ -93,12 +93,10 @@ def take_statics(
     """The arguments with static ones replaced by a hole, and those, hashable."""
     if not statics:
         return args, kwargs, ()
-    taken: dict[Any, Any] = {
-        number: value
-        for number, value in enumerate(args)
-        if statics.has(number, len(args))
-    }
-    taken |= {name: value for name, value in kwargs.items() if name in statics.names}
+    chosen = statics.chosen(args, kwargs)
+    flags = {**dict(enumerate(chosen["args"])), **chosen["kwargs"]}
+    given = {**dict(enumerate(args)), **kwargs}
+    taken = {where: given[where] for where, flag in flags.items() if flag}
     for where, value in taken.items():
         try:
             hash(value)

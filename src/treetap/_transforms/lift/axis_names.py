@@ -148,12 +148,8 @@ def transform_metadata(
         graph: Allow shared references.
     """
     mode = Mode(resolve_graph(graph))
-    if f is MISSING:
-        return functools.partial(  # pyright: ignore[reportReturnType] - a decorator
-            transform_metadata,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            partition=partition,
-            graph=bool(mode),
-        )
-    return follow_axis(f, in_axes, out_axes, {PARTITION_NAME: partition}, mode)
+
+    def decorate(f: Callable[P, R]) -> Callable[P, R]:
+        return follow_axis(f, in_axes, out_axes, {PARTITION_NAME: partition}, mode)
+
+    return decorate if f is MISSING else decorate(f)  # pyright: ignore[reportReturnType] - a decorator

@@ -33,11 +33,11 @@ there are weak references.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.tree_util import all_leaves
@@ -55,7 +55,7 @@ from treetap._core.variables.variable import (
     get_trace,
     set_box,
 )
-from treetap._transforms.lift.lift import Inputs, Updates, Written
+from treetap._transforms.lift.lift import Inputs, Written
 
 MAX_VERIFIED = 16  # sets of objects that a cached call remembers
 MAX_PACKED_PROGRAMS = 16  # of a cached call, one for each layout of packs
@@ -73,35 +73,6 @@ def _is_variable(value: Any) -> bool:
 
 def _are_different(items: Sequence[Any]) -> bool:
     return len(set(map(id, items))) == len(items)
-
-
-class Contents(NamedTuple):
-    """What is inside outermost objects, and must still be.
-
-    Attributes:
-        nodes: The objects below them.
-        flats: The children and structure each of those had.
-        containers: Ways to read the lists and dicts in it, and what was in them.
-    """
-
-    nodes: list[Any]
-    flats: list[Any]
-    containers: list[tuple[Callable[[Any], list[Any]], Any, list[Any]]]
-
-
-def contents_of(roots: Sequence[Any]) -> Contents | None:
-    """What is inside objects; None if it cannot be told whether it changes."""
-    contents = Contents([], [], [])
-    for root in roots:
-        for _, node in nodes_below(root, Node, True, "jit"):
-            if not type(node)._pytree__cached:
-                return None
-            flat = _read_flat(node)
-            if node is not root:
-                contents.nodes.append(node)
-                contents.flats.append(flat)
-            contents.containers.extend(chain.from_iterable(map(_containers, flat[0])))
-    return contents
 
 
 def _containers(child: Any) -> list[Any]:
@@ -124,7 +95,9 @@ class VerifiedArguments:
         change: The last change anywhere, when all this was looked at.
         roots: The outermost objects: their number, a weak reference, their children.
             Empty if they are not kept for the next call.
-        contents: What is below them.
+        nodes: The objects below them.
+        flats: The children and structure each of those had.
+        containers: Ways to read the lists and dicts in it all, and what was in them.
         written: By the number of a note: the Variables to write, and their places.
         packed: A way to call with packed values; False if there is none.
         misfits: How often that way was not applicable.
@@ -136,10 +109,24 @@ class VerifiedArguments:
     trace: Any
     change: object
     roots: list[tuple[int, Any, Any]] = field(default_factory=list)
-    contents: Contents = field(default_factory=lambda: Contents([], [], []))
+    nodes: list[Any] = field(default_factory=list)
+    flats: list[Any] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
     written: dict[int, Any] = field(default_factory=dict)
     packed: Any = None
     misfits: int = 0
+
+    def look_into(self, root: Any) -> bool:
+        """Notes what is inside an outermost object, if it tells when it changes."""
+        for _, node in nodes_below(root, Node, True, "jit"):
+            if not type(node)._pytree__cached:
+                return False
+            flat = _read_flat(node)
+            if node is not root:
+                self.nodes.append(node)
+                self.flats.append(flat)
+            self.containers += chain.from_iterable(map(_containers, flat[0]))
+        return True
 
     def hold(self, outermost: Sequence[Any]) -> bool:
         """Whether the outermost objects are the same, and what is in them too."""
@@ -151,7 +138,7 @@ class VerifiedArguments:
             if not self._are_unchanged(outermost):
                 return False
             self.change = change
-        for read, container, before in self.contents.containers:
+        for read, container, before in self.containers:
             try:
                 if not all(map(is_, read(container), before)):
                     return False
@@ -201,19 +188,11 @@ class VerifiedArguments:
 
     def _are_unchanged(self, outermost: Sequence[Any]) -> bool:
         """Whether objects have the children they had, and Variables their metadata."""
-        nodes, flats, _ = self.contents
         return (
             all(_read_flat(outermost[number]) is flat for number, _, flat in self.roots)
-            and all(map(is_, map(_read_flat, nodes), flats))
+            and all(map(is_, map(_read_flat, self.nodes), self.flats))
             and all(map(is_, map(get_metadata, self.variables), self.metadata))
         )
-
-
-class UnwrittenResult(NamedTuple):
-    """What a program returned, where writing it back takes the long way."""
-
-    out: Any
-    updates: Updates
 
 
 class CachedCall:
@@ -225,21 +204,22 @@ class CachedCall:
 
     Args:
         tree: Arguments of that structure.
-        leaves: Their leaves, Variables among them.
+        inputs: The same, taken apart.
         program: The program.
-        make_packed: Makes calls with packed values, if they are wanted.
+        make_packed: Makes calls with packed values; None if none are wanted.
     """
 
-    def __init__(
-        self, tree: Any, leaves: Sequence[Any], program: Any, make_packed: Any = None
-    ):
+    def __init__(self, tree: Any, inputs: Inputs, program: Any, make_packed: Any):
+        leaves = inputs.leaves
+        self._lift = inputs.lift
         self.program = program
         self.make_packed: Callable[..., Any] | None = make_packed
         own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
         self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
-        self._own = {number: place for place, number in enumerate(own)}
+        # The numbers of the leaves that are Variables, and their places among those.
+        self.own = {number: place for place, number in enumerate(own)}
         self._pick: Getter = getter(own)
-        self._pick_plain = getter([n for n in range(len(leaves)) if n not in self._own])
+        self._pick_plain = getter([n for n in range(len(leaves)) if n not in self.own])
         variables = self._pick(leaves)
         self._kinds = tuple(map(type, variables))
         self._metadata = tuple(map(get_metadata, variables))
@@ -287,8 +267,7 @@ class CachedCall:
             run: The program, or a compiled stage of it.
 
         Returns:
-            The result; `NOT_APPLICABLE` if they are others or have changed; an
-            `UnwrittenResult` if there is more to write than values.
+            The result; `NOT_APPLICABLE` if they are others or have changed.
         """
         if self._first < 0:
             return NOT_APPLICABLE
@@ -312,17 +291,20 @@ class CachedCall:
             out = self._call_packed(verified, outermost, plain)
             if out is not NOT_APPLICABLE:
                 return out
-        return self._call(verified, plain, run)
+        return self._call((args, kwargs), verified, plain, run)
 
-    def _call(self, verified: VerifiedArguments, plain: Any, run: Any) -> Any:
-        """Calls a program with verified arguments, and writes back; as `again`."""
+    def _call(
+        self, tree: Any, verified: VerifiedArguments, plain: Any, run: Any
+    ) -> Any:
+        """Calls a program with verified arguments, and writes back."""
         values = verified.values()
         news, out, note = run(*self.program.parted(values, plain))
         written = verified.written.get(len(note))
         if written is None:
             back = self._write_back(len(note))
             if back is None:
-                return UnwrittenResult(out, self.program.updates(news, note))
+                updates = self.program.updates(news, note)
+                return self._lift.inputs(*tree).finish(out, updates)
             pick, places = back
             written = verified.written[len(note)] = pick(verified.variables), places
         verified.write(written[0], written[1], news, values)
@@ -341,7 +323,8 @@ class CachedCall:
         variables, plain = self._pick(leaves), [*self._pick_plain(leaves)]
         if not self._fit(variables, plain) or not all_leaves(plain):
             return NOT_APPLICABLE
-        return self._call(self._verify(tree, variables, plain, change), plain, run)
+        verified = self._verify(tree, variables, plain, change)
+        return self._call(tree, verified, plain, run)
 
     def _call_packed(
         self, verified: VerifiedArguments, outermost: Sequence[Any], plain: Any
@@ -358,22 +341,13 @@ class CachedCall:
             verified.packed = None if verified.misfits < MAX_MISFITS else False
         return out
 
-    @property
-    def numbers(self) -> Collection[int]:
-        """The leaves that are Variables."""
-        return self._own
-
-    def by_number(self, variables: Sequence[Any]) -> dict[int, Any]:
-        """The Variables of arguments by the number of the leaf."""
-        return dict(zip(self._own, variables))
-
     def _write_back(self, number: int) -> tuple[Getter, Any] | None:
         """How to write back what a program says, in a note, that it has written."""
         if number not in self._write_backs:
             written: Written = self.program.written[number]
             pairs = chain.from_iterable(written.groups)
-            places = [self._own[each] for each, _ in pairs]
-            is_all = places == list(range(len(self._own)))
+            places = [self.own[each] for each, _ in pairs]
+            is_all = places == list(range(len(self.own)))
             back = getter(places), None if is_all else places
             self._write_backs[number] = back if written.has_values_only else None
         return self._write_backs[number]
@@ -405,8 +379,8 @@ class CachedCall:
         if self._first < 0:
             return verified
         outermost = self._outermost(tree)
-        contents = contents_of([outermost[number] for number in self._roots])
-        if contents is None or last_change[0] is not change:
+        roots = [outermost[number] for number in self._roots]
+        if not all(map(verified.look_into, roots)) or last_change[0] is not change:
             return verified
         key, cache = id(outermost[self._first]), self._verified
         values = last_values  # the room itself may be gone when Python ends
@@ -415,20 +389,18 @@ class CachedCall:
             cache.discard(key)
             values[None] = None
 
-        for number in self._roots:
-            root = outermost[number]
+        for number, root in zip(self._roots, roots):
             kept = number, weakref.ref(root, forget), _read_flat(root)
             verified.roots.append(kept)
         for place, _ in self._given:
             verified.plain[place] = None  # given anew by each call
-        verified.contents = contents
         cache.discard(key)
         cache.add(key, verified)
         return verified
 
     @classmethod
     def of(
-        cls, tree: Any, inputs: Inputs, program: Any, make_packed: Any = None
+        cls, tree: Any, inputs: Inputs, program: Any, make_packed: Any
     ) -> "CachedCall | None":
         """For arguments that went the long way; None if there can be none.
 
@@ -443,7 +415,7 @@ class CachedCall:
             return None
         if any(map(is_not, leaves, inputs.leaves)):
             return None
-        cached = cls(tree, leaves, program, make_packed)
+        cached = cls(tree, inputs, program, make_packed)
         return cached if cached._are_unshared(cached._pick_plain(leaves)) else None
 
 

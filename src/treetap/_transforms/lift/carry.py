@@ -12,7 +12,6 @@ from treetap._core.errors import StructureError
 from treetap._core.trees.flatten import take_leaves
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.lift import Inside
 
 
 def same_carry(
@@ -46,10 +45,3 @@ def same_carry(
             "Return a value like the one you were given."
         )
     return new
-
-
-def described(inside: Inside, carry: Any) -> GraphDef | None:
-    """What a carried value must be again, statics and all, with graph updates."""
-    if inside.structure is None:
-        return None
-    return take_leaves({"carry": carry}, True, inside.name)[0]

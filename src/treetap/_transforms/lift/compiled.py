@@ -8,7 +8,7 @@ the other ones with the same signature, and the long way.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -18,7 +18,7 @@ from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import regrow
 from treetap._core.trees.layout import kinds_of
 from treetap._core.trees.sharing import name_lost
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._transforms.lift.arguments import (
     HOLE,
@@ -29,7 +29,6 @@ from treetap._transforms.lift.arguments import (
 from treetap._transforms.lift.call_cache import (
     NOT_APPLICABLE,
     CachedCall,
-    UnwrittenResult,
 )
 from treetap._transforms.lift.lift import Inputs, Lift, Options
 from treetap._transforms.lift.prefixes import PrefixGroups, check_prefix, spread
@@ -75,9 +74,8 @@ class Jit(Generic[P, R]):
             raise TypeError(
                 f"{lift.name}: there is no option {min(unknown)!r}; there are {known}."
             )
-        given: dict[str, Any] = {k: x for k, x in options.items() if x is not None}
-        for name in Options.__annotations__:
-            given.pop(name, None)
+        names = options.keys() - Options.__annotations__.keys()
+        given = {k: options[k] for k in names if options[k] is not None}
         self.fun = fn
         self.lift = lift
         self.in_shardings = given.pop("in_shardings", None)
@@ -134,11 +132,12 @@ class Jit(Generic[P, R]):
             options["out_shardings"] = (prefixes, self._results.for_jax, None)
         traced: Any = functools.partial(self._traced)
         traced.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
-        program = Program(key, leaves, traced, options)
-        if idle := program.find_idle(*_parted(leaves)):
+        numbers = _parted(leaves, range(len(leaves)))
+        program = Program(key, *numbers, traced, options)
+        if idle := program.find_idle(*_parted(leaves, raw_values(leaves))):
             # Given away, they would only have to come out again.
             less = key.without_donating(idle)
-            program = Program(less, leaves, traced, program.options)
+            program = Program(less, *numbers, traced, program.options)
         return self._programs.add(key, program)
 
     def _forget(self, program: Program) -> None:
@@ -160,18 +159,12 @@ class Jit(Generic[P, R]):
         donated = self._donated_leaves(inputs)
         key = Key(inputs.definition, statics, donated, self._groups(inputs))
         program = self._program(key, inputs.leaves)
-        return inputs, program, program.parted(*_parted(inputs.leaves))
+        return inputs, program, program.parted(*_parted(inputs.leaves, inputs.values()))
 
     def _donated_leaves(self, inputs: Inputs) -> tuple[bool, ...]:
         if not self._donated:
             return (False,) * len(inputs.leaves)
-        args, kwargs = inputs.tree["args"], inputs.tree["kwargs"]
-        chosen = {
-            "args": tuple(
-                self._donated.has(number, len(args)) for number in range(len(args))
-            ),
-            "kwargs": {name: name in self._donated.names for name in kwargs},
-        }
+        chosen = self._donated.chosen(inputs.tree["args"], inputs.tree["kwargs"])
         flags = spread(chosen, inputs.tree, self.lift.name, "donate_argnums")
         # An object would be left with arrays that are gone; Variables get new ones.
         outside = {id(x) for x in jax.tree.leaves(inputs.tree, is_leaf=is_object)}
@@ -202,7 +195,7 @@ class Jit(Generic[P, R]):
             if cached is not None and stage is None:  # what served last
                 out = cached.again(args, kwargs, cached.program.run)
                 if out is not NOT_APPLICABLE:
-                    return self._finished((args, kwargs), out)
+                    return out
             return self._call(args, kwargs, stage)
         except BaseException as error:
             given = {"args": (*self._fixed, *args), "kwargs": kwargs}
@@ -223,14 +216,8 @@ class Jit(Generic[P, R]):
             if out is not NOT_APPLICABLE:
                 if stage is None and not self._has_more:
                     self._latest = cached
-                return self._finished(tree, out)
+                return out
         return self._call_anew(tree, statics, stage)
-
-    def _finished(self, tree: Any, out: Any) -> Any:
-        """The result, after what takes the long way has been written."""
-        if type(out) is UnwrittenResult:
-            return self.lift.inputs(*tree).finish(*out)
-        return out
 
     def _call_anew(self, tree: Any, statics: Any, stage: Any) -> Any:
         """A call the long way, which leaves a cached call."""
@@ -279,10 +266,10 @@ def _call_signature(tree: Any, statics: Any) -> tuple[Any, ...]:
     return (*map(type, args), *kwargs, statics, kinds)
 
 
-def _parted(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The values of Variables, and the other leaves."""
-    own = [leaf._box[0] for leaf in leaves if isinstance(leaf, Variable)]
-    return own, [leaf for leaf in leaves if not isinstance(leaf, Variable)]
+def _parted(leaves: Sequence[Any], items: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Of items for each leaf, those that are for Variables, and the others."""
+    pairs = [(item, isinstance(leaf, Variable)) for item, leaf in zip(items, leaves)]
+    return [x for x, own in pairs if own], [x for x, own in pairs if not own]
 
 
 class Stage:

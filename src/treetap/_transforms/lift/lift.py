@@ -250,9 +250,10 @@ class Inputs:
         owners: With graph updates, the caller's objects by number.
     """
 
-    __slots__ = ("definition", "leaves", "name", "numbers", "owners", "tree")
+    __slots__ = ("definition", "leaves", "lift", "name", "numbers", "owners", "tree")
 
     def __init__(self, tree: Any, lift: Lift):
+        self.lift = lift
         self.name = lift.name
         self.tree = tree
         reason = _no_aliases(lift.name)

@@ -22,8 +22,9 @@ under the locks of the packs. A function that changes more than values raises
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,112 +39,73 @@ from treetap._transforms.lift.call_cache import (
     CachedCall,
     VerifiedArguments,
 )
-from treetap._transforms.lift.lift import Updates
-from treetap._transforms.lift.program import refuse_donated_twice
+from treetap._transforms.lift.lift import Updates, Written
+from treetap._transforms.lift.program import Key, Program
 
 SMALL = 4096  # bytes
 
-Layout = tuple[Group, ...]
-Home = tuple[int, int, int]  # number of the pack, of the group, place in it
+# For each leaf where it is packed, as the number of the buffer and the place in it.
+Homes = Sequence[tuple[int, int] | None]
 
 
 class Unpackable(Exception):
     """More than values was changed: the usual way can do that."""
 
 
-class Note(NamedTuple):
-    """What a program returned.
+def packed_program(
+    cached: CachedCall, groups: Sequence[Group], homes: Homes
+) -> Program:
+    """The program of a cached call, for buffers of some groups.
 
-    Attributes:
-        groups: New buffers: the pack, and the group in it.
-        alone: Leaves, by number, whose new values come by themselves.
-    """
-
-    groups: tuple[tuple[int, int], ...]
-    alone: tuple[int, ...]
-
-
-class PackedProgram:
-    """The program of a cached call, for packs of some layouts.
+    It has leaves of its own: those of the arguments that are not packed, under their
+    numbers, and the buffers, numbered after all those. A buffer with a donated value in
+    it is donated, and always comes out anew.
 
     Args:
         cached: The cached call.
-        layouts: The layouts of the packs.
+        groups: The groups of all packs.
         homes: For each leaf of the arguments, where it is packed, or None.
     """
+    program, count = cached.program, len(homes)
+    flags = program.key.donated
+    alone = [n for n, home in enumerate(homes) if home is None]
+    given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
 
-    def __init__(
-        self, cached: CachedCall, layouts: Sequence[Layout], homes: Sequence[Any]
-    ):
-        program = cached.program
-        flags = program.key.donated
-        self._definition = program.key.definition
-        self._layouts, self._homes = layouts, homes
-        self.notes: list[Note] = []
-        # What is not packed: Variables first.
-        own = cached.numbers
-        alone = [n for n, home in enumerate(homes) if home is None]
-        self.rest = sorted(alone, key=lambda n: n not in own)
-        given = {home[0] for n, home in enumerate(homes) if home and flags[n]}
-        self.donated = [number in given for number in range(len(layouts))]
-        self._donates = any(flags)
-        self._given = [flags[n] for n in self.rest]
-        self._numbers = sorted(self.rest, key=lambda n: not flags[n])
-        back = {n: i for i, n in enumerate(self._numbers)}
-
-        def run(donated: Any, kept: Any) -> Any:
-            buffers = {**donated[0], **kept[0]}
-            rest = [*donated[1], *kept[1]]
-            held = [
-                [group.split(buffer) for group, buffer in zip(layout, buffers[number])]
-                for number, layout in enumerate(layouts)
-            ]
-            values = [
-                rest[back[n]] if home is None else held[home[0]][home[1]][home[2]]
-                for n, home in enumerate(homes)
-            ]
-            out, updates = program.traced(program.key, values)
-            return self._results(out, updates, buffers, held)
-
-        run.__name__ = run.__qualname__ = program.traced.__name__
-        self.run = jax.jit(run, donate_argnums=0, **program.options)
-
-    def _results(self, out: Any, updates: Updates, buffers: Any, held: Any) -> Any:
+    def traced(key: Key, values: Sequence[Any]) -> Any:
+        rest, buffers = iter(values[: len(alone)]), values[len(alone) :]
+        held = [group.split(buffer) for group, buffer in zip(groups, buffers)]
+        leaves = [
+            next(rest) if home is None else held[home[0]][home[1]] for home in homes
+        ]
+        out, updates = program.traced(program.key, leaves)
         written = updates.written
         if not written.has_values_only or len(written.groups) != 1:
             raise Unpackable
-        news: dict[tuple[int, int], dict[int, Any]] = {
-            (number, place): {}
-            for number, layout in enumerate(self._layouts)
-            for place in range(len(layout) if self.donated[number] else 0)
-        }
-        alone: dict[int, Any] = {}
-        for (number, _), value in zip(written.groups[0], updates.values[0]):
-            home = self._homes[number]
-            if home is not None and _is_alike(value, held[home[0]][home[1]][home[2]]):
-                news.setdefault(home[:2], {})[home[2]] = value
+        news: dict[int, dict[int, Any]] = {number: {} for number in sorted(given)}
+        changed: dict[int, Any] = {}
+        for (n, _), value in zip(written.groups[0], updates.values[0]):
+            home = homes[n]
+            if home is not None and _is_alike(value, leaves[n]):
+                news.setdefault(home[0], {})[home[1]] = value
             else:
-                alone[number] = value
-        made = [
-            _renewed(self._layouts[n][g], buffers[n][g], changed)
-            for (n, g), changed in news.items()
-        ]
-        note = Note(tuple(news), tuple(alone))
-        if note not in self.notes:
-            self.notes.append(note)
-        return made, list(alone.values()), out, ((),) * self.notes.index(note)
+                changed[n] = value
+        made = {
+            count + number: _renewed(groups[number], buffers[number], new)
+            for number, new in news.items()
+        }
+        made |= changed
+        note = Written((tuple((n, None) for n in made),), has_flat_parts=False)
+        return out, Updates((list(made.values()),), note)
 
-    def parted(self, buffers: list[Any], values: list[Any]) -> tuple[Any, Any]:
-        """The arguments of the program: what is donated, and the rest."""
-        pairs = list(enumerate(buffers))
-        if not self._donates:
-            return ({}, []), (dict(pairs), values)
-        first = [*compress(values, self._given)]
-        second = [x for x, flag in zip(values, self._given) if not flag]
-        refuse_donated_twice(self._definition, self._numbers, first, second)
-        given = {n: x for n, x in pairs if self.donated[n]}
-        kept = {n: x for n, x in pairs if not self.donated[n]}
-        return (given, first), (kept, second)
+    traced.__name__ = program.traced.__name__
+    donated = *flags, *(number in given for number in range(len(groups)))
+    own = [
+        *range(count, count + len(groups)),
+        *(n for n in alone if n in cached.own),
+    ]
+    others = [n for n in alone if n not in cached.own]
+    key = replace(program.key, donated=donated)
+    return Program(key, own, others, traced, program.options)
 
 
 def _is_alike(value: Any, before: Any) -> bool:
@@ -176,22 +138,39 @@ class PackedCall:
         program: The program.
         packs: The packs, and the members of each.
         owners: All Variables, by the number of the leaf.
+        homes: For each leaf of the arguments, where it is packed, or None.
     """
 
     def __init__(
         self,
-        program: PackedProgram,
+        program: Program,
         packs: list[tuple[Pack, tuple[Variable[Any], ...]]],
         owners: dict[int, Variable[Any]],
+        homes: Homes,
     ):
         self._program = program
         self._packs = packs
-        self._owners = owners
+        self.owners = owners
         # In the same order everywhere, so that nobody waits for one another.
         self._locks = sorted((pack.lock for pack, _ in packs), key=id)
-        self._rest = [owners[n] for n in program.rest if n in owners]
+        self._rest = [owners[n] for n in owners if homes[n] is None]
+        # By number, as the program counts them: the pack, and the buffer in it.
+        pairs = [
+            (n, at) for n, (x, _) in enumerate(packs) for at in range(len(x.layout))
+        ]
+        self._buffers = dict(enumerate(pairs, len(homes)))
+        self._written: dict[int, Any] = {}
 
-    def __call__(self, plain: Sequence[Any]) -> Any:
+    def _written_by(self, number: int) -> tuple[list[tuple[int, int]], list[Any]]:
+        """What comes out with a note: buffers, and then values of Variables."""
+        if number not in self._written:
+            (group,) = self._program.written[number].groups
+            buffers = [self._buffers[n] for n, _ in group if n in self._buffers]
+            alone = [self.owners[n] for n, _ in group if n in self.owners]
+            self._written[number] = buffers, alone
+        return self._written[number]
+
+    def __call__(self, plain: list[Any]) -> Any:
         """The result; `NOT_APPLICABLE` if something is there that packs cannot hold."""
         if current_trace() is not EAGER:
             return NOT_APPLICABLE
@@ -202,20 +181,20 @@ class PackedCall:
             if held is None:
                 return NOT_APPLICABLE
             buffers.append(held)
-        values = [variable._box[0] for variable in self._rest]
-        values += plain
+        values = [*chain.from_iterable(buffers)]
+        values += [variable._box[0] for variable in self._rest]
         before = [pack.contents for pack, _ in self._packs]
         try:
-            made, alone, out, note = program.run(*program.parted(buffers, values))
+            (made,), out, note = program.run(*program.parted(values, plain))
         except Unpackable:
             return NOT_APPLICABLE
-        groups, numbers = program.notes[len(note)]
+        places, alone = self._written_by(len(note))
         changed: dict[int, list[Any]] = {}
-        for (number, place), buffer in zip(groups, made):
+        for (number, place), buffer in zip(places, made):
             changed.setdefault(number, list(buffers[number]))[place] = buffer
-        targets = [self._owners[n] for n in numbers]
-        targets += [self._packs[number][0].cell for number in changed]
-        news = [*alone, *[PackContents(tuple(each)) for each in changed.values()]]
+        targets = [*alone, *[self._packs[number][0].cell for number in changed]]
+        news = made[len(places) :]
+        news += [PackContents(tuple(each)) for each in changed.values()]
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
@@ -236,20 +215,22 @@ def packed_call(
         roots: The outermost objects in them; each gets a pack of its own.
         limit: What is small, in bytes.
     """
-    if verified.trace is not EAGER:
+    if verified.trace is not EAGER or cached.program.key.groups is not None:
         return None
-    owners = cached.by_number(verified.variables)
+    owners = dict(zip(cached.own, verified.variables))
     packs: list[tuple[Pack, tuple[Variable[Any], ...]]] = []
-    homes: dict[int, Home] = {}
+    groups: list[Group] = []
+    homes: dict[int, tuple[int, int]] = {}
     for root in roots:
         members, layout = layout_of(list(variables_below(root)), limit)
         if not members:
             continue
         places = {
-            id(members[place]): (len(packs), number, at)
-            for number, group in enumerate(layout)
+            id(members[place]): (number, at)
+            for number, group in enumerate(layout, len(groups))
             for at, place in enumerate(group.members)
         }
+        groups += layout
         homes.update({n: places[id(v)] for n, v in owners.items() if id(v) in places})
         pack = pack_of(members[0])
         if pack is None or not pack.is_of(members) or pack.layout != layout:
@@ -257,12 +238,11 @@ def packed_call(
         packs.append((pack, members))
     if not packs:
         return None
-    layouts = tuple(pack.layout for pack, _ in packs)
     count = len(cached.program.key.donated)
-    leaf_homes = tuple(homes.get(number) for number in range(count))
-    make = functools.partial(PackedProgram, cached, layouts, leaf_homes)
-    program = cached.packed_programs.made((layouts, leaf_homes), make)
-    return PackedCall(program, packs, owners)
+    all_homes = tuple(homes.get(number) for number in range(count))
+    make = functools.partial(packed_program, cached, groups, all_homes)
+    program = cached.packed_programs.made((*groups, all_homes), make)
+    return PackedCall(program, packs, owners, all_homes)
 
 
 def maker_for(pack: Any, name: str) -> Callable[..., PackedCall | None] | None:

@@ -285,7 +285,7 @@ def filter_values(prefix: Any) -> list[Any]:
 
 def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     """Refuses what cannot stand in a prefix."""
-    for _, part, _ in places(prefix):
+    for _, part in places(prefix):
         _check_part(part, name, argument, mode)
 
 

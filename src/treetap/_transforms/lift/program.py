@@ -18,6 +18,7 @@ donated.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
 
@@ -33,34 +34,35 @@ from treetap._core.trees.graphdef import (
     leaf_paths,
     statics_in,
 )
-from treetap._core.trees.layout import getter, kinds_of
+from treetap._core.trees.layout import kinds_of
 from treetap._core.variables.values import is_buffer
-from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.lift import Updates, Written
 from treetap._transforms.lift.prefixes import PrefixGroups
 
 MAX_PROGRAMS = 256  # kept for a function, one for each structure of its arguments
 
 
+@dataclass(frozen=True)
 class Key:
-    """What a compiled program depends on beside the values' types; hashable."""
+    """What a compiled program depends on beside the values' types; hashable.
 
-    def __init__(self, definition: GraphDef, statics: Any, donated: Any, groups: Any):
-        self.definition = definition
-        self.statics = statics
-        self.donated = donated
-        self.groups: PrefixGroups | None = groups
-        self._hash = hash((definition, statics, donated))
+    Attributes:
+        definition: The description of the arguments.
+        statics: The static arguments, with where they stand.
+        donated: For each leaf, whether it is donated.
+        groups: The leaves by prefix; None if they have none.
+        kinds: The types of static arguments that are numbers: 1 and True are equal.
+    """
 
-    def _parts(self) -> Any:
+    definition: GraphDef
+    statics: tuple[Any, ...]
+    donated: tuple[bool, ...]
+    groups: PrefixGroups | None = field(hash=False)
+    kinds: Any = field(init=False, hash=False)
+
+    def __post_init__(self) -> None:
         kinds = kinds_of(tuple(value for _, value in self.statics))
-        return self.definition, self.statics, kinds, self.donated, self.groups
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return self._hash
+        object.__setattr__(self, "kinds", kinds)
 
     @property
     def lasts(self) -> bool:
@@ -73,7 +75,7 @@ class Key:
     def without_donating(self, leaves: Collection[int]) -> "Key":
         """The same with some leaves not donated."""
         donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
-        return Key(self.definition, self.statics, donated, self.groups)
+        return replace(self, donated=donated)
 
     def kept(self) -> Collection[int]:
         """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
@@ -92,39 +94,41 @@ class Program:
 
     Args:
         key: What it depends on.
-        leaves: The leaves of the arguments.
-        traced: A function of the key and all values, in the order of the leaves. Its
+        own: Which leaves, by number, are Variables, in the order of their values.
+        others: Which are not.
+        traced: A function of the key and all values, in the order of the numbers. Its
             name is that of the program, in profiles and logs.
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
     def __init__(
-        self, key: Key, leaves: Sequence[Any], traced: Any, options: dict[str, Any]
+        self,
+        key: Key,
+        own: list[int],
+        others: list[int],
+        traced: Any,
+        options: dict[str, Any],
     ):
         self.key = key
         self.traced = traced
         self.options = dict(options)
         self.written: list[Written] = []
         self._idle: list[int] = []
-        numbers, flags = range(len(leaves)), key.donated
-        mine = [n for n in numbers if isinstance(leaves[n], Variable)]
-        others = [n for n in numbers if not isinstance(leaves[n], Variable)]
+        flags = key.donated
         self._donates = any(flags)
-        self._donated = [flags[n] for n in mine + others]
+        self._donated = [flags[n] for n in own + others]
         self._kept = [not flag for flag in self._donated]
-        donated, kept = self._apart(mine, others)
+        donated, kept = self._apart(own, others)
         self._numbers = donated + kept
-        places = {number: i for i, number in enumerate(self._numbers)}
-        arrange = getter([places[number] for number in numbers])
 
         def run(donated: list[Any], kept: list[Any]) -> Any:
-            values = arrange([*donated, *kept])
-            out, updates = traced(key, values)
+            values = dict(zip(self._numbers, [*donated, *kept]))
+            out, updates = traced(key, [values[number] for number in sorted(values)])
             if self._donates:
                 pairs = zip(updates.written.groups, updates.values)
                 news = chain.from_iterable(zip(*pair) for pair in pairs)
-                changed = {n for (n, _), new in news if new is not values[n]}
-                self._idle = [n for n in mine if flags[n] and n not in changed]
+                changed = {n for (n, _), new in news if new is not values.get(n)}
+                self._idle = [n for n in own if flags[n] and n not in changed]
             # Which ones were written is static. The number of a note of it stands for
             # it, as so many empty tuples: JAX makes those without a call into Python.
             # Variables come first, as they do among what is donated: JAX lets outputs
