@@ -63,10 +63,9 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         if name in SETTINGS:
             return SETTINGS[name].current_value()
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(f"flax.config has no option {name!r}.") from None
+        if name not in OPTIONS:
+            raise AttributeError(f"flax.config has no option {name!r}.")
+        return self._values[name]
 
     def update(self, name: str, value: Any, /) -> None:
         """Sets an option from now on.

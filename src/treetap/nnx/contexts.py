@@ -59,10 +59,8 @@ class LinkedDef(GraphDef):
     __hash__ = GraphDef.__hash__
 
     def __reduce__(self) -> Any:
-        return LinkedDef, (
-            GraphDef(self.spec, self.num_leaves, self.graph),
-            self.origins,
-        )
+        given = GraphDef(self.spec, self.num_leaves, self.graph)
+        return LinkedDef, (given, self.origins)
 
 
 class UpdateContext:

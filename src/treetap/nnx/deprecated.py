@@ -42,14 +42,16 @@ def _deprecated(old: str, new: str, fn: F, **options: Any) -> F:
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
-def _value_property(name: str, get: str, put: str, instead: str) -> property:
+def _value_property(name: str, instead: str) -> property:
+    """A property that calls the methods `get_...` and `set_...`."""
+
     def read(self: Variable[Any]) -> Any:
         _warn(f"`Variable.{name}`", instead)
-        return getattr(self, get)()
+        return getattr(self, f"get_{name}")()
 
     def write(self: Variable[Any], value: Any) -> None:
-        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.{put}(x)`", 4)
-        getattr(self, put)(value)
+        _warn(f"`Variable.{name} = x`", f"`v[...] = x` or `v.set_{name}(x)`", 4)
+        getattr(self, f"set_{name}")(value)
 
     return property(read, write, doc=f"Deprecated: use {instead}.")
 
@@ -79,13 +81,9 @@ _STATE_METHODS = {
 def _give_methods() -> None:
     """Gives the classes what NNX has deprecated of theirs."""
     given: dict[tuple[type, str], Any] = {(GraphDef, "apply"): _apply}
-    instead = "`v[...]` or `v.get_value()`"
-    given[Variable, "value"] = _value_property(
-        "value", "get_value", "set_value", instead
-    )
-    given[Variable, "raw_value"] = _value_property(
-        "raw_value", "get_raw_value", "set_raw_value", "`v.get_raw_value()`"
-    )
+    raw = _value_property("raw_value", "`v.get_raw_value()`")
+    given[Variable, "raw_value"] = raw
+    given[Variable, "value"] = _value_property("value", "`v[...]` or `v.get_value()`")
     for fn in (iter_modules, iter_children):
         name = fn.__name__
         old, new = f"The method `m.{name}()`", f"the function `{name}(m)`"
