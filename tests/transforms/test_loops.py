@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """while_loop and fori_loop: what they carry, and what they refuse."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -77,3 +78,33 @@ def test_a_while_condition_may_not_change_variables(mode):
     with pytest.raises(ValueError, match=r"while_loop(.|\n)*condition"):
         tt.while_loop(holds, lambda v: v, v, **mode)
     assert int(v) == 0
+
+
+@ALL_MODES
+def test_a_loop_traces_its_step_once(mode):
+    v, calls = tt.Variable(jnp.array(0.0)), []
+
+    def step(v):
+        calls.append(1)
+        v[...] += 1
+        return v
+
+    tt.fori_loop(0, 5, lambda i, v: step(v), v, **mode)
+    tt.while_loop(lambda v: v < 9, step, v, **mode)
+    assert (len(calls), float(v)) == (2, 9.0)
+
+
+@ALL_MODES
+@pytest.mark.parametrize("count", [0, 3])
+def test_loops_write_what_changed_without_jit_too(mode, count):
+    v = tt.Variable(jnp.array(0.0))
+
+    def step(i, pair):
+        pair[0][...] += i
+        return pair[0], pair[1] + 1
+
+    with jax.disable_jit():
+        same, number = tt.fori_loop(0, count, step, (v, 0), **mode)
+        tt.while_loop(lambda w: w < count, lambda w: step(1, (w, 0))[0], v, **mode)
+    assert same is v
+    assert (float(v), int(number)) == (float(count), count)

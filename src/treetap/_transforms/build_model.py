@@ -392,12 +392,10 @@ def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def _goal(eqn: Any) -> NamedSharding | None:
     """The sharding on a mesh of devices that an operation gives its operand."""
-    sharding, params = None, eqn.params
-    if eqn.primitive.name == "reshard":
-        sharding = params["dst_sharding"]
-    elif eqn.primitive.name == "sharding_constraint":
-        is_whole = params["layout"] is None
-        sharding = params["sharding"] if is_whole else None
+    name, params = eqn.primitive.name, eqn.params
+    sharding = params["dst_sharding"] if name == "reshard" else None
+    if name == "sharding_constraint" and params["layout"] is None:
+        sharding = params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
     mesh = sharding.mesh

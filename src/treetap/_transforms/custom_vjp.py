@@ -194,14 +194,12 @@ class _Rule:
 
     def _written(self, values: list[Any]) -> set[int]:
         """The Variables that the function or its rule changes."""
-        found: list[Written] = []
 
-        def probe(values: Any) -> None:
-            found.append(self._run(values)[1].written)
-            found.append(self._forward(values)[2].written)
+        def probe(values: Any) -> tuple[Written, Written]:
+            return self._run(values)[1].written, self._forward(values)[2].written
 
-        jax.eval_shape(probe, values)
-        return set[int]().union(*(written.numbers() for written in found))
+        by_function, by_rule = jax.eval_shape(probe, values)
+        return by_function.numbers() | by_rule.numbers()
 
     def _check_written(self, leaves: list[Any]) -> None:
         """Refuses changes whose gradient would be lost for want of `updates_g`."""
@@ -298,13 +296,10 @@ def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[An
         yield tangent._box[0] if isinstance(tangent, Variable) else tangent
         return
     keys, children = tuple(inside[0]), tuple(inside[1])
-    below: Any = {}
+    held = opened(tangent)
+    below: Any = dict(zip(*held)) if held else {None: tangent}
     if isinstance(tangent, Mapping):
         below = tangent
-    elif tangent is not None and (held := opened(tangent)) is not None:
-        below = dict(zip(*held))
-    elif tangent is not None:
-        below = {None: tangent}
     extra = [key for key in below if key not in keys]
     is_state = isinstance(tangent, State) or tangent is None
     if extra or not (is_state or len(below) == len(keys)):

@@ -137,24 +137,26 @@ def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
 
 
 def _derived(
-    lift: Lift, f: Any, argnums: Any, has_aux: bool, options: Any
+    lift: Lift, f: Any, argnums: Any, has_aux: bool, given: Any, *, with_value: bool
 ) -> Callable[..., Any]:
-    """`value_and_grad`, under the name of who asks for it."""
+    """`value_and_grad`, or without the value `grad`."""
     numbers = check_numbers(argnums, lift, "argnums")
 
     @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         inputs = lift.inputs(args, kwargs)
         places, flags = _chosen(inputs, numbers, "argnums")
         parts = _Split(inputs, flags)
         pure = parts.pure(f, has_aux)
-        derive = jax.value_and_grad(pure, has_aux=True, **options)
+        derive = jax.value_and_grad(pure, has_aux=True, **given)
         (value, (aux, updates)), flat = derive(parts.active)
         trees = parts.tree_of(flat)
         aux = inputs.finish(aux, updates)
         grads = tuple(trees[number] for number in places)
         found = grads if isinstance(argnums, tuple | list) else grads[0]
-        return (value, aux) if has_aux else value, found
+        if with_value:
+            return (value, aux) if has_aux else value, found
+        return (found, aux) if has_aux else found
 
     return call
 
@@ -196,7 +198,7 @@ def value_and_grad(
     refuse_reduce_axes(reduce_axes, "value_and_grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
     lift = Lift.of("value_and_grad", options)
-    return _derived(lift, f, argnums, has_aux, given)
+    return _derived(lift, f, argnums, has_aux, given, with_value=True)
 
 
 @transform
@@ -223,14 +225,8 @@ def grad(
     """
     refuse_reduce_axes(reduce_axes, "grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    derived = _derived(Lift.of("grad", options), f, argnums, has_aux, given)
-
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value, grads = derived(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return call
+    lift = Lift.of("grad", options)
+    return _derived(lift, f, argnums, has_aux, given, with_value=False)
 
 
 def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
@@ -274,15 +270,13 @@ def vjp(
     _, flags = _chosen(inputs, range(len(primals)), "primals")
     parts = _Split(inputs, flags)
     pure = parts.pure(f, has_aux)
-    out, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
-
-    packed = out
+    packed, pull, (aux, updates) = jax.vjp(pure, parts.active, has_aux=True)
 
     def vjp_fn(cotangent: Any) -> Any:
         (found,) = pull(flatten_like(packed, cotangent, "vjp"))
         return parts.tree_of(found)
 
-    out, aux = inputs.finish((out, aux), updates)
+    out, aux = inputs.finish((packed, aux), updates)
     return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
 
 

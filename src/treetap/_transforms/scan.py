@@ -20,7 +20,7 @@ from treetap._core.paths import show_path
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.variable import Variable, raw_values
 from treetap._transforms.lift.arguments import positional
 from treetap._transforms.lift.axis_names import NO_NAMES, with_names
 from treetap._transforms.lift.carry import same_carry
@@ -170,11 +170,8 @@ class _Step:
         self.of_leaf = groups.by_leaf()
         groups.carried = {n for n, x in enumerate(groups.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
-        self.carried = [
-            number
-            for number, is_mapped in enumerate(self.mapped)
-            if not is_mapped and number not in fixed
-        ]
+        rest = [n for n, is_mapped in enumerate(self.mapped) if not is_mapped]
+        self.carried = [number for number in rest if number not in fixed]
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
         """The next carry, and what this step adds to the stacks."""
@@ -211,26 +208,20 @@ class _Step:
     def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
         """New plain leaves, and the Variables' present values."""
         plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
-        values = []
-        for number in self.carried:
-            leaf = inside.leaves[number]
-            if isinstance(leaf, Variable):
-                values.append(leaf._box[0])
-            else:
-                values.append(next(plain) if self.of_leaf[number] is Carry else leaf)
-        return values
+        leaves = [inside.leaves[number] for number in self.carried]
+        for place, number in enumerate(self.carried):
+            is_plain = not isinstance(leaves[place], Variable)
+            if is_plain and self.of_leaf[number] is Carry:
+                leaves[place] = next(plain)
+        return raw_values(leaves)
 
 
 def _start(inputs: Inputs, step: _Step) -> tuple[list[Any], list[Any]]:
     """The first carry, and what is mapped over, its axis in front."""
-    carry: list[Any] = []
-    mapped: list[Any] = []
-    for number, (value, axis) in enumerate(zip(inputs.values(), step.of_leaf)):
-        if step.mapped[number]:
-            mapped.append(_move(value, axis, 0))
-        elif number not in step.fixed:
-            carry.append(value)
-    return carry, mapped
+    values = inputs.values()
+    triples = zip(values, step.of_leaf, step.mapped)
+    mapped = [_move(value, axis, 0) for value, axis, is_mapped in triples if is_mapped]
+    return [values[number] for number in step.carried], mapped
 
 
 def _finish(inputs: Inputs, step: _Step, carry: list[Any], out: Any) -> Any:

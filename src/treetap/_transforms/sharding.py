@@ -8,6 +8,7 @@ sharding, as a restored checkpoint wants them. Values are never read, only their
 what does not fit the mesh is refused with the path of the Variable.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -69,7 +70,7 @@ def _checked(make_sharding: Callable[[], T], value: Any) -> T:
     return sharding
 
 
-def _sharding_of(spec: PartitionSpec, mesh: Any, value: Any) -> NamedSharding:
+def _sharding_of(spec: PartitionSpec, value: Any, mesh: Any) -> NamedSharding:
     return _checked(lambda: NamedSharding(mesh, spec), value)
 
 
@@ -77,7 +78,7 @@ def _mapped(
     tree: T,
     name: str,
     variable: Callable[[Variable[Any]], Any],
-    leaf: Callable[[Any], Any],
+    leaf: Callable[[Any], Any] = lambda value: value,
     graph: bool = True,
 ) -> T:
     """The same tree with other values; an error says at which path it arose."""
@@ -154,10 +155,7 @@ def get_named_sharding(tree: T, mesh: Mesh | AbstractMesh) -> T:
         >>> tt.get_named_sharding({"w": w}, mesh)["w"].spec
         P('model',)
     """
-
-    def made(spec: PartitionSpec, value: Any) -> NamedSharding:
-        return _sharding_of(spec, mesh, value)
-
+    made = functools.partial(_sharding_of, mesh=mesh)
     return _with_specs(tree, "get_named_sharding", made)
 
 
@@ -229,7 +227,7 @@ def get_abstract_model(
     def placed(value: Any, spec: PartitionSpec = NOWHERE) -> Any:
         if not isinstance(value, jax.ShapeDtypeStruct):
             return value
-        return value.update(sharding=_sharding_of(spec, mesh, value))
+        return value.update(sharding=_sharding_of(spec, value, mesh))
 
     def variable(found: Variable[Any]) -> Any:
         spec = _spec_of(found._metadata) or NOWHERE
@@ -294,10 +292,7 @@ def as_abstract(tree: T, graph: bool | None = None) -> T:
         sharding = _checked(lambda: resolve_sharding(found._metadata), raw)
         return _with_value(found, raw.update(sharding=sharding))
 
-    def leaf(value: Any) -> Any:
-        return value
-
-    return _mapped(tree, "as_abstract", variable, leaf, resolve_graph(graph))
+    return _mapped(tree, "as_abstract", variable, graph=resolve_graph(graph))
 
 
 def abstract_with_sharding(tree: T, graph: bool | None = None) -> T:

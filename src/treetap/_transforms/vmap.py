@@ -64,7 +64,6 @@ def _mapped(
     name, mode = lift.name, lift.mode
     (argument, given), (out_argument, out) = prefixes.items()
     check_prefix(given, name, argument, mode)
-    given = tuple(given) if isinstance(given, list) else given
     results = Results(out, mode, name, out_argument, nothing)
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:

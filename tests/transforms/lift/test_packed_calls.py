@@ -611,3 +611,15 @@ def test_an_interrupt_while_a_pack_is_made_leaves_no_half_of_one(monkeypatch):
             [call(row, 0.0) for _ in range(3)]
     assert pack_of(row.items[0]) is not None
     assert [float(call(row, 1.0)) for _ in range(3)] == [4.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("given", ["in_shardings", "out_shardings"])
+@pytest.mark.parametrize("donated", [(), 0])
+def test_packed_functions_may_be_told_where_things_lie(given, donated):
+    everywhere = NamedSharding(mesh_of((1,), ("i",)), PartitionSpec())
+    call = tt.jit(step, pack=True, donate_argnums=donated, **{given: everywhere})
+    usual, model, plain = tt.jit(step), Model(), Model()
+    for _ in range(4):
+        assert call(model, 1.0) == usual(plain, 1.0)
+    for one, two in zip(values_of(model), values_of(plain)):
+        assert np.array_equal(one, two)

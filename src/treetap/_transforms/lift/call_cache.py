@@ -43,7 +43,7 @@ import jax
 from jax.tree_util import all_leaves
 
 from treetap._core.bounded_cache import BoundedCache
-from treetap._core.trace_level import EAGER, current_trace, refuse_foreign_variable
+from treetap._core.trace_level import EAGER, current_trace
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import Getter, getter
@@ -55,7 +55,7 @@ from treetap._core.variables.variable import (
     get_trace,
     set_box,
 )
-from treetap._transforms.lift.lift import Inputs, Written
+from treetap._transforms.lift.lift import Inputs, Written, check_traces
 
 MAX_VERIFIED = 16  # sets of objects that a cached call remembers
 MAX_PACKED_PROGRAMS = 16  # of a cached call, one for each layout of packs
@@ -173,7 +173,7 @@ class VerifiedArguments:
         """
         trace = current_trace()
         if self.trace is not trace:
-            _check_traces(written, trace)
+            check_traces(written, trace)
         new = news[0] if len(news) == 1 else list(chain.from_iterable(news))
         deque(map(set_box, written, zip(new)), 0)  # one call: all or nothing
         if places is None:
@@ -417,12 +417,6 @@ class CachedCall:
             return None
         cached = cls(tree, inputs, program, make_packed)
         return cached if cached._are_unshared(cached._pick_plain(leaves)) else None
-
-
-def _check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
-    for variable in variables:
-        if variable._trace is not trace:
-            raise refuse_foreign_variable(type(variable).__name__)
 
 
 def _is_open_tree(tree: Any, inputs: Inputs) -> bool:

@@ -208,11 +208,9 @@ class Jit(Generic[P, R]):
         if self._has_more:
             tree, statics = self._given(args, kwargs)
         for cached in self._cached_calls.get(_call_signature(tree, statics), ()):
-            program = cached.program
-            if stage is not None and program is not stage.program:
+            if stage is not None and cached.program is not stage.program:
                 continue
-            run = program.run if stage is None else stage.run
-            out = cached(tree, run)
+            out = cached(tree, (stage or cached.program).run)
             if out is not NOT_APPLICABLE:
                 if stage is None and not self._has_more:
                     self._latest = cached
@@ -227,7 +225,7 @@ class Jit(Generic[P, R]):
             program = stage.program
         # Before anything is written:
         cached = CachedCall.of(tree, inputs, program, self._make_packed)
-        news, out, note = (program if stage is None else stage).run(*given)
+        news, out, note = (stage or program).run(*given)
         out = inputs.finish(out, program.updates(news, note))
         if cached is not None:
             signature = _call_signature(tree, statics)

@@ -26,6 +26,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
@@ -314,26 +315,25 @@ class Inputs:
             updates: What changed.
             made: The caller's objects by number; new ones are added.
         """
-        trace = current_trace()
-        variables: list[Variable[Any]] = []
-        boxes: list[tuple[Any]] = []
-        changes: list[tuple[Variable[Any], Any]] = []
+        groups = updates.written.groups
         supplies = [iter(values) for values in updates.values]
-        for group, supply in zip(updates.written.groups, supplies):
-            for (number, metadata), value in zip(group, supply):
-                variable = self.leaves[number]
-                if variable._trace is not trace:
-                    raise refuse_foreign_variable(type(variable).__name__)
-                variables.append(variable)
-                boxes.append((value,))
-                if metadata is not None:
-                    changes.append((variable, metadata))
+        pairs = [pair for each in zip(groups, supplies) for pair in zip(*each)]
+        variables = [self.leaves[number] for (number, _), _ in pairs]
+        check_traces(variables, current_trace())
         steps = apply(updates.written.objects, supplies, self.leaves, made)
-        write_boxes(variables, boxes)
-        for variable, metadata in changes:
-            variable._replace_metadata(metadata)
+        write_boxes(variables, [(value,) for _, value in pairs])
+        for variable, ((_, metadata), _) in zip(variables, pairs):
+            if metadata is not None:
+                variable._replace_metadata(metadata)
         for step in steps:
             step()
+
+
+def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
+    """Refuses to write Variables of another level."""
+    for variable in variables:
+        if variable._trace is not trace:
+            raise refuse_foreign_variable(type(variable).__name__)
 
 
 def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any]:
@@ -367,9 +367,7 @@ def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool
         return True
     leaves, structure = jax.tree.flatten(before)
     others, other_structure = jax.tree.flatten(after)
-    return structure != other_structure or any(
-        one is not two for one, two in zip(leaves, others)
-    )
+    return structure != other_structure or any(map(is_not, leaves, others))
 
 
 class Inside:

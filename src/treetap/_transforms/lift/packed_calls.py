@@ -59,7 +59,8 @@ def packed_program(
 
     It has leaves of its own: those of the arguments that are not packed, under their
     numbers, and the buffers, numbered after all those. A buffer with a donated value in
-    it is donated, and always comes out anew.
+    it is donated, and always comes out anew. (No buffer is an array that stands
+    anywhere else, so none of them is ever found to be donated twice.)
 
     Args:
         cached: The cached call.
@@ -99,12 +100,9 @@ def packed_program(
 
     traced.__name__ = program.traced.__name__
     donated = *flags, *(number in given for number in range(len(groups)))
-    own = [
-        *range(count, count + len(groups)),
-        *(n for n in alone if n in cached.own),
-    ]
-    others = [n for n in alone if n not in cached.own]
     key = replace(program.key, donated=donated)
+    own = [*range(count, len(donated)), *(n for n in alone if n in cached.own)]
+    others = [n for n in alone if n not in cached.own]
     return Program(key, own, others, traced, program.options)
 
 
@@ -150,14 +148,13 @@ class PackedCall:
     ):
         self._program = program
         self._packs = packs
-        self.owners = owners
+        self._owners = owners
         # In the same order everywhere, so that nobody waits for one another.
         self._locks = sorted((pack.lock for pack, _ in packs), key=id)
         self._rest = [owners[n] for n in owners if homes[n] is None]
         # By number, as the program counts them: the pack, and the buffer in it.
-        pairs = [
-            (n, at) for n, (x, _) in enumerate(packs) for at in range(len(x.layout))
-        ]
+        sizes = [len(pack.layout) for pack, _ in packs]
+        pairs = [(n, at) for n, size in enumerate(sizes) for at in range(size)]
         self._buffers = dict(enumerate(pairs, len(homes)))
         self._written: dict[int, Any] = {}
 
@@ -166,7 +163,7 @@ class PackedCall:
         if number not in self._written:
             (group,) = self._program.written[number].groups
             buffers = [self._buffers[n] for n, _ in group if n in self._buffers]
-            alone = [self.owners[n] for n, _ in group if n in self.owners]
+            alone = [self._owners[n] for n, _ in group if n in self._owners]
             self._written[number] = buffers, alone
         return self._written[number]
 

@@ -7,6 +7,7 @@ description that puts them together again outside. So does a part whose prefix s
 leaf by leaf: its values are sorted into one list for each prefix value.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,22 +122,20 @@ def _is_plain(out: Any, walk: Flattening) -> bool:
 
 
 def _flat(
-    part: Any, walk: Flattening, prefixes: list[Any] | None = None, values: Any = ()
+    part: Any, walk: Flattening, prefixes: Sequence[Any] = (None,), values: Any = ()
 ) -> FlatPart:
-    """One part, its values in one group, or in one for each of some prefixes.
+    """One part, its values in one group for each of some prefixes.
 
     Args:
         part: The part.
         walk: Numbers objects.
         prefixes: The prefixes that make groups.
-        values: The prefix of each leaf.
+        values: The prefix of each leaf; all have None by default.
     """
     before = len(walk.leaves)
     graphdef = walk.definition(part)
     raw = raw_values(walk.leaves[before:])
-    if prefixes is None:
-        return FlatPart(PartDef(graphdef, (0,) * len(raw)), (raw,))
-    of_leaf = tuple(map(prefixes.index, values))
+    of_leaf = tuple(map(prefixes.index, values or [None] * len(raw)))
     groups = tuple(
         [value for number, value in zip(of_leaf, raw) if number == group]
         for group in range(len(prefixes))

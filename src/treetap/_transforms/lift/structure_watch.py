@@ -100,26 +100,23 @@ class StructureWatch:
         set_on_purpose.reset(self.token)
         if kind is not None:
             return
-        touched = [
-            number
-            for number, (node, flat) in enumerate(zip(self.nodes, self.flats))
-            if flat_of(node) is not flat
-        ]
+        pairs = enumerate(zip(self.nodes, self.flats))
+        touched = {n for n, (node, flat) in pairs if flat_of(node) is not flat}
         if not touched:
             return
-        paths = [path for path, _ in objects_in(self.definition.spec)]
-        for number in touched:
-            children, (layout, statics, _) = self.flats[number]
-            before = dict(zip(layout.keys, children))
-            before.update(zip(layout.static_names, statics))
-            before = self.kept.get(number, before)
-            data = frozenset(layout.keys)
-            self._compare(paths[number], self.nodes[number], before, data)
+        for number, (path, _) in enumerate(objects_in(self.definition.spec)):
+            if number in touched:
+                self._compare(path, number)
 
-    def _compare(self, path: Path, node: Any, before: Any, data: Any) -> None:
+    def _compare(self, path: Path, number: int) -> None:
         """Reports what became of the attributes of one object."""
+        node = self.nodes[number]
+        children, (layout, statics, _) = self.flats[number]
+        before = dict(zip(layout.keys, children))
+        before.update(zip(layout.static_names, statics))
+        before = self.kept.get(number, before)
         after = attributes_of(node)
-        data = data | frozenset(flat_of(node)[1][0].keys)
+        data = {*layout.keys, *flat_of(node)[1][0].keys}
         for key in sorted({*before, *after}, key=str):
             old, new = before.get(key, MISSING), after.get(key, MISSING)
             where = show_path((*path, key))
