@@ -20,7 +20,7 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.build import built_around, regrow
+from treetap._core.trees.build import Builder, regrow
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import opened, variables_below
 from treetap._core.trees.state import State
@@ -244,7 +244,8 @@ class _Rule:
                 leaf.copy(changed[n]) if n in changed else None
                 for n, leaf in enumerate(leaves)
             ]
-            options["updates_g"] = built_around(self.definition, found)["args"]
+            around = Builder(iter(found), recreate=False).any(self.definition.spec)
+            options["updates_g"] = around["args"]
         bwd: Any = self.owner._bwd
         found = bwd(*passive, rebuild(residual, {}), given, **options)
         return (self._cotangents(found, tree["args"], self._all(values)),)

@@ -46,7 +46,7 @@ from treetap._core.wording import first_few
 
 
 @dataclass(slots=True, eq=False)
-class _Builder:
+class Builder:
     """One building; see `regrow` for what it is given.
 
     With `recreate` a bare value becomes a Variable where one is described, and the
@@ -183,15 +183,8 @@ def regrow(
     """
     made = {} if made is None else made
     nodes = [] if nodes is None else nodes
-    work = _Builder(iter(values), made, owners, nodes)
+    work = Builder(iter(values), made, owners, nodes)
     return work.any(graphdef.spec), work.leaves
-
-
-def regrow_children(
-    spec: ObjectSpec, values: Iterable[Any], made: dict[int, Any]
-) -> list[Any]:
-    """The children of an object that is there already."""
-    return _Builder(iter(values), made).children(spec.children)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,7 +304,7 @@ def put_together(
     if named.problems:
         raise StructureError(_complaint(name, graphdef, state, named.problems))
     made, leaves = {} if made is None else made, iter(named.leaves)
-    work = _Builder(leaves, made, owners, recreate=False, grouped=True)
+    work = Builder(leaves, made, owners, recreate=False, grouped=True)
     return work.any(graphdef.spec)
 
 
@@ -360,7 +353,7 @@ def rebuilt(
         walk = Flattening(root, True, name, states=False)
         definition = walk.definition(root)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
-    return _Builder(iter(new), recreate=False).any(definition.spec)
+    return Builder(iter(new), recreate=False).any(definition.spec)
 
 
 def clone(

@@ -32,7 +32,7 @@ from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.build import refill, regrow_children
+from treetap._core.trees.build import Builder, refill
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import ObjectSpec
 from treetap._core.trees.pytree import flat_of
@@ -185,6 +185,6 @@ def apply(
         if is_foreign(node._pytree__trace):
             raise refuse_foreign_object(type(node).__name__)
         values = [next(supplies[n]) if n >= 0 else leaves[~n] for n in places]
-        children = regrow_children(spec, values, made)
+        children = Builder(iter(values), made).children(spec.children)
         steps.append(functools.partial(refill, node, spec.structure, children))
     return steps
