@@ -69,12 +69,24 @@ class Target(NamedTuple):
     def check_type(self, array: Any, leaf: int) -> None:
         """Refuses numbers that the value cannot hold."""
         dtype = self.types[leaf].dtype
-        if jnp.result_type(array, dtype) != dtype:
+        has_keys = _are_keys(dtype) or _are_keys(array.dtype)
+        if array.dtype == dtype:
+            return
+        if has_keys or jnp.result_type(array, dtype) != dtype:
+            remedy = "keys of that type" if has_keys else f"`.astype({str(dtype)!r})`"
             raise CaptureError(
                 f"edit: the value at {self.text} is of type {dtype}; an array of the "
-                f"edit is of type {jnp.result_type(array)}, shape {jnp.shape(array)}. "
-                f"Convert it: `.astype({str(dtype)!r})`."
+                f"edit is of type {array.dtype}, shape {array.shape}. Give {remedy}."
             )
+
+    def check_kinds(self, what: str, *kinds: Any) -> None:
+        """Refuses what can be done with numbers of some kinds only."""
+        for aval in self.types:
+            if not any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
+                raise CaptureError(
+                    f"edits.{what}: the value at {self.text} is of type {aval.dtype}, "
+                    "where that has no meaning. Say what is meant with `edits.apply`."
+                )
 
     def axes_of_tree(self, value: Any, is_mask: bool = False) -> list[Axes]:
         """The same for a tree like the value, or for one array for all leaves."""
@@ -120,7 +132,12 @@ def _broadcast(array: Any, value: Any) -> jax.Array:
 
 
 def _cast(array: jax.Array, value: Any) -> jax.Array:
-    return array.astype(jnp.result_type(value))
+    dtype = jax.typeof(value).dtype
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _are_keys(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 _NO_SORT = (
@@ -183,6 +200,7 @@ class _Add(Edit):
         return _together(lambda x, y: _cast(x + y, x), value, self.value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        target.check_kinds("add", np.number, np.bool_)
         return self, target.axes_of_tree(self.value)
 
 
@@ -195,6 +213,7 @@ class _Scale(Edit):
         return _together(lambda x, y: _cast(x * y, x), value, self.factor)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        target.check_kinds("scale", np.number, np.bool_)
         return self, target.axes_of_tree(self.factor)
 
 
@@ -210,6 +229,7 @@ class _Mean(Edit):
         return jax.tree.map(one, value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
+        target.check_kinds("mean", np.inexact)
         return self, []
 
 

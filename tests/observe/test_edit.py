@@ -564,3 +564,46 @@ def test_an_edit_of_no_sort_does_nothing_by_itself():
         edits.Edit()(X)
     with pytest.raises(NotImplementedError, match="Take one of those"):
         tt.edit(tapped, {"h": edits.Edit()})(X)
+
+
+def test_random_keys_are_edited():
+    def fn(key):
+        return jax.random.normal(tt.tap(key, "k"))
+
+    key, other = jax.random.split(jax.random.key(0))
+    _, record = tt.observe(fn)(other)
+    for edit in (tt.edits.replace(other), tt.edits.swap(record["k"])):
+        assert tt.edit(fn, {"k": edit})(key) == jax.random.normal(other)
+    folded = tt.edits.apply(lambda key: jax.random.fold_in(key, 3))
+    keys = jax.random.split(key, 4)
+    wanted = [jax.random.normal(jax.random.fold_in(key, 3)) for key in keys]
+    assert tt.edit(jax.vmap(fn), {"k": folded})(keys).tolist() == wanted
+    step = lambda carry, key: (carry, fn(key))
+    scanned = lambda keys: jax.lax.scan(step, 0, keys)[1]
+    assert tt.edit(scanned, {"k": folded})(keys).tolist() == wanted
+    one = tt.edit(scanned, {"k": tt.edits.replace(other).at(2)})(keys)
+    assert (one == scanned(keys)).tolist() == [True, True, False, True]
+    assert one[2] == jax.random.normal(other)
+    rows = tt.edits.replace(keys[::-1])
+    assert tt.edit(scanned, {"k": rows})(keys).tolist() == scanned(keys)[::-1].tolist()
+
+
+@pytest.mark.parametrize("edit", [tt.edits.add(1), tt.edits.scale(2), tt.edits.mean()])
+def test_random_keys_are_no_numbers(edit):
+    fn = lambda key: jax.random.normal(tt.tap(key, "k"))
+    with pytest.raises(tt.CaptureError, match="value at k is of type key<fry>.*apply"):
+        tt.edit(fn, {"k": edit})(jax.random.key(0))
+
+
+def test_numbers_are_no_random_keys():
+    fn = lambda key: jax.random.normal(tt.tap(key, "k"))
+    with pytest.raises(tt.CaptureError, match=r"is of type key<fry>; an array.*int32"):
+        tt.edit(fn, {"k": tt.edits.replace(1)})(jax.random.key(0))
+    with pytest.raises(tt.CaptureError, match="Shapes and types must be the same"):
+        tt.edit(fn, {"k": tt.edits.apply(jax.random.key_data)})(jax.random.key(0))
+
+
+def test_a_mean_of_integers_is_refused():
+    fn = lambda x: tt.tap(x, "i") + 1
+    with pytest.raises(tt.CaptureError, match=r"edits.mean: the value at i is of type"):
+        tt.edit(fn, {"i": tt.edits.mean()})(jnp.arange(4))

@@ -430,7 +430,7 @@ class Editing(NamedTuple):
                 f"edit: the edit of {self.text} gives {_text(new)}, and the value "
                 f"there is {_text(old)}. Shapes and types must be the same."
             )
-        new = new.astype(kind.dtype)
+        new = new if new.dtype == kind.dtype else new.astype(kind.dtype)
         axes = tuple(jax_compat.varying(old))
         return jax_compat.as_varying(new, axes) if axes else new
 
