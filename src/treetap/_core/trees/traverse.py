@@ -75,8 +75,13 @@ class _Walk:
             _, (layout, statics, _) = flat_of(value)
             named = zip(layout.static_names, statics)
             self.found += [((*path, name), held) for name, held in named]
+        met, everything = self.met, self.everything
         for key, child in zip(*(opened(value) or NO_CHILDREN)):
-            self.visit((*path, key), child)
+            # As `visit` would, quickly: most of what is met are Variables.
+            if not everything and isinstance(child, Variable) and id(child) not in met:
+                met[id(child)] = DONE
+            else:
+                self.visit((*path, key), child)
         if has_identity:
             self.met[id(value)] = DONE
         # After its children: if one of these is shared as well, the error is about it.
