@@ -140,6 +140,27 @@ def test_static_arguments():
     assert watched(2.0, 3, name="c") == 8.0
 
 
+class Power(tt.Module):
+    def __init__(self):
+        self.scale = tt.Param(jnp.array(2.0))
+
+    def __call__(self, x, power):
+        assert isinstance(power, int)  # it is static
+        return tt.tap(self.scale * x**power, "h")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "power"}],
+)
+def test_arguments_of_a_module_are_counted_as_in_its_call(told):
+    for fn in (Power(), Power().__call__):
+        notes = Notes()
+        watched = tt.watch(fn, 1, to=notes, **told)
+        assert watched(3.0, 2) == 18.0
+        assert [record[0].path for _, record in notes] == [()]
+
+
 def test_out_shardings_are_kept():
     here = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._capture.callee import keep_name, refuse_uncallable
-from treetap._capture.emit import LEAF, kind_given
+from treetap._capture.emit import kind_given
 from treetap._capture.listening import Listening, append
 from treetap._capture.selectors import site_text
 from treetap._capture.session import Call
@@ -24,7 +24,7 @@ from treetap._core.trace_level import current_trace
 from treetap._core.trees.state import State, flat_items, nested
 from treetap._core.variables.metadata import PLAIN
 from treetap._core.variables.variable import Variable, make
-from treetap._observe.handlers import Handler
+from treetap._observe.handlers import Handler, value_of
 
 
 def capture(
@@ -68,8 +68,8 @@ def capture(
     outputs = None
     if method_outputs is not None:
         outputs = kind_given(method_outputs, "capture")
-        if outputs not in kinds:
-            kinds.append(outputs)
+    if outputs not in (None, *kinds):
+        kinds.append(outputs)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs)
@@ -140,26 +140,20 @@ class _Capture(Handler):
                 f"capture: nothing in the call uses what `init` gives for {shown}. "
                 "`perturb` and `sow` must name it, with the same kind of Variable."
             )
-        found: dict[Key, Any] = {}
-        for key, variable in self.init.items():
-            if key[2] in self.kinds:
-                found[key] = variable.get_raw_value()
+        found = {key: variable.get_raw_value() for key, variable in self.init.items()}
         for key, call in self.perturbed.items():
-            if key[2] in self.kinds:
-                zeros = [jax_compat.zeros_of(aval) for aval in call.spot.avals]
-                found[key] = jax.tree.unflatten(call.label.tree, zeros)
+            zeros = [jax_compat.zeros_of(aval) for aval in call.spot.avals]
+            found[key] = jax.tree.unflatten(call.label.tree, zeros)
         for call in self.session.calls:
             key = key_of(call)
             reduce_fn, init_fn = call.label.reduce or (append, tuple)
             before = found[key] if key in found else init_fn()
-            leaves, tree = call.values or [], call.label.tree
-            value = leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
             if reduce_fn is append and not isinstance(before, tuple):
                 raise CaptureError(
                     f"capture: `init` has at {site_text(key[0], key[1])} a "
                     f"{type(before).__name__}, and `sow` adds to a tuple there."
                 )
-            found[key] = reduce_fn(before, value)
+            found[key] = reduce_fn(before, value_of(call, call.values))
         return [_state(found, kind) for kind in self.kinds]
 
 

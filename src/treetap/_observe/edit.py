@@ -13,14 +13,13 @@ import jax
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
-from treetap._capture.selectors import Select, as_select, refuse_nothing
+from treetap._capture.selectors import Select, as_select
 from treetap._capture.session import Call
-from treetap._capture.walk.operations import SCAN, SHARD_MAP
+from treetap._capture.walk.operations import stacked_by
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
-from treetap._modules.methods import method_names
-from treetap._observe.handlers import Handler
-from treetap._observe.observe import EVERYTHING, heard, names_of_all, sites
+from treetap._observe.handlers import value_of
+from treetap._observe.observe import EVERYTHING, Selecting, sites
 from treetap._observe.records import Record, Site
 from treetap.edits import Edit, Target, apply, swap
 
@@ -43,17 +42,14 @@ def _as_edits(given: Any) -> list[Edit]:
     )
 
 
-class _Edited(Handler):
+class _Edited(Selecting):
     """One run: the edits, and what they were for."""
 
     def __init__(self, edits: list[tuple[Select, list[Edit]]]):
         self.edits = edits
         self.used: set[int] = set()
         self.sown: dict[int, str] = {}
-        self.passed: list[str] = []
-        names = [chosen.names for chosen, _ in edits]
-        has_outputs = any(n is None or n & method_names for n in names)
-        super().__init__(ALL if has_outputs else ALL_BUT_OUTPUTS)
+        super().__init__([chosen for chosen, _ in edits], ALL, ALL_BUT_OUTPUTS)
 
     def wants(self, call: Call) -> bool:
         """Nothing is recorded."""
@@ -61,8 +57,7 @@ class _Edited(Handler):
 
     def feeds(self, call: Call) -> Fed | None:
         """The edits of a call."""
-        site = heard(call)
-        self.passed.append(site.text)
+        site = self.noted(call)
         found: list[Edit] = []
         for n, (chosen, edits) in enumerate(self.edits):
             if not chosen(site):
@@ -91,42 +86,35 @@ class _Edited(Handler):
                     "so an edit would change nothing. Use `tap` or `perturb`, and "
                     "their result."
                 )
-            near = names_of_all(look) if self.asked is ALL_BUT_OUTPUTS else []
-            raise refuse_nothing(chosen, near or self.passed, "edit")
+            raise self.refuse(chosen, "edit", look)
 
 
 def _target(call: Call, text: str) -> Target:
     spot = call.spot
     rows = len(spot.own[0].shape) - len(spot.bases[0]) if spot.own else 0
-    loops = [
-        axis[:2] for axis in spot.levels if axis.kind in (SCAN.name, SHARD_MAP.name)
-    ]
-    return Target(
-        text, call.label.tree, spot.own, spot.avals, rows, spot.wraps, tuple(loops)
-    )
+    # As (name, size): mappings are not among them, and a `while` has no axis.
+    loops = tuple(axis[:2] for axis in spot.levels if stacked_by([axis.kind]))
+    return Target(text, call.label.tree, spot.own, spot.avals, rows, spot.wraps, loops)
 
 
 class _Stop(BaseException):
     """Raised where a run is to end: not for anybody else to catch."""
 
 
-class _Stopping(Handler):
+class _Stopping(Selecting):
     """One run that ends at a site."""
 
     def __init__(self, chosen: Select):
-        super().__init__(EVERYTHING)
+        super().__init__([chosen], EVERYTHING, EVERYTHING)
         self.chosen = chosen
-        self.passed: list[str] = []
 
     def wants(self, call: Call) -> bool:
         """Whether it is the site."""
-        site = heard(call)
-        self.passed.append(site.text)
-        return self.chosen(site)
+        return self.chosen(self.noted(call))
 
     def heard(self, call: Call) -> None:
         """Ends the run with the value."""
-        raise _Stop(jax.tree.unflatten(call.label.tree, call.values or []))
+        raise _Stop(value_of(call, call.values))
 
 
 def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
@@ -137,7 +125,7 @@ def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
         work = _Stopping(chosen)
         try:
             with work.around(fn, args, kwargs):
-                raise refuse_nothing(chosen, work.passed, "edit: stop_at")
+                raise work.refuse(chosen, "edit: stop_at")
         except _Stop as found:
             return found.args[0]
 

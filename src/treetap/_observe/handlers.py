@@ -11,12 +11,16 @@ makes the call a function of plain values, so that nothing of the caller's is ch
 """
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import jax
 
 from treetap._capture.callee import callee_of, restored, roots_of
+from treetap._capture.emit import LEAF
 from treetap._capture.listener import listen
 from treetap._capture.listening import Listening
 from treetap._capture.session import Call, Session
@@ -95,13 +99,20 @@ def with_owner(fn: Any, owner: Node) -> Callable[..., Any]:
     return types.MethodType(fn.__func__, owner) if inspect.ismethod(fn) else owner  # pyright: ignore[reportReturnType] - a Module that was called
 
 
-class Rebuilt(NamedTuple):
-    """A call whose objects are built anew: of what it is, and their Variables."""
+def value_of(call: Call, leaves: Sequence[Any]) -> Any:
+    """The value of a call from its leaves; most are one array, which needs no tree."""
+    tree = call.label.tree
+    return leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
+
+def without_partials(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function itself, and all its arguments, those of partials around it first."""
+    while isinstance(fn, functools.partial):
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = fn.func
+    return fn, args, {**kwargs}
 
 
 class PureCall:
@@ -120,13 +131,16 @@ class PureCall:
         self.lift = Lift(name, Mode.GRAPH)
         self.inputs = self.lift.inputs((self.owner, args), kwargs)
 
-    def values(self) -> list[Any]:
-        """The values of all Variables, and other leaves, in order."""
-        return self.inputs.values()
+    def with_values(
+        self, values: Sequence[Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Any]]:
+        """The same call of other objects, which have these values.
 
-    def with_values(self, values: Sequence[Any]) -> Rebuilt:
-        """The same call of other objects, which have these values."""
+        Returns:
+            The function, its arguments, its keyword arguments, and the Variables and
+            other leaves in them.
+        """
         inside = Inside(self.inputs.definition, values, self.lift)
         (owner, args), kwargs = inside.tree["args"], inside.tree["kwargs"]
         fn = self.fn if self.owner is None else with_owner(self.fn, owner)
-        return Rebuilt(fn, args, kwargs, inside.leaves)
+        return fn, args, kwargs, inside.leaves

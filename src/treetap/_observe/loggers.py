@@ -92,7 +92,14 @@ class EventWriter:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = os.fspath(folder)
-        self._writer: Any = _event_file_writer(self.folder)
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ImportError(
+                "EventWriter: event files are written by tensorboard, which is not "
+                'installed. Run `pip install "treetap[tensorboard]"`.'
+            ) from error
+        self._writer: Any = EventFileWriter(self.folder)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Writes a number.
@@ -163,17 +170,6 @@ class EventWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _event_file_writer(folder: str) -> Any:
-    try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError as error:
-        raise ImportError(
-            "EventWriter: event files are written by tensorboard, which is not "
-            'installed. Run `pip install "treetap[tensorboard]"`.'
-        ) from error
-    return EventFileWriter(folder)
 
 
 def _raw(counts: np.ndarray, edges: np.ndarray) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from treetap._capture.callee import keep_name, refuse_uncallable
-from treetap._capture.emit import LEAF
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select, refuse_nothing, site_text
 from treetap._capture.session import Call
@@ -29,7 +29,7 @@ from treetap._core.errors import CaptureError
 from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
-from treetap._observe.handlers import Handler, PureCall
+from treetap._observe.handlers import Handler, PureCall, value_of, without_partials
 from treetap._observe.records import FirstAxes, Record, Site
 
 EVERYTHING = Listening(None, Intermediate, True)
@@ -38,11 +38,8 @@ NO_OUTPUTS = Listening(None, None, True)
 
 def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
     """A call as a site, with the leaves of its value, if any, and what was found."""
-    tree, value = call.label.tree, None
-    if leaves is not None:  # mostly of one array, which needs no tree
-        value = leaves[0] if tree is LEAF else jax.tree.unflatten(tree, leaves)
     return Site(
-        value=value,
+        value=None if leaves is None else value_of(call, leaves),
         path=call.where.path,
         name=call.label.name,
         index=call.index,
@@ -59,41 +56,62 @@ def heard(call: Call) -> Site:
     return site_of(call, call.spot.avals)
 
 
-class _Observation(Handler):
+class Selecting(Handler):
+    """A handler with selectors: it knows what was heard, to tell those of nothing.
+
+    Args:
+        selectors: They.
+        wide: What is emitted if they may take results of methods.
+        narrow: What is emitted if they do not.
+    """
+
+    def __init__(self, selectors: Iterable[Select], wide: Listening, narrow: Listening):
+        names = [one.names for one in selectors]
+        self.is_wide = any(n is None or n & method_names for n in names)
+        self.passed: list[Site] = []
+        super().__init__(wide if self.is_wide else narrow)
+
+    def noted(self, call: Call) -> Site:
+        """A call for selectors to look at."""
+        site = heard(call)
+        self.passed.append(site)
+        return site
+
+    def refuse(
+        self, selector: Select, what: str, look: Callable[[], Record] | None = None
+    ) -> CaptureError:
+        """The error for a selector that takes nothing.
+
+        Args:
+            selector: It.
+            what: The public function at work.
+            look: Gives all sites there are, to name those near to what was meant; of
+                these only some may have been emitted.
+        """
+        near = self.passed
+        if look is not None and not self.is_wide:
+            with contextlib.suppress(Exception):  # not every function can be traced
+                near = list(look()) or near
+        return refuse_nothing(selector, [site.text for site in near], what)
+
+
+class _Observation(Selecting):
     """One run: what is selected, and what else there was."""
 
     def __init__(self, select: Any, grads: bool):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
-        self.passed: list[Call] = []
-        names = None if self.chosen is None else self.chosen.names
-        super().__init__(
-            EVERYTHING if names is None or names & method_names else NO_OUTPUTS
-        )
+        super().__init__([self.chosen or Select()], EVERYTHING, NO_OUTPUTS)
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
-        if self.chosen is None or self.chosen(heard(call)):
-            return True
-        self.passed.append(call)
-        return False
+        return self.chosen is None or self.chosen(self.noted(call))
 
-    def record(
-        self, values: bool, look: Callable[[], "Record"] | None = None
-    ) -> Record:
-        """What was heard.
-
-        Args:
-            values: Whether Sites have the values.
-            look: Gives all sites there are, for the error that names those near to a
-                selector that takes none; here only some may have been emitted.
-        """
+    def record(self, values: bool, look: Callable[[], Record] | None = None) -> Record:
+        """What was heard; with values, or not. `look` is for the error if nothing."""
         calls = self.session.calls
         if self.chosen is not None and not calls:
-            texts = [heard(call).text for call in self.passed]
-            if look is not None and self.asked is NO_OUTPUTS:
-                texts = names_of_all(look) or texts
-            raise refuse_nothing(self.chosen, texts, "observe")
+            raise self.refuse(self.chosen, "observe", look)
         sites = [self.site(call, values) for call in calls]
         of_sites = [x for site in sites for x in (site.grad, site.grad_reduced)]
         if self.grads and self.chosen is None and all(x is None for x in of_sites):
@@ -104,30 +122,29 @@ class _Observation(Handler):
 
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
-        tree, states = call.label.tree, call.states
+        tree, states, avals = call.label.tree, call.states, call.spot.avals
         is_kept = self.grads and self.session.taking.record
-        flags = call.flags
         is_measured = self.grads and states is not None
+        taken, count = (call.flags.get(name, Placed(None)) for name in _FLAGS)
+        grad = grad_reduced = None
+        if is_kept:
+            grad = self.by_order(
+                call, call.gradients, lambda n: jax_compat.zeros_of(avals[n])
+            )
+        if is_measured:
+            grad_reduced = self.by_order(
+                call, call.gradient_states, functools.partial(_of_zeros, call)
+            )
         return site_of(
             call,
             call.values or [] if values else None,
-            grad=self.gradient(call) if is_kept else None,
+            grad=grad,
             reduced=None if states is None else jax.tree.unflatten(tree, states),
-            grad_reduced=self.gradient_states(call) if is_measured else None,
-            taken=flags["taken"].array if "taken" in flags else None,
-            count=flags["count"].array if "count" in flags else None,
-            first_axes=_first_axes(call),
+            grad_reduced=grad_reduced,
+            taken=taken.array,
+            count=count.array,
+            first_axes=_first_axes(call, taken.levels, count.levels),
         )
-
-    def gradient(self, call: Call) -> Any:
-        """The gradient of a call's value: zeros where the loss uses nothing of it."""
-        return self.by_order(
-            call, call.gradients, lambda n: jax_compat.zeros_of(call.spot.avals[n])
-        )
-
-    def gradient_states(self, call: Call) -> Any:
-        """What was measured of the gradient of a call's value."""
-        return self.by_order(call, call.gradient_states, lambda n: _of_zeros(call, n))
 
     def by_order(
         self,
@@ -143,15 +160,12 @@ class _Observation(Handler):
             missing: What there is for a leaf of which nothing was found.
         """
         inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.spot.avals]
-        if not any(inexact):
+        is_still = call.spot.order == 0 or call.label.how == "sow"
+        if not any(inexact) or (is_still and self.chosen is None):
             return None
-        if call.spot.order == 0 or call.label.how == "sow":
-            if self.chosen is None:
-                return None
-            raise _refuse_gradient(call)
         orders = range(1, call.spot.order + 1)
         is_lost = self.session.is_forward or call.label.name in self.session.unmatched
-        if is_lost and any(n not in call.gradients for n in orders):
+        if is_still or (is_lost and any(n not in call.gradients for n in orders)):
             raise _refuse_gradient(call)
 
         def tree(order: int, moved: tuple[int, ...]) -> Any:
@@ -168,31 +182,18 @@ class _Observation(Handler):
         return trees[0] if len(trees) == 1 else trees
 
 
-def _first_axes(call: Call) -> FirstAxes:
+_FLAGS = ("taken", "count")
+
+
+def _first_axes(
+    call: Call, taken: tuple[int, ...], turns: tuple[int, ...]
+) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
-    spot = call.spot
-
-    def numbers(has: Sequence[bool]) -> tuple[int, ...]:
-        return tuple(n for n, flag in enumerate(has) if flag)
-
-    leaves = spot.axes()
-    known = call.gradient_axes.get(1, {})
-    grads = [known.get(n, axes) for n, axes in enumerate(leaves)]
-    return FirstAxes(
-        spot.levels,
-        tuple(map(numbers, spot.has)),
-        call.flags["taken"].levels if "taken" in call.flags else (),
-        call.flags["count"].levels if "count" in call.flags else (),
-        tuple(grads),
-    )
-
-
-def names_of_all(look: Callable[[], Record]) -> list[str]:
-    """What all sites of a function are called; nothing if it cannot be looked at."""
-    try:
-        return [site.text for site in look()]
-    except Exception:
-        return []
+    spot, known = call.spot, call.gradient_axes.get(1, {})
+    numbers = range(len(spot.levels))
+    leaves = tuple(tuple(itertools.compress(numbers, has)) for has in spot.has)
+    grads = tuple(known.get(n, axes) for n, axes in enumerate(spot.axes()))
+    return FirstAxes(spot.levels, leaves, taken, turns, grads)
 
 
 def _of_zeros(call: Call, n: int) -> Any:
@@ -214,23 +215,24 @@ _WHY = (
 
 
 def _refuse_gradient(call: Call) -> CaptureError:
-    text = site_text(call.where.path, call.label.name, call.index)
     if call.label.how == "sow":
-        return CaptureError(
-            f"observe: {text} is sown, and a sown value does not flow on, so nothing "
-            "has a gradient through it. Use `tap` or `perturb`, and their result."
+        why = (
+            "is sown, and a sown value does not flow on, so nothing has a gradient "
+            "through it. Use `tap` or `perturb`, and their result."
         )
-    if call.spot.order == 0 and call.label.how in ("scope", "checkpoint_name"):
-        return CaptureError(
-            f"observe: {text} has no gradient: it depends on nothing that is "
-            "differentiated, or `tap_scopes` is outside the differentiation. Put it "
-            "inside: `jax.grad(lambda p: loss(tap_scopes(model)(p, x)))`."
+    elif call.spot.order == 0 and call.label.how in ("scope", "checkpoint_name"):
+        why = (
+            "has no gradient: it depends on nothing that is differentiated, or "
+            "`tap_scopes` is outside the differentiation. Put it inside: "
+            "`jax.grad(lambda p: loss(tap_scopes(model)(p, x)))`."
         )
-    return CaptureError(
-        f"observe: {text} has no gradient: it depends on nothing that is "
-        "differentiated, or lies inside a custom rule, or the differentiation is "
-        "outside, or forward. " + _WHY.format(which="this one")
-    )
+    else:
+        why = (
+            "has no gradient: it depends on nothing that is differentiated, or lies "
+            "inside a custom rule, or the differentiation is outside, or forward. "
+        ) + _WHY.format(which="this one")
+    text = site_text(call.where.path, call.label.name, call.index)
+    return CaptureError(f"observe: {text} {why}")
 
 
 def observe(
@@ -272,16 +274,13 @@ def observe(
     refuse_uncallable(fn, "observe")
     reduction = None if reduce is None else Reduction(as_reducers(reduce))
     keeps = reduction is None if values is None else values
-    options = {
-        "taking": Choice(keeps or reduction is None, None, max_iterations, reduction),
-        "gradients": grads,
-    }
+    taking = Choice(keeps or reduction is None, None, max_iterations, reduction)
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         work = _Observation(select, grads)
         again = functools.partial(fn, *args, **kwargs)
         try:
-            with work.around(fn, args, kwargs, **options) as out:
+            with work.around(fn, args, kwargs, taking=taking, gradients=grads) as out:
                 _await([call.values for call in work.session.calls])
                 return out, work.record(keeps, functools.partial(sites, again))
         except jax.errors.JaxRuntimeError as error:
@@ -338,18 +337,16 @@ def sites(
         site    how  type          size  under
         square  tap  float32[2,2]  16 B
     """
-    while isinstance(fn, functools.partial):
-        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
-        fn = fn.func
+    fn, args, kwargs = without_partials(fn, args, kwargs)
     pure = PureCall(fn, args, kwargs, "sites")
-    leaves, structure = jax.tree.flatten(pure.values())
+    leaves, structure = jax.tree.flatten(pure.inputs.values())
     found: list[Record] = []
 
     def traced(arrays: list[Any]) -> None:
         filled = [old if new is None else new for old, new in zip(leaves, arrays)]
-        call = pure.with_values(structure.unflatten(filled))
+        fn, args, kwargs, _ = pure.with_values(structure.unflatten(filled))
         work = _Observation(select, False)
-        with work.around(call.fn, call.args, call.kwargs):
+        with work.around(fn, args, kwargs):
             for heard in work.session.calls:
                 heard.values = [_abstract(value) for value in heard.values or []]
                 heard.flags = {}

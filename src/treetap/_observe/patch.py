@@ -6,9 +6,9 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 `attribution` estimates them by a gradient, in one pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,57 +48,56 @@ class PatchGrid:
                 f"have the shape {effects.shape}. Look at `effects`."
             )
         order = np.argsort(-np.abs(effects), axis=None)[:count]
-        places = [np.unravel_index(n, effects.shape) for n in order]
-        return [
-            (
-                self.places[place[0]],
-                int(place[1]) if len(place) > 1 else None,
-                float(effects[place]),
+        found = []
+        for n in order:
+            place, *index = map(int, np.unravel_index(n, effects.shape))
+            effect = float(effects.flat[n])
+            found.append((self.places[place], index[0] if index else None, effect))
+        return found
+
+
+class _Part:
+    """The patches of one site: at each iteration of scans, and index along an axis.
+
+    Attributes:
+        site: The site.
+        target: What is patched.
+        start: How many places come before, at other sites.
+        axis: The axis that it is cut along, from the front; or None.
+        size: How many indices there are along it, or None.
+        cut: A shape that broadcasts to the value and tells indices apart.
+        scans: How many iterations each scan has; in shards all are patched at once.
+        places: What the patched values are called.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        target: edits.Target,
+        axis: int | None,
+        start: int,
+        what: str,
+    ):
+        base = target.types[0].shape[target.rows :]  # as the function sees it
+        if axis is not None and not -len(base) <= axis < len(base):
+            raise CaptureError(
+                f"{what}: {site.text} has the shape {base}, and no axis {axis}."
             )
-            for place in places
+        self.site, self.target, self.start = site, target, start
+        self.axis = None if axis is None else axis % len(base)
+        self.size = None if axis is None else base[axis]
+        self.cut = tuple(n if i == self.axis else 1 for i, n in enumerate(base))
+        self.scans = tuple(size for name, size in target.loops if name == SCAN.name)
+        self.places = [
+            f"{site.text}[{','.join(map(str, index))}]" if index else site.text
+            for index in np.ndindex(*self.scans)
         ]
 
-
-class _Part(NamedTuple):
-    """The patches of one site: the scans around it, and the axis it is cut along."""
-
-    site: Site
-    value: jax.Array
-    target: edits.Target
-    axis: int | None
-
-    @property
-    def scans(self) -> tuple[int, ...]:
-        """How many iterations each scan has; in shards all are patched at once."""
-        return tuple(size for name, size in self.target.loops if name == SCAN.name)
-
-    @property
-    def places(self) -> list[str]:
-        """What the patched values are called."""
-        text = self.site.text
-        if not self.scans:
-            return [text]
-        indices = np.ndindex(*self.scans)
-        return [f"{text}[{','.join(map(str, index))}]" for index in indices]
-
-    @property
-    def base(self) -> tuple[int, ...]:
-        """The shape of the value as the function sees it."""
-        return self.target.types[0].shape[self.target.rows :]
-
-    @property
-    def size(self) -> int | None:
-        """How many indices there are along the axis."""
-        return None if self.axis is None else self.base[self.axis]
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """A shape that broadcasts to the value and tells indices apart."""
-        return tuple(n if i == self.axis else 1 for i, n in enumerate(self.base))
-
-    def patch(self, value: jax.Array, place: jax.Array, index: jax.Array) -> edits.Edit:
-        """The clean value at one place and index; with a place below 0 nowhere."""
-        mask = jnp.full(self.cut, place >= 0)
+    def patch(self, value: jax.Array, number: jax.Array) -> edits.Edit:
+        """The clean value where the patch of a number is, if that is here at all."""
+        place, index = jnp.divmod(number, self.size or 1)
+        place -= self.start
+        mask = jnp.full(self.cut, (place >= 0) & (place < len(self.places)))
         if self.axis is not None:
             mask &= jax.lax.broadcasted_iota(jnp.int32, self.cut, self.axis) == index
         change = edits.replace(value).where(mask)
@@ -116,19 +115,15 @@ class _Blend(edits.Edit):
     weights: Any
 
     def __call__(self, value: Any) -> Any:
-        def one(old: Any, new: Any) -> Any:
+        def one(old: Any) -> Any:
+            new = jnp.broadcast_to(self.value, old.shape)
             return old + (self.weights * (new - old)).astype(old.dtype)
 
-        new = jax.tree.leaves(self.value)[0]
-        return jax.tree.map(
-            lambda old: one(old, jnp.broadcast_to(new, old.shape)), value
-        )
+        return jax.tree.map(one, value)
 
     def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
-        return self, [
-            *target.axes_of_tree(self.value),
-            Axes(loops=bool(target.loops)),
-        ]
+        weights = Axes(loops=bool(target.loops))
+        return self, [*target.axes_of_tree(self.value), weights]
 
 
 class _Ask(edits.Edit):
@@ -153,24 +148,27 @@ class _Patches:
         axis: int | None,
         what: str,
     ):
-        values = [_array_at(site, what) for site in chosen]
-        asked = [_Ask() for _ in chosen]
-        changes = dict(zip(map(_key, chosen), asked))
-        jax.eval_shape(lambda args: [edit(fn, changes)(*args), None][1], args)
-        self.parts = [
-            _with_axis(_Part(site, value, ask.targets[0], axis), what)
-            for site, value, ask in zip(chosen, values, asked)
-        ]
+        self.values = [_array_at(site, what) for site in chosen]
+        asked = {_key(site): _Ask() for site in chosen}
+        jax.eval_shape(lambda args: [edit(fn, asked)(*args), None][1], args)
+        self.parts: list[_Part] = []
+        self.places: tuple[str, ...] = ()
+        for site, ask in zip(chosen, asked.values()):
+            part = _Part(site, ask.targets[0], axis, len(self.places), what)
+            self.parts.append(part)
+            self.places += tuple(part.places)
         sizes = {part.size for part in self.parts}
         if len(sizes) > 1:
             raise CaptureError(
                 f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
                 "Patch them one after the other, or without `axis`."
             )
-        self.values = [part.value for part in self.parts]
-        self.keys = [_key(part.site) for part in self.parts]
-        self.places = tuple(place for part in self.parts for place in part.places)
         self.size = sizes.pop()
+
+    def edited(self, fn: Callable[..., Any], changes: Sequence[edits.Edit]) -> Any:
+        """The function with an edit for each part."""
+        keys = [_key(part.site) for part in self.parts]
+        return edit(fn, dict(zip(keys, changes)))
 
     def grid(self, effects: jax.Array, baseline: jax.Array) -> PatchGrid:
         """The effects of all patches, in order."""
@@ -190,31 +188,8 @@ def _array_at(site: Site, what: str) -> jax.Array:
     return jnp.asarray(leaves[0])
 
 
-def _with_axis(part: _Part, what: str) -> _Part:
-    """The same with an axis counted from the front."""
-    rank, axis = len(part.base), part.axis
-    if axis is not None and not -rank <= axis < rank:
-        raise CaptureError(
-            f"{what}: {part.site.text} has the shape {part.base}, and no axis {axis}."
-        )
-    return part if axis is None else part._replace(axis=axis % rank)
-
-
 def _key(site: Site) -> Callable[[Any], bool]:
     return lambda heard: heard.text == site.text
-
-
-def _numbers(patches: _Patches) -> tuple[jax.Array, jax.Array]:
-    """For each patch the place in each site, and the index; the first is no patch."""
-    size = patches.size or 1
-    counts = [len(part.places) for part in patches.parts]
-    total, start = 1 + sum(counts) * size, 1
-    places = np.full((total, len(counts)), -1, np.int32)
-    for n, count in enumerate(counts):
-        places[start : start + count * size, n] = np.repeat(np.arange(count), size)
-        start += count * size
-    indices = (np.arange(total, dtype=np.int32) - 1) % size
-    return jnp.asarray(places), jnp.asarray(indices)
 
 
 def patch_grid(
@@ -258,23 +233,21 @@ def patch_grid(
     """
     patches = _Patches(fn, args, clean.select(sites), axis, "patch_grid")
 
+    total = len(patches.places) * (patches.size or 1)
+
     @jax.jit
     def run(args: Any, values: Any, numbers: Any) -> Any:
-        def one(numbers: Any) -> Any:
-            places, index = numbers
-            changes = {
-                key: part.patch(value, places[n], index)
-                for n, (key, part, value) in enumerate(
-                    zip(patches.keys, patches.parts, values)
-                )
-            }
-            return jnp.asarray(metric(edit(fn, changes)(*args)))
+        def one(number: Any) -> Any:
+            pairs = zip(patches.parts, values)
+            changes = [part.patch(value, number) for part, value in pairs]
+            return jnp.asarray(metric(patches.edited(fn, changes)(*args)))
 
         if batch_size is None:
             return jax.vmap(one)(numbers)
         return jax.lax.map(one, numbers, batch_size=batch_size)
 
-    found = run(args, patches.values, _numbers(patches))
+    # The first has the number -1, that of no patch.
+    found = run(args, patches.values, jnp.arange(-1, total, dtype=jnp.int32))
     baseline = found[0]
     return patches.grid(found[1:] - baseline[None], baseline)
 
@@ -317,23 +290,23 @@ def attribution(
         [('b', None, 3.0), ('a', None, 2.0)]
     """
     patches = _Patches(fn, args, clean.select(sites), axis, "attribution")
-    loops = [[size for _, size in part.target.loops] for part in patches.parts]
 
     @jax.jit
     def run(args: Any, values: Any) -> Any:
         def measured(weights: Any) -> Any:
-            pairs = zip(patches.keys, values, weights)
-            changes = {key: _Blend(value, weight) for key, value, weight in pairs}
-            return metric(edit(fn, changes)(*args))
+            changes = [_Blend(*pair) for pair in zip(values, weights)]
+            return metric(patches.edited(fn, changes)(*args))
 
-        pairs = zip(loops, patches.parts)
-        zeros = [jnp.zeros((*sizes, *part.cut)) for sizes, part in pairs]
+        zeros = [
+            jnp.zeros((*(size for _, size in part.target.loops), *part.cut))
+            for part in patches.parts
+        ]
         return jax.value_and_grad(measured)(zeros)
 
     baseline, slopes = run(args, patches.values)
     effects = []
     for part, slope in zip(patches.parts, slopes):
-        names = [name for name, _ in part.target.loops]
-        shards = tuple(n for n, name in enumerate(names) if name != SCAN.name)
+        loops = enumerate(part.target.loops)
+        shards = tuple(n for n, (name, _) in loops if name != SCAN.name)
         effects.append(jnp.sum(slope, shards).reshape(-1))
     return patches.grid(jnp.concatenate(effects), baseline)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records: what was heard in a run, site by site, in order of execution."""
 
+import contextlib
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, overload
 
@@ -14,8 +15,13 @@ from jax.tree_util import register_dataclass
 from treetap._capture.selectors import as_select, refuse_nothing, site_text
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.measures import Wanted, figures_of_all
-from treetap._capture.statistics.reduced import Reduced, arranged
-from treetap._capture.walk.operations import SCAN, SHARD_MAP, stacked_by
+from treetap._capture.statistics.reduced import (
+    Reduced,
+    arranged,
+    is_reduced,
+    on_each,
+)
+from treetap._capture.walk.operations import SHARD_MAP, stacked_by
 from treetap._capture.walk.spots import Axis
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError
@@ -40,14 +46,14 @@ class FirstAxes(NamedTuple):
         leaves: For each leaf of the value, which of these it has an axis of.
         taken: The same for `taken`.
         turns: The same for `count`.
-        grads: For each leaf, what its gradient has in front, if it has one.
+        grads: For each leaf, what its gradient has in front.
     """
 
     levels: tuple[Axis, ...]
     leaves: tuple[tuple[int, ...], ...]
     taken: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
-    grads: tuple[tuple[Axis, ...] | None, ...] = ()
+    grads: tuple[tuple[Axis, ...], ...] = ()
 
 
 @register_dataclass
@@ -122,10 +128,9 @@ class Site:
     @property
     def grad_stats(self) -> Any:
         """Statistics of the gradient; a tuple by order, as `grad`."""
-        held = self.grad_reduced
-        if isinstance(held, tuple) and _shape_of(held) != _shape_of(self.reduced):
-            return tuple(_stats(order) for order in held)
-        return _stats(held)
+        orders = _by_order(self.grad_reduced, self.reduced)
+        found = tuple(map(_stats, orders))
+        return found if orders is self.grad_reduced else found[0]
 
     @property
     def figures(self) -> Figures:
@@ -158,11 +163,9 @@ class Site:
 
     def total(self) -> "Site":
         """The same with its statistics over all iterations and shards together."""
-        whole = {
-            name: jax.tree.map(_total, getattr(self, name), is_leaf=_is_reduced)
-            for name in ("reduced", "grad_reduced")
-        }
-        return replace(self, **whole)
+        states = self.reduced, self.grad_reduced
+        reduced, grad_reduced = on_each(Reduced.total, states)
+        return replace(self, reduced=reduced, grad_reduced=grad_reduced)
 
     @property
     def shape(self) -> Any:
@@ -182,7 +185,7 @@ class Site:
 
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)
-        held = jax.tree.leaves(self.reduced, is_leaf=_is_reduced)
+        held = jax.tree.leaves(self.reduced, is_leaf=is_reduced)
         texts = [
             typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
             for leaf in leaves
@@ -199,17 +202,9 @@ class Site:
         return f"Site({text!r}, {how}, {types}, {size}{tail})"
 
 
-def _is_reduced(value: Any) -> bool:
-    return isinstance(value, Reduced)
-
-
-def _total(reduced: Any) -> Any:
-    return reduced.total()
-
-
 def _stats(tree: Any) -> dict[str, Any]:
     """Results by name, each in the tree of the value."""
-    held, structure = jax.tree.flatten(tree, is_leaf=_is_reduced)
+    held, structure = jax.tree.flatten(tree, is_leaf=is_reduced)
     found = [reduced.stats for reduced in held]
     names = [name for name, _ in held[0].reducers] if held else []
     return {
@@ -229,103 +224,79 @@ def _either(first: Any, second: Any, join: Any) -> Any:
 
 
 def _merged(text: str, first: Any, second: Any) -> Any:
-    trees = [jax.tree.flatten(x, is_leaf=_is_reduced) for x in (first, second)]
-    if trees[0][1] != trees[1][1]:
+    one, other = (jax.tree.structure(x, is_leaf=is_reduced) for x in (first, second))
+    if one != other:
         raise CaptureError(
             f"Site.merge: {text} has statistics of different structure in the two."
         )
-    pairs = zip(trees[0][0], trees[1][0])
-    return jax.tree.unflatten(trees[0][1], [a.merge(b) for a, b in pairs])
+    return on_each(Reduced.merge, first, second)
 
 
-def _wanted(site: Site, what: str = "figures") -> Wanted:
+def _wanted(site: Site) -> Wanted:
     """What is to be measured of a site's value, or is known of it."""
-    where = f"Site.{what}: {site.text}"
     first = site.first_axes
+    masks: list[list[Any]] = []
     if first is None or site.value is None:
+        tree = site.reduced if site.value is None else site.value
         kinds = stacked_by(site.wraps)
-        tree, masks = site.reduced if site.value is None else site.value, ()
     else:
-        loops = _loops_of(first)
-        kinds = [first.levels[n].kind for n in loops]
-        pairs = zip(jax.tree.leaves(site.value), first.leaves)
-        fitted = [_loops_first(site, first, loops, leaf, own) for leaf, own in pairs]
-        tree, masks = [x for x, _ in fitted], [own for _, own in fitted]
-    shards = tuple(n for n, name in enumerate(kinds) if name == SHARD_MAP.name)
+        tree, kinds = [], stacked_by(axis.kind for axis in first.levels)
+        ran = None if site.count is None else site.count > 0
+        pairs = (site.taken, first.taken), (ran, first.turns)
+        flags = [(flag, held) for flag, held in pairs if flag is not None]
+        for leaf, held in zip(jax.tree.leaves(site.value), first.leaves):
+            order = _loops_first(held, first.levels)
+            tree.append(arranged(leaf, held, order))
+            masks.append([_mask(flag, own, order) for flag, own in flags])
+    shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
+    where = f"Site.figures: {site.text}"
     return Wanted(tree, len(kinds), shards, masks, where=where)
 
 
-def _loops_of(first: FirstAxes) -> list[int]:
-    """The levels whose places are told apart: iterations of scans, and shards."""
-    apart = (SCAN.name, SHARD_MAP.name)
-    return [n for n, axis in enumerate(first.levels) if axis.kind in apart]
+def _loops_first(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
+    """Levels, those first whose places are told apart: scans and shards."""
+    return sorted(held, key=lambda n: not stacked_by([levels[n].kind]))
 
 
-def _loops_first(
-    site: Site,
-    first: FirstAxes,
-    loops: list[int],
-    leaf: Any,
-    held: tuple[int, ...],
-) -> tuple[Any, list[Any]]:
-    """A leaf with the axes of loops first, and what counts of it."""
-    wanted = [n for n in loops if n in held]
-    wanted += [n for n in held if n not in loops]
-    ran = None if site.count is None else site.count > 0
-    pairs = (site.taken, first.taken), (ran, first.turns)
-    masks = [_mask(flag, own, wanted) for flag, own in pairs if flag is not None]
-    return arranged(leaf, held, wanted), masks
-
-
-def _mask(flag: Any, held: tuple[int, ...], wanted: list[int]) -> Any:
+def _mask(flag: Any, held: Sequence[int], wanted: list[int]) -> Any:
     """A flag with axes of size 1 where it has none, to broadcast to a leaf."""
     array = flag if hasattr(flag, "dtype") else np.asarray(flag)
+    # Along a level where the leaf is the same, it counts if it does anywhere.
     over = tuple(n for n, level in enumerate(held) if level not in wanted)
     kept = [level for level in held if level in wanted]
-    array = arranged(array.any(axis=over) if over else array, kept, sorted(kept))
-    order = [level for level in wanted if level in kept]
-    array = arranged(array, sorted(kept), order)
-    sizes = iter(array.shape)
-    return array.reshape([next(sizes) if n in kept else 1 for n in wanted])
+    order = [level for level in wanted if level in held]
+    array = arranged(array.any(axis=over), kept, order)
+    return array[*(slice(None) if n in held else None for n in wanted), ...]
 
 
 def _wanted_gradient(site: Site) -> Wanted | None:
-    """The same for its gradient, if it has one."""
+    """The same for its gradient, which has its own axes in front; None if none."""
     has_grad = site.grad is not None
-    grad = site.grad if has_grad else site.grad_reduced
+    pair = (site.grad, site.value) if has_grad else (site.grad_reduced, site.reduced)
+    grad = _by_order(*pair)[0]
     if grad is None:
         return None
-    like = site.value if has_grad else site.reduced
-    if isinstance(grad, tuple) and grad and _shape_of(grad) != _shape_of(like):
-        grad = grad[0]  # of the first order
-    wanted = _wanted(site, "grad_figures")
-    if not has_grad or site.first_axes is None:
-        return wanted._replace(tree=grad, has_units=False)
-    return _of_gradient(site, grad, wanted)
+    kinds = stacked_by(site.wraps)
+    if has_grad and site.first_axes is not None:
+        leaves = jax.tree.structure(site.value).flatten_up_to(grad)
+        arrays: list[Any] = []
+        for leaf, axes in zip(leaves, site.first_axes.grads):
+            if leaf is not None:
+                kinds = stacked_by(axis.kind for axis in axes)
+                held = range(len(axes))
+                arrays.append(arranged(leaf, held, _loops_first(held, axes)))
+        grad = arrays
+    where = f"Site.grad_figures: {site.text}"
+    return Wanted(grad, len(kinds), has_units=False, where=where)
 
 
-def _of_gradient(site: Site, grad: Any, wanted: Wanted) -> Wanted:
-    """What is to be measured of a gradient, which has its own axes in front."""
-    first = site.first_axes
-    assert first is not None
-    leaves = jax.tree.structure(site.value).flatten_up_to(grad)
-    kinds: list[str] = []
-    arrays: list[Any] = []
-    for leaf, axes in zip(leaves, first.grads):
-        if leaf is None or axes is None:
-            continue
-        loops = [n for n, axis in enumerate(axes) if axis.kind != "vmap"]
-        kinds = [axes[n].kind for n in loops]
-        rest = [n for n in range(len(axes)) if n not in loops]
-        arrays.append(arranged(leaf, range(len(axes)), [*loops, *rest]))
-    shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
-    return wanted._replace(
-        tree=arrays, apart=len(kinds), shards=shards, masks=(), has_units=False
+def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
+    """A gradient by order of differentiation: it is a tuple where there are several."""
+    one, other = (
+        jax.tree.structure(tree, is_leaf=lambda x: x is None or is_reduced(x))
+        for tree in (grad, like)
     )
-
-
-def _shape_of(tree: Any) -> Any:
-    return jax.tree.structure(tree, is_leaf=lambda x: x is None or _is_reduced(x))
+    return grad if isinstance(grad, tuple) and grad and one != other else (grad,)
 
 
 _COLUMNS = ("site", "how", "type", "size", "under")
@@ -470,11 +441,8 @@ class Record:
         """
         held = opened(writer, "Record.log")
         pairs = named(self.figures(), prefix, parts)
-        try:
+        with contextlib.nullcontext() if held is writer else held:
             write(held, step, scalars_of(pairs), bars_of(pairs))
-        finally:
-            if held is not writer:
-                held.close()
 
     def first_nonfinite(self) -> str | None:
         """The first site that is not all finite, after `guard`; values first.
@@ -487,7 +455,7 @@ class Record:
             for site in reversed(self.sites)
         ]
         for what, text, tree in pairs:
-            for reduced in jax.tree.leaves(tree, is_leaf=_is_reduced):
+            for reduced in jax.tree.leaves(tree, is_leaf=is_reduced):
                 if "all_finite" not in dict(reduced.reducers):
                     raise CaptureError(
                         f"Record.first_nonfinite: {text} was not measured by "

@@ -44,7 +44,7 @@ class Exit(NamedTuple):
     name: str | None = None
 
 
-class _Uses:
+class Uses:
     """Where the values of a jaxpr are used last.
 
     Args:
@@ -53,45 +53,32 @@ class _Uses:
     """
 
     def __init__(self, jaxpr: Any, live: Sequence[bool]):
-        self._all: dict[Any, int] = {}
-        self._forward: dict[Any, int] = {}
         end = len(jaxpr.eqns)
-        for n, eqn in enumerate(jaxpr.eqns):
-            back = is_backward(eqn)
-            self._note(eqn.invars, n, back)
-        for atom, flag in zip(jaxpr.outvars, live):
-            if flag:
-                self._note([atom], end, False)
-
-    def _note(self, atoms: Sequence[Any], n: int, back: bool) -> None:
-        for atom in atoms:
-            if isinstance(atom, Literal):
-                continue
-            self._all[atom] = n
-            if not back:
-                self._forward[atom] = n
+        uses = [
+            (atom, n, is_backward(eqn))
+            for n, eqn in enumerate(jaxpr.eqns)
+            for atom in eqn.invars
+        ]
+        uses += [(atom, end, False) for atom, flag in zip(jaxpr.outvars, live) if flag]
+        uses = [use for use in uses if not isinstance(use[0], Literal)]
+        self._all = {atom: n for atom, n, _ in uses}
+        self._forward = {atom: n for atom, n, is_back in uses if not is_back}
 
     def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
         """Whether a result is used after an operation; residuals do not count."""
         known = self._forward if is_differentiated(eqn) else self._all
         return known.get(variable, -1) > n
 
-
-def live_results(jaxpr: Any, live: Sequence[bool]) -> list[tuple[bool, ...]]:
-    """For each operation, which of its results are used on the way forward."""
-    uses = _Uses(jaxpr, live)
-    found: list[tuple[bool, ...]] = []
-    for n, eqn in enumerate(jaxpr.eqns):
-        used = [uses.is_after(eqn, var, n) for var in eqn.outvars]
+    def live_results(self, eqn: Any, n: int) -> tuple[bool, ...]:
+        """Which results of an operation are used on the way forward; all it carries."""
+        used = [self.is_after(eqn, var, n) for var in eqn.outvars]
         operation = operation_of(eqn.primitive)
         carried = 0 if operation is None else len(operation.carried(eqn.params))
-        found.append((*[True] * carried, *used[carried:]))
-    return found
+        return (*[True] * carried, *used[carried:])
 
 
-def exits(jaxpr: Any, live: Sequence[bool]) -> dict[int, list[Exit]]:
+def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
     """The values to be named, by the operation they come after, inner scopes first."""
-    uses = _Uses(jaxpr, live)
     found: dict[int, list[Exit]] = {}
     visits: list[tuple[int, Any, int]] = []
 

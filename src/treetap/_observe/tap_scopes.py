@@ -32,7 +32,7 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import bodies_of, with_bodies
-from treetap._observe.scope_exits import Exit, exits, is_telling, live_results
+from treetap._observe.scope_exits import Exit, Uses, exits, is_telling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,8 @@ def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
 def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]:
     """Runs a body with taps where scopes end."""
     jaxpr = body.jaxpr
-    ends, used = exits(jaxpr, live), live_results(jaxpr, live)
+    uses = Uses(jaxpr, live)
+    ends = exits(jaxpr, uses)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts))
     env.update(zip(jaxpr.invars, values))
     for n, eqn in enumerate(jaxpr.eqns):
@@ -81,13 +82,14 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
             with jax_compat.in_context_of(eqn):
                 outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
         else:
+            used = uses.live_results(eqn, n)
             with _in_scope(eqn):
                 outs = with_bodies(
                     eqn.primitive,
                     eqn.params,
                     ins,
-                    functools.partial(_run, live=used[n]),
-                    functools.partial(_rewritten, live=used[n]),
+                    functools.partial(_run, live=used),
+                    functools.partial(_rewritten, live=used),
                 )
         env.update(zip(eqn.outvars, outs))
         for one in ends.get(n, ()):

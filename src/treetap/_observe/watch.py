@@ -20,7 +20,7 @@ from treetap._capture.statistics.reducers import (
     as_reducers,
 )
 from treetap._core.settings import Mode
-from treetap._observe.handlers import owner_of, with_owner
+from treetap._observe.handlers import owner_of, with_owner, without_partials
 from treetap._observe.loggers import is_writer, opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record
@@ -59,16 +59,12 @@ class Watched:
         else:
             out, record = self._observed(*args, **kwargs)
             self.last = record
-            self._tell(record)
+            if is_writer(self._to):
+                record.log(self._to, self.step)
+            else:
+                self._to(record, self.step)
         self.step += 1
         return out
-
-    def _tell(self, record: Record) -> None:
-        """Hands a Record over."""
-        if is_writer(self._to):
-            record.log(self._to, self.step)
-        else:
-            self._to(record, self.step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -146,10 +142,9 @@ def watch(
     as_reducers(reduce)
     target, fixed, named, known = _taken_apart(fn)
     observed = functools.partial(observe, select=select, grads=grads, reduce=reduce)
-    looking = observed(target)
-    owner = owner_of(target)
+    looking, owner = observed(target), owner_of(target)
     if owner is not None:
-        fixed, looking = (owner, *fixed), _of_owner(target, observed)
+        named, looking = {_OWNER: owner, **named}, _of_owner(target, observed)
     given: Any = {**known, **options}
     compiled = jit(looking, **given)
 
@@ -159,22 +154,23 @@ def watch(
     return Watched(fn, look, every, to)
 
 
+# By keyword, so that numbers of arguments are those that a call of the Module has.
+_OWNER = "the Module"
+
+
 def _of_owner(fn: Any, observed: Callable[..., Any]) -> Callable[..., Any]:
     """An observed Module, or method, as a function of the Module."""
 
-    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = kwargs.pop(_OWNER)
         return observed(with_owner(fn, owner))(*args, **kwargs)
 
-    return call
+    return keep_name(call, fn)
 
 
 def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     """A function itself, the arguments that it brings along, and options of its jit."""
-    fixed: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}
-    while isinstance(fn, functools.partial):
-        fixed, named = (*fn.args, *fixed), {**fn.keywords, **named}
-        fn = fn.func
+    fn, fixed, named = without_partials(fn, (), {})
     if not isinstance(fn, Jit):
         return fn, fixed, named, {}
     if isinstance(fn, JitPartial):

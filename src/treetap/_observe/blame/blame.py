@@ -165,7 +165,7 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
         call = PureCall(fn, args, kwargs, "blame")
-        raw = call.values()
+        raw = call.inputs.values()
         traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
         values = [jnp.asarray(raw[n]) for n in traced]
         rest = [value for value in raw if not isinstance(value, _TRACED)]
@@ -227,7 +227,7 @@ class _Suspect:
     def _all_finite(self, *values: Any) -> Any:
         outs = jax_compat.evaluate(*self.body[:2], values)
         flags = [jnp.all(jnp.isfinite(value)) for value in outs]
-        return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+        return jnp.all(jnp.array(flags, bool))
 
     def blame(self, values: list[Any], name_of: Any, everywhere: bool) -> Blame:
         """The verdict for some values; `name_of` gives the path of an argument."""
@@ -254,12 +254,12 @@ class _Suspect:
         frame, number = origin.frame, origin.number
         if number is None:
             inputs = frame.body.jaxpr.invars
-            which = [n for n, var in enumerate(inputs) if var is origin.atom]
-            if not which or frame.above is not None:
+            if frame.above is not None or origin.atom not in inputs:
                 return {"kind": kind}
-            return {"kind": kind, "argument": name_of(which[0]), **details}
+            argument = name_of(inputs.index(origin.atom))
+            return {"kind": kind, "argument": argument, **details}
         eqn = frame.body.jaxpr.eqns[number]
-        stacks = [one.source_info.name_stack for one in (*frame.around, eqn)]
+        stacks = [one.source_info.name_stack for one in (*frame.equations, eqn)]
         scopes = [scope for stack in stacks for scope in scopes_in(stack)]
         return {
             "kind": kind,
@@ -268,7 +268,7 @@ class _Suspect:
             "backward": is_transposed(eqn) or findings.is_derivative(origin),
             "inputs_finite": not findings.before(origin),
             **_turns(findings, origin),
-            **_written([eqn, *reversed(frame.around)]),
+            **_written([eqn, *reversed(frame.equations)]),
             **details,
         }
 
@@ -280,7 +280,7 @@ class _Suspect:
             return {}
         number = origin.number
         sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
-        others = [frame.values.place_of(one) for one in sources if one is not atom]
+        others = map(frame.values.place_of, sources)
         known = [place for place in others if place is not None]
         asked = {frame.base + spot for spot, _ in (own, *known)}
         found = jax.device_get(search(self.body, DETAIL, asked)(*values))
@@ -304,13 +304,13 @@ class _Suspect:
 
 def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     """The iterations and the shard of a value."""
-    turns, loops, shard = list(value.turns), [], None
-    for frame in value.frame.chain[1:]:
+    loops, shard = [], None
+    for frame, turn in value.steps:
         name = frame.operation.name
         if frame.operation.is_at_once:
-            shard = turns.pop(0)
-        elif frame.turns is not None:
-            loops.append((name, turns.pop(0)))
+            shard = turn
+        elif turn is not None:
+            loops.append((name, turn))
         elif frame.is_merged and not while_rows(frame.equation.params):
             # Of a mapped loop the rows would end one by one.
             loops.append((name, int(findings.finiteness(value).since)))

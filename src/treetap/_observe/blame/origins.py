@@ -18,13 +18,13 @@ the first iteration in which it was bad, and can only come from what was bad by 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from treetap._capture.name_stacks import is_transposed
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import OPERATIONS, Operation
-from treetap._capture.walk.plans import is_inexact
 from treetap._capture.walk.survey import survey
 from treetap._observe.blame.search import (
     FINITE,
@@ -87,11 +87,6 @@ class Frame(NamedTuple):
         """Whether the turns of a loop around are not told apart."""
         return self.turns is None and bool(self.carried)
 
-    @property
-    def mesh(self) -> dict[Any, int]:
-        """The mesh axes that shards are along, with sizes."""
-        return self.operation.mesh(self.equation.params)
-
     def outside(self, turns: Turns, which: int) -> "ValueAt":
         """What an input is outside the operation around."""
         assert self.above is not None
@@ -99,14 +94,14 @@ class Frame(NamedTuple):
         return ValueAt(self.above, outer, self.equation.invars[self.body.first + which])
 
     @property
-    def chain(self) -> list["Frame"]:
-        """The frames around and this one, outermost first."""
-        return [*(self.above.chain if self.above else ()), self]
+    def around(self) -> list["Frame"]:
+        """The frames that are in an equation, this one the last, outermost first."""
+        return [] if self.above is None else [*self.above.around, self]
 
     @property
-    def around(self) -> list[JaxprEqn]:
+    def equations(self) -> list[JaxprEqn]:
         """The equations around, outermost first."""
-        return [frame.equation for frame in self.chain[1:]]
+        return [frame.equation for frame in self.around]
 
     def below(self, number: int) -> list["Frame"]:
         """The bodies of an equation."""
@@ -145,8 +140,17 @@ class ValueAt(NamedTuple):
     @property
     def loop(self) -> int | None:
         """The outermost while loop it is in, whose iterations are not apart."""
-        inner = self.frame.chain[1:]
-        return next((frame.base for frame in inner if frame.is_merged), None)
+        around = self.frame.around
+        return next((frame.base for frame in around if frame.is_merged), None)
+
+    @property
+    def steps(self) -> list[tuple[Frame, int | None]]:
+        """The frames around it, outermost first, with its turn in each; or None."""
+        turns = iter(self.turns)
+        return [
+            (frame, None if frame.turns is None else next(turns))
+            for frame in self.frame.around
+        ]
 
 
 class Findings:
@@ -168,9 +172,8 @@ class Findings:
             return _finiteness_of(atom.val)
         place = frame.values.place_of(atom)
         if place is None:
-            variables = frame.body.jaxpr.constvars
-            known = [n for n, var in enumerate(variables) if var is atom]
-            return _finiteness_of(frame.body.consts[known[0]] if known else 0)
+            consts = dict(zip(frame.body.jaxpr.constvars, frame.body.consts))
+            return _finiteness_of(consts.get(atom, 0))
         spot, which = place
         held = self.found[frame.base + spot][which]
         return Finiteness(*(np.asarray(part)[turns] for part in held))
@@ -193,8 +196,6 @@ class Findings:
     def _sources(self, value: ValueAt) -> Iterator[ValueAt]:
         """What a value was made from, bad or not."""
         frame, turns, atom = value
-        if isinstance(atom, Literal) or atom in frame.body.jaxpr.constvars:
-            return
         number = value.number
         if number is None:
             yield from self._sources_of_input(value)
@@ -205,7 +206,7 @@ class Findings:
             for when in self._moments(value, eqn):
                 yield from (ValueAt(frame, when, one) for one in eqn.invars)
             return
-        which = _place_of(atom, eqn.outvars)
+        which = eqn.outvars.index(atom)
         for body in inside:
             yield from self._results_of(body, turns, which)
 
@@ -228,25 +229,26 @@ class Findings:
         """
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = set(named if isinstance(named, tuple | list) else (named,))
-        looped = [one for one in value.frame.chain[1:] if one.turns is not None]
-        around = [(n, one) for n, one in enumerate(looped) if names & {*one.mesh}]
+        looped = [one for one in value.frame.around if one.turns is not None]
+        meshes = [one.operation.mesh(one.equation.params) for one in looped]
+        around = [(n, mesh) for n, mesh in enumerate(meshes) if names & mesh.keys()]
         if not around:
             yield value.turns
             return
-        place, frame = around[-1]
-        axes, sizes = list(frame.mesh), list(frame.mesh.values())
+        place, mesh = around[-1]
+        sizes = list(mesh.values())
         shards = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
         own = np.unravel_index(value.turns[place], sizes)
-        group = tuple(slice(None) if a in names else n for a, n in zip(axes, own))
+        group = tuple(slice(None) if a in names else n for a, n in zip(mesh, own))
         for shard in np.ravel(shards[group]):
             yield (*value.turns[:place], int(shard), *value.turns[place + 1 :])
 
     def _sources_of_input(self, value: ValueAt) -> Iterator[ValueAt]:
-        """Where an input of a jaxpr comes from."""
+        """Where an input of a jaxpr comes from; a constant comes from nowhere."""
         frame, turns, atom = value
-        if frame.above is None:
+        if frame.above is None or not self._is_input(value):
             return
-        which = _place_of(atom, frame.body.jaxpr.invars)
+        which = frame.body.jaxpr.invars.index(atom)
         before = self._turns_before(value) if which in frame.carried else None
         if before is None:
             yield frame.outside(turns, which)
@@ -264,17 +266,18 @@ class Findings:
 
     def order(self, value: ValueAt) -> tuple[float, ...]:
         """When a value is made, relative to others; shards work at the same time."""
-        since = float(self.finiteness(value).since)
-        turns, when, shards = list(value.turns), [], []
-        for frame in value.frame.chain[1:]:
-            turn = since if frame.is_merged else 0.0
-            if frame.operation.is_at_once:
-                shards.append(float(turns.pop(0)))
-            elif frame.turns is not None:
-                turn = float(frame.turns.index(turns.pop(0)))
-            when += [float(frame.number), float(frame.branch), turn]
+        since = int(self.finiteness(value).since)
+        when: list[int] = []
+        shards: list[int] = []
+        for frame, turn in value.steps:
+            at = since if frame.is_merged else 0
+            if turn is not None and frame.operation.is_at_once:
+                shards.append(turn)
+            elif turn is not None and frame.turns is not None:
+                at = frame.turns.index(turn)
+            when += [frame.number, frame.branch, at]
         number = value.number
-        last = (-1.0,) if number is None else (float(number), np.inf)
+        last = (-1,) if number is None else (number, np.inf)
         return (*when, *last, *shards)
 
     def is_derivative(self, value: ValueAt) -> bool:
@@ -282,16 +285,16 @@ class Findings:
         waiting, seen = [value], set[Any]()
         while waiting:
             frame, _, atom = waiting.pop()
-            if any(map(is_transposed, frame.around)):
+            if any(map(is_transposed, frame.equations)):
                 continue
             jaxpr = frame.body.jaxpr
-            if any(var is atom for var in jaxpr.outvars):
-                which = _place_of(atom, jaxpr.outvars)
+            if atom in jaxpr.outvars:
+                which = jaxpr.outvars.index(atom)
                 if frame.above is None or which < len(frame.carried):
                     return False
                 waiting.append(ValueAt(frame.above, (), frame.equation.outvars[which]))
             for eqn in jaxpr.eqns:
-                if id(eqn) in seen or not any(var is atom for var in eqn.invars):
+                if id(eqn) in seen or atom not in eqn.invars:
                     continue
                 seen.add(id(eqn))
                 if not is_transposed(eqn):
@@ -342,17 +345,12 @@ class Findings:
         return origins
 
     def _is_input(self, value: ValueAt) -> bool:
-        is_written = isinstance(value.atom, Literal)
-        return not is_written and value.atom in value.frame.body.jaxpr.invars
-
-
-def _place_of(atom: Any, atoms: Any) -> int:
-    return next(n for n, one in enumerate(atoms) if one is atom)
+        return value.atom in value.frame.body.jaxpr.invars
 
 
 def _finiteness_of(value: Any) -> Finiteness:
     """The same of a constant."""
-    if not is_inexact(np.asarray(value)) and not is_inexact(value):
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return Finiteness(FINITE, 0, 1)
     numbers = np.asarray(value).astype(np.complex128)
     worst = NAN if np.isnan(numbers).any() else int(np.isinf(numbers).any())

@@ -17,11 +17,11 @@ from jax.extend.core import Literal, Var
 
 from treetap._capture.marks import Label
 from treetap._capture.name_stacks import mappings_in, scopes_in
-from treetap._capture.statistics.reduced import Reduction
+from treetap._capture.statistics.reduced import Reduction, on_each
 from treetap._capture.statistics.reducers import Reducer, flat_places
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
-from treetap._capture.walk.plans import Choice, Part, Recorded, is_inexact
+from treetap._capture.walk.plans import Choice, Part, is_inexact
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import Flow, Wrap, plain_spot
 from treetap._capture.walk.survey import Inner, Survey, survey
@@ -147,13 +147,6 @@ DETAIL = Reduction((("detail", Reducer(_detail, _first_bad_detail)),))
 Found = list[list[Any] | None]
 
 
-def _states(recorded: Recorded | None) -> list[Any] | None:
-    """The state of each value of a spot."""
-    if recorded is None:
-        return None
-    return [each.states[0] for each in recorded.states or () if each is not None]
-
-
 def search(
     body: Body, reduction: Reduction, places: Collection[int] | None = None
 ) -> Callable[..., Found]:
@@ -175,6 +168,7 @@ def search(
 
     def run(*values: Any) -> Found:
         _, found = Walk(look=EveryValue).run(part, list(values))
-        return list(map(_states, found))
+        states = [one and one.states for one in found]
+        return on_each(lambda each: each.states[0], states)
 
     return jax.jit(run)
