@@ -125,7 +125,8 @@ class _Observation(Selecting):
         tree, states, avals = call.label.tree, call.states, call.spot.avals
         is_kept = self.grads and self.session.taking.record
         is_measured = self.grads and states is not None
-        taken, count = (call.flags.get(name, Placed(None)) for name in _FLAGS)
+        taken = call.flags.get("taken", Placed(None))
+        count = call.flags.get("count", Placed(None))
         grad = grad_reduced = None
         if is_kept:
             grad = self.by_order(
@@ -180,9 +181,6 @@ class _Observation(Selecting):
 
         trees = tuple(tree(n, call.spot.moved[n - 1]) for n in orders)
         return trees[0] if len(trees) == 1 else trees
-
-
-_FLAGS = ("taken", "count")
 
 
 def _first_axes(

@@ -339,10 +339,8 @@ class Record:
             return Record(self.sites[key])
         if not isinstance(key, str):
             return self.sites[key]
-        for site in self.sites:
-            if site.text == key:
-                return site
-        found = self.select(key).sites
+        same = [site for site in self.sites if site.text == key]
+        found = same[:1] or self.select(key).sites
         if len(found) == 1:
             return found[0]
         shown = first_few([site.text for site in found])
