@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from treetap._capture.marks import Label
 from treetap._capture.module_paths import Where
-from treetap._capture.statistics.reduced import Placed, arranged, placed
+from treetap._capture.statistics.reduced import Placed, arranged
 from treetap._capture.walk.plans import Fed, Feeds, Plan, Recorded
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
@@ -53,7 +53,7 @@ class Call:
         self.values, self.states = found.leaves, found.states
         spot = self.spot
         for flag, value, has in zip(spot.flags, found.flags, spot.flags_have):
-            one = placed(value, has)
+            one = Placed(value, has)
             if flag == "taken" and flag in self.flags:
                 one = _both(self.flags[flag], one, spot.levels)
             self.flags[flag] = one
@@ -101,21 +101,35 @@ def _both(first: Placed, second: Placed, levels: Sequence[Axis]) -> Placed:
     return Placed(jnp.logical_and(one, two), held)
 
 
+class Ticket(NamedTuple):
+    """What is known of a ticket at the level of the capture.
+
+    Attributes:
+        spot: The tap that gave it.
+        call: Its call; None if nobody wants it.
+        fed: What is fed there, or None.
+        value: The ticket, once it is there.
+    """
+
+    spot: Spot
+    call: Call | None
+    fed: Fed | None
+    value: Any = None
+
+
 class Planned(NamedTuple):
     """What is to be done at some spots.
 
     Attributes:
-        calls: The calls that are wanted, or None.
+        tickets: What there is to know of each spot.
         plan: What is done there.
-        held: What their tickets stand for: see `plans`; or None.
     """
 
-    calls: list[Call | None]
+    tickets: list[Ticket]
     plan: Plan
-    held: list[Fed | None]
 
     @property
     def feeds(self) -> Feeds:
         """The arrays that are fed at each."""
-        pairs = zip(self.plan, self.held)
-        return [fed.arrays if fed and choice.feed else None for choice, fed in pairs]
+        pairs = zip(self.plan, self.tickets)
+        return [one.fed.arrays if one.fed and x.feed else None for x, one in pairs]

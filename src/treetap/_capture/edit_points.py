@@ -27,6 +27,7 @@ All operands of a recipe have the type of some leaf of the value, since tangents
 cotangents have (`Derived.ins`, `Derived.outs`): so a result's type is known unasked.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,14 +37,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from treetap._capture.marks import (
-    Label,
-    Maps,
-    all_mapped,
-    moving,
-    note_mapping,
-    tap_p,
-)
+from treetap._capture.marks import Label, Maps, batch_mark, moving, tap_p
 
 edit_p = Primitive("tap_edit")
 edit_p.multiple_results = True
@@ -170,14 +164,6 @@ edit_p.def_abstract_eval(_type_of)
 mlir.register_lowering(edit_p, mlir.lower_fun(_lowered, multiple_results=True))
 
 
-def _batch(axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any) -> Any:
-    """All operands get the axis, in front, if one of them has it."""
-    moved, dims = all_mapped(axis, values[:-1], dims[:-1])
-    maps = note_mapping(axis, dims, maps)
-    out = edit_p.bind(*moved, values[-1], maps=maps, **params)
-    return out, [dims[0]] * len(out)
-
-
 def rows_of(maps: Maps) -> int:
     """How many axes of mappings the operands of an `edit_p` have, all the same."""
     return sum(one.mapped[0] for one in maps)
@@ -211,6 +197,6 @@ def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return out
 
 
-batching.fancy_primitive_batchers[edit_p] = _batch
+batching.fancy_primitive_batchers[edit_p] = functools.partial(batch_mark, edit_p)
 ad.primitive_jvps[edit_p] = _jvp
 ad.primitive_transposes[edit_p] = _transpose

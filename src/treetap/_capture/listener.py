@@ -25,7 +25,13 @@ from treetap._capture.walk.operations import OPERATIONS
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk, recorded
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
-from treetap._capture.walk.survey import Inner, is_spotless, spots_below, taps_in
+from treetap._capture.walk.survey import (
+    Inner,
+    handed_on,
+    is_spotless,
+    spots_below,
+    taps_in,
+)
 from treetap._core.trace_level import Through
 
 batched_branches.register()  # before the first mark goes through a transform
@@ -119,16 +125,16 @@ class Listener(Through):
                     return list(tracers[:-1])
             if "donated_invars" in params:
                 params = self.session.sparing(params, tracers)
-            below: Any = ()
             if not is_spotless(primitive, params):
-                below = spots_below(primitive, params)
-            if below:
-                return self._enter(primitive, list(tracers), params, below)
+                inner, seen = spots_below(primitive, params)
+                if inner:
+                    return self._enter(primitive, list(tracers), params, inner, seen)
             out = parent.process_primitive(primitive, tracers, params)
             if not self.session.are_tickets(tracers):
                 return out
             outs = list(out) if primitive.multiple_results else [out]
-            self.session.follow(primitive, params, tracers, outs)
+            pairs = handed_on(primitive, params, len(tracers), outs)
+            self.session.follow(pairs, tracers, outs)
             return outs if primitive.multiple_results else outs[0]
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
@@ -140,31 +146,29 @@ class Listener(Through):
         planned = session.planned([spot], values)
         choice, feed = planned.plan[0], planned.feeds[0]
         walk = Walk(session.keep)
-        values, outs = walk.at_spot(primitive, params, values, choice, feed)
-        found = recorded(primitive, values, choice, spot)
-        session.settle([spot], planned, [found], outs, values)
+        fed, outs = walk.at_spot(primitive, params, values, choice, feed)
+        session.settle(planned, [recorded(primitive, fed, choice, spot)], outs, values)
         return outs
 
-    def _enter(self, primitive: Any, values: Any, params: Any, below: Any) -> Any:
+    def _enter(
+        self,
+        primitive: Any,
+        values: list[Any],
+        params: Any,
+        inner: list[Inner],
+        seen: list[Spot],
+    ) -> Any:
         """Runs an operation with taps inside, and keeps what comes out."""
         session, here = self.session, self.session.scopes()
-        spots: list[Spot] = []
-        inner: list[Inner] = []
-        for body, own, seen in below:
-            session.is_forward |= taps_in(body.jaxpr).is_forward
-            base = len(spots)
-            for spot in seen:
-                flow = spot.flow.shifted(base, body.first)
-                spots.append(spot.seen_from(here, 0, flow))
-            inner.append(Inner(body, own, slice(base, len(spots))))
+        forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
+        session.is_forward = session.is_forward or any(forward)
+        spots = [spot.seen_from(here, 0, spot.flow) for spot in seen]
         is_handed = OPERATIONS[primitive.name].is_handed
         planned = session.planned(spots, values, values if is_handed else None)
         parts = [one.part(planned.plan, planned.feeds) for one in inner]
         outs, found = Walk(session.keep).enter(primitive, params, values, parts)
-        every = [one for part in found for one in part]
-        session.settle(spots, planned, every, outs, values)
-        if session.are_tickets(values):
-            session.follow(primitive, params, values, outs)
+        pairs = handed_on(primitive, params, len(values), outs)
+        session.settle(planned, found, outs, values, pairs)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
@@ -235,7 +239,6 @@ class Listener(Through):
             planned = session.planned(spots, values)
             part = Part(body, own, planned.plan, planned.feeds)
             outs, found = Walk(session.keep).run(part, list(values))
-            session.settle(spots, planned, found, outs, list(values))
-            if session.are_tickets(values):
-                session.hand_on(taps_in(body.jaxpr).handed_on(), values, outs)
+            pairs = taps_in(body.jaxpr).handed_on()
+            session.settle(planned, found, outs, list(values), pairs)
             return outs

@@ -138,59 +138,41 @@ class Mapping(NamedTuple):
 Maps = tuple[Mapping, ...]
 
 
-def note_mapping(axis: Any, dims: Any, maps: Maps) -> Maps:
-    """The mappings of a mark that goes through one more."""
-    name = axis.name if isinstance(axis.name, str) else None
-    return (*maps, Mapping(axis.size, name, tuple(dim is not None for dim in dims)))
-
-
-def of_operands(maps: Maps, places: Sequence[int]) -> Maps:
-    """The mappings of a mark that has only some of the operands."""
-    return tuple(
-        one._replace(mapped=tuple(one.mapped[n] for n in places)) for one in maps
-    )
-
-
-def to_front(values: Any, dims: Any) -> tuple[list[Any], list[Any]]:
-    """Values with the axis of a mapping in front, where they have it."""
-    pairs = list(zip(values, dims))
-    moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
-    return moved, [None if dim is None else 0 for dim in dims]
-
-
-def all_mapped(axis: Any, values: Any, dims: Any) -> tuple[list[Any], list[Any]]:
-    """Values that all have the axis of a mapping, in front; unless none has it."""
-    if all(dim is None for dim in dims):
-        return list(values), list(dims)
-    moved = [
-        jnp.broadcast_to(value, (axis.size, *value.shape))
-        if dim is None
-        else jnp.moveaxis(value, dim, 0)
-        for value, dim in zip(values, dims)
-    ]
-    return moved, [0] * len(moved)
-
-
-def _batch_tap(axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any) -> Any:
-    if params["label"].is_edit:
-        values, dims = all_mapped(axis, values, dims)
-    moved, dims = to_front(values, dims)
-    maps = note_mapping(axis, dims, maps)
-    return tap_p.bind(*moved, maps=maps, **params), [*dims, None]
-
-
-def _batch_pure(
-    primitive: Any, axis: Any, values: Any, dims: Any, *, maps: Maps, **params: Any
+def batch_mark(
+    primitive: Primitive,
+    axis: Any,
+    values: Any,
+    dims: Any,
+    *,
+    maps: Maps,
+    **params: Any,
 ) -> Any:
-    moved, dims = to_front(values[:-1], dims[:-1])
-    maps = note_mapping(axis, dims, maps)
-    return primitive.bind(*moved, values[-1], maps=maps, **params), dims
+    """The rule of `vmap` for all marks, asked also where nothing is mapped.
 
+    The axis goes in front of operands that have it. Where a value may be edited, all
+    operands get it if one of them has it. A ticket, which follows them, never has it.
+    """
+    is_edit, count = params["label"].is_edit, len(values) - (primitive is not tap_p)
+    is_mapped = [dim is not None for dim in dims[:count]]
+    if is_edit:
+        is_mapped = [any(is_mapped)] * count
 
-# A rule of this sort is asked also where nothing is mapped.
-batching.fancy_primitive_batchers[tap_p] = _batch_tap
-for pure_p in (linear_p, gradient_p, again_p):
-    batching.fancy_primitive_batchers[pure_p] = functools.partial(_batch_pure, pure_p)
+    def to_front(value: Any, dim: int | None) -> Any:
+        if dim is None:
+            return jnp.broadcast_to(value, (axis.size, *value.shape))
+        return jnp.moveaxis(value, dim, 0)
+
+    moved = [
+        to_front(value, dim) if flag else value
+        for value, dim, flag in zip(values, dims, is_mapped)
+    ]
+    name = axis.name if isinstance(axis.name, str) else None
+    maps = (*maps, Mapping(axis.size, name, tuple(is_mapped)))
+    out = primitive.bind(*moved, *values[count:], maps=maps, **params)
+    places = [0 if flag else None for flag in is_mapped]
+    if primitive is tap_p:
+        return out, [*places, None]
+    return out, places[:1] * len(out) if is_edit else places
 
 
 # Derivatives: a tap's is `linear_p`, whose transpose is `gradient_p`. What is not
@@ -209,32 +191,28 @@ def _marked(
     out = list(tangents)
     if places:
         given = [tangents[n] for n in places]
-        params["maps"] = of_operands(params["maps"], places)
+        params["maps"] = tuple(
+            one._replace(mapped=tuple(one.mapped[n] for n in places))
+            for one in params["maps"]
+        )
         for n, value in zip(places, primitive.bind(*given, ticket, **params)):
             out[n] = value
     return out
 
 
-def _tap_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    """The rule of a tap, and of one that is computed again."""
+    is_again = primitive is again_p
+    tangents = list(tangents[:-1] if is_again else tangents)
     places = moving(tangents)
     if places:
         params["moved"] = (*params["moved"], places)
-    *out, ticket = tap_p.bind(*primals, **params)
+    out = primitive.bind(*primals, **params)
     if not params["label"].is_edit:
-        tangents = _marked(linear_p, places, tangents, ticket, **params, leaves=places)
-    return [*out, ticket], [*tangents, np.zeros((), jax.dtypes.float0)]
-
-
-def _again_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    *tangents, _ = tangents
-    places = moving(tangents)
-    if places:
-        params["moved"] = (*params["moved"], places)
-    out = again_p.bind(*primals, **params)
-    if not params["label"].is_edit:
-        params |= {"leaves": places, "is_again": True}
-        tangents = _marked(linear_p, places, tangents, primals[-1], **params)
-    return out, tangents
+        ticket = primals[-1] if is_again else out[-1]
+        params |= {"leaves": places, "is_again": is_again}
+        tangents = _marked(linear_p, places, tangents, ticket, **params)
+    return out, tangents if is_again else [*tangents, np.zeros((), jax.dtypes.float0)]
 
 
 def _identity_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
@@ -247,23 +225,25 @@ def _linear_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return [*_marked(gradient_p, places, cotangents, values[-1], **params), None]
 
 
+def _identity_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    return [*cotangents, None]
+
+
 def _tap_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     """Of a function that is linear: the cotangent, as it is."""
     return list(cotangents[:-1])
 
 
-def _identity_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
-    return [*cotangents, None]
-
-
-ad.primitive_jvps[tap_p] = _tap_jvp
-ad.primitive_jvps[linear_p] = functools.partial(_identity_jvp, linear_p)
-ad.primitive_jvps[gradient_p] = functools.partial(_identity_jvp, gradient_p)
-ad.primitive_jvps[again_p] = _again_jvp
-ad.primitive_transposes[tap_p] = _tap_transpose
-ad.primitive_transposes[linear_p] = _linear_transpose
-ad.primitive_transposes[gradient_p] = _identity_transpose
-ad.primitive_transposes[again_p] = _identity_transpose
+for marking_p, jvp, transpose in (
+    (tap_p, _jvp, _tap_transpose),
+    (linear_p, _identity_jvp, _linear_transpose),
+    (gradient_p, _identity_jvp, _identity_transpose),
+    (again_p, _jvp, _identity_transpose),
+):
+    ad.primitive_jvps[marking_p] = functools.partial(jvp, marking_p)
+    ad.primitive_transposes[marking_p] = transpose
+    rule = functools.partial(batch_mark, marking_p)
+    batching.fancy_primitive_batchers[marking_p] = rule
 
 
 # Values that are computed again, under `jax.checkpoint`. A tap has an effect, so that

@@ -14,16 +14,16 @@ later operation, or the same one, with the ticket as an operand: that tells thei
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.source_info_util import current_name_stack
 
-from treetap._capture.calls import Call, Planned
+from treetap._capture.calls import Call, Planned, Ticket
 from treetap._capture.listening import Listening
-from treetap._capture.marks import PLAIN_TAPS, Label, is_like_ticket, tap_p
+from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
@@ -32,11 +32,9 @@ from treetap._capture.module_paths import (
     resolve,
 )
 from treetap._capture.name_stacks import scopes_in
-from treetap._capture.walk.operations import bodies_of, is_plain
 from treetap._capture.walk.plans import Adding, Choice, Fed, Found, Recorded
 from treetap._capture.walk.run import recorded
 from treetap._capture.walk.spots import Spot, plain_spot
-from treetap._capture.walk.survey import taps_in
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
@@ -81,7 +79,7 @@ class Session:
     calls: list[Call] = field(default_factory=list)
     counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
     places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
-    tickets: "dict[int, list[Ticket]]" = field(default_factory=dict)
+    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
     unmatched: set[str] = field(default_factory=set)
     is_forward: bool = False
@@ -180,16 +178,15 @@ class Session:
         roots = None
         if values is not None and any(map(_is_open, spots)):
             roots = self.roots_among(values)
-        calls: list[Call | None] = []
+        tickets: list[Ticket] = []  # what is fed, there or where the ticket goes
         plan: list[Choice] = []
-        held: list[Fed | None] = []  # what is fed, there or where the ticket goes
         for spot in spots:
             call, choice, fed = None, Choice(False), None
             if spot.is_gradient:
                 if self.gradients:
                     choice = self.taking._replace(iterations=0)
             elif not spot.is_tap:
-                fed = self.fed_again(spot, ins, held)
+                fed = self.fed_again(spot, ins, tickets)
             elif self.is_heard(spot.label):
                 heard = self.heard(spot, roots)
                 fed = self.feeds(heard)
@@ -198,27 +195,34 @@ class Session:
                 if self.wants(heard):
                     call, choice = heard, self.taking
                     heard.spot = spot.keeping(choice.iterations)
-            calls.append(call)
-            held.append(fed)
+            tickets.append(Ticket(spot, call, fed))
             if fed is not None and spot.is_edit == self.edits:
                 choice = choice._replace(feed=fed.how)
             plan.append(choice)
-        return Planned(calls, tuple(plan), held)
+        return Planned(tickets, tuple(plan))
 
-    def brought(self, spot: Spot, ins: Sequence[Any]) -> "Ticket | None":
-        """The ticket that operands bring to a spot, if it is known which."""
+    def tap_of(
+        self, spot: Spot, ins: Sequence[Any], here: Sequence[Ticket]
+    ) -> Ticket | None:
+        """The tap that a spot belongs to, if it is known which.
+
+        Args:
+            spot: The spot, which holds the ticket of the tap.
+            ins: The operands of its operation, which may bring the ticket.
+            here: What is known of the spots in the same operation.
+        """
+        if len(spot.flow.of) == 1:
+            return here[spot.flow.of[0]]
         held = {id(ins[n]): ins[n] for n in spot.flow.sources}
         found = [one for key in held for one in self.tickets.get(key, ())]
         fitting = [one for one in found if spot.is_of(one.spot)]
         return fitting[0] if len(fitting) == 1 else None
 
     def fed_again(
-        self, spot: Spot, ins: Sequence[Any], held: Sequence[Fed | None]
+        self, spot: Spot, ins: Sequence[Any], here: Sequence[Ticket]
     ) -> Fed | None:
         """What is fed where a ticket goes: what the tap stands for."""
-        if len(spot.flow.of) == 1:
-            return held[spot.flow.of[0]]
-        ticket = self.brought(spot, ins)
+        ticket = self.tap_of(spot, ins, here)
         if ticket is not None:
             return ticket.fed
         if spot.is_edit and spot.name in self.edited:
@@ -230,71 +234,58 @@ class Session:
 
     def settle(
         self,
-        spots: Sequence[Spot],
         planned: Planned,
         found: Found,
         outs: list[Any],
         ins: Sequence[Any],
+        handed_on: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Keeps what an operation gave: values, then gradients by their tickets."""
-        for call, one in zip(planned.calls, found):
-            self.add(call, one)
+        """Keeps what an operation gave: values, then gradients by their tickets.
+
+        Args:
+            planned: What was to be done in it.
+            found: What came out of it.
+            outs: Its results.
+            ins: Its operands.
+            handed_on: Results that may be operands, as tickets: the numbers of both.
+        """
         given: dict[int, list[Ticket]] = {}
-        for spot, call, fed in zip(spots, planned.calls, planned.held):
-            if spot.order or spot.label.is_edit:
-                for n in spot.flow.tickets:
-                    given.setdefault(n, []).append(Ticket(spot, call, fed))
+        for ticket, one in zip(planned.tickets, found):
+            self.add(ticket.call, one)
+            if ticket.spot.order or ticket.spot.label.is_edit:
+                for n in ticket.spot.flow.tickets:
+                    given.setdefault(n, []).append(ticket)
         for n, tickets in given.items():
             if not self.keep:  # who listens further out has done so, and knows it
                 outs[n] = _of_its_own(outs[n])
             self.remember(outs[n], tickets)
-        for spot, one in zip(spots, found):
+        for (spot, *_), one in zip(planned.tickets, found):
             if spot.is_gradient and one is not None:
-                self.settle_gradient(spot, one, planned.calls, ins)
+                tap = self.tap_of(spot, ins, planned.tickets)
+                self.settle_gradient(spot, one, tap)
+        if self.are_tickets(ins):
+            self.follow(handed_on, ins, outs)
 
-    def settle_gradient(
-        self,
-        spot: Spot,
-        found: Recorded,
-        calls: Sequence[Call | None],
-        ins: Sequence[Any],
-    ) -> None:
+    def settle_gradient(self, spot: Spot, found: Recorded, tap: Ticket | None) -> None:
         """Gives a cotangent to the call it belongs to."""
-        if len(spot.flow.of) == 1:
-            call = calls[spot.flow.of[0]]
-        elif (ticket := self.brought(spot, ins)) is not None:
-            call = ticket.call
-        else:
+        if tap is None:
             self.unmatched.add(spot.name)
-            return
-        if call is not None:
-            call.fill_gradient(spot, found)
+        elif tap.call is not None:
+            tap.call.fill_gradient(spot, found)
 
-    def remember(self, ticket: Any, known: "Sequence[Ticket]") -> None:
+    def remember(self, ticket: Any, known: Sequence[Ticket]) -> None:
         """Knows from now on what a value stands for, which is a ticket."""
         held = self.tickets.setdefault(id(ticket), [])
         # One may come on several ways: both operands of a `select` may bring it.
         own = {(id(x.spot), id(x.call), id(x.fed)): x for x in (*held, *known)}
         held[:] = [one._replace(value=ticket) for one in own.values()]
 
-    def follow(self, primitive: Any, params: Any, ins: Any, outs: list[Any]) -> None:
-        """Knows tickets again that an operation hands on, in whatever shape."""
-        pairs = [
-            (n, body.first + source)
-            for body in bodies_of(primitive, params)
-            for n, source in taps_in(body.jaxpr).handed_on()
-        ]
-        if is_plain(primitive, params):
-            places = [n for n, out in enumerate(outs) if is_like_ticket(out)]
-            pairs = [(n, source) for n in places for source in range(len(ins))]
-        self.hand_on(pairs, ins, outs)
-
-    def hand_on(
-        self, pairs: Sequence[tuple[int, int]], ins: Any, outs: list[Any]
+    def follow(
+        self, handed_on: Iterable[tuple[int, int]], ins: Any, outs: list[Any]
     ) -> None:
-        """Knows tickets again, by results and the operands that are in them."""
+        """Knows tickets again that an operation hands on, in whatever shape."""
         known: dict[int, list[Ticket]] = {}
-        for n, source in pairs:
+        for n, source in handed_on:
             known.setdefault(n, []).extend(self.tickets.get(id(ins[source]), ()))
         for n, tickets in known.items():
             if tickets and id(outs[n]) not in self.tickets:
@@ -321,22 +312,6 @@ class Session:
     def are_tickets(self, values: Sequence[Any]) -> bool:
         """Whether there is a ticket among values."""
         return bool(self.tickets) and any(id(value) in self.tickets for value in values)
-
-
-class Ticket(NamedTuple):
-    """What is known of a ticket at the level of the capture.
-
-    Attributes:
-        spot: The tap that gave it.
-        call: Its call; None if nobody wants it.
-        fed: What is fed there, or None.
-        value: The ticket.
-    """
-
-    spot: Spot
-    call: Call | None
-    fed: Fed | None
-    value: Any = None
 
 
 def _of_its_own(ticket: Any) -> Any:

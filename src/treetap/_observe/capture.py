@@ -129,7 +129,7 @@ class _Capture(Handler):
                 f"and type {given_types}, the value there has {types}. Make `init` by "
                 "a capture of the same call."
             )
-        return Fed(Adding(len(leaves)), leaves)
+        return Fed(Adding(), leaves)
 
     def states(self) -> list[State]:
         """One State for each kind that was asked for."""

@@ -188,10 +188,8 @@ def _first_axes(
 ) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
     spot, known = call.spot, call.gradient_axes.get(1, {})
-    numbers = range(len(spot.levels))
-    leaves = tuple(tuple(itertools.compress(numbers, has)) for has in spot.has)
     grads = tuple(known.get(n, axes) for n, axes in enumerate(spot.axes()))
-    return FirstAxes(spot.levels, leaves, taken, turns, grads)
+    return FirstAxes(spot.levels, spot.has, taken, turns, grads)
 
 
 def _of_zeros(call: Call, n: int) -> Any:

@@ -53,7 +53,7 @@ def test_a_plan_takes_one_value_and_feeds_another():
         return tt.tap(tt.tap(x * 2, "a") * 3, "b")
 
     body = marked(call, 1.0)
-    plan = Choice(False, Adding(1)), Choice(True)
+    plan = Choice(False, Adding()), Choice(True)
     part = Part(body, taps_in(body.jaxpr).spots, plan, [[10.0], None])
     outs, found = Walk().run(part, [1.0])
     assert float(outs[0]) == 36.0

@@ -269,11 +269,17 @@ class Reduction(NamedTuple):
             return self._replace(rows=(*rows, *self.rows))
         return self._replace(apart=tuple(sorted({*self.apart, *levels})))
 
+    def no_longer_apart(self, other: "Reduction") -> list[int]:
+        """Which axes another keeps apart beside those that this one does."""
+        unknown = range(len(other.rows) - len(self.rows))
+        known = enumerate(other.apart)
+        return [*unknown, *(n for n, level in known if level not in self.apart)]
+
     def measure(
         self, leaves: Sequence[Any], guards: Sequence[jax.Array], spot: Any
     ) -> list[Reduced | None]:
         """What is known of each leaf; None of one that is no array of numbers."""
-        masks = [placed(x, has) for x, has in zip(guards, spot.flags_have)]
+        masks = list(map(Placed, guards, spot.flags_have))
 
         def one(value: Placed) -> Reduced:
             apart = {n: spot.levels[n].size for n in self.apart}
@@ -283,7 +289,7 @@ class Reduction(NamedTuple):
             return measured(self.reducers, value, masks, apart)
 
         return [
-            one(placed(jnp.asarray(leaf), has)) if is_measured(leaf) else None
+            one(Placed(jnp.asarray(leaf), has)) if is_measured(leaf) else None
             for leaf, has in zip(leaves, spot.has)
         ]
 
@@ -292,11 +298,6 @@ def _prefix(shape: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
     """Which rows are the first axes of a shape."""
     pairs = enumerate(zip(shape, rows))
     return tuple(n for n, _ in itertools.takewhile(lambda x: x[1][0] == x[1][1], pairs))
-
-
-def placed(array: Any, has: Sequence[bool]) -> Placed:
-    """An array with what its first axes are, from which levels it has."""
-    return Placed(array, tuple(n for n, flag in enumerate(has) if flag))
 
 
 def arranged(

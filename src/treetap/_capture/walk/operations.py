@@ -32,12 +32,20 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from treetap._capture.statistics.reduced import is_reduced, on_each
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body, body_of
-from treetap._capture.walk.plans import Found, Guarding, Part, Rewritten
+from treetap._capture.walk.plans import (
+    Found,
+    Guarding,
+    Kept,
+    Part,
+    Rewritten,
+    flagged,
+    of_each,
+)
 from treetap._capture.walk.spots import Spot, Wrap
 from treetap._core.errors import CaptureError
 
 Params = dict[str, Any]
-Ran = tuple[list[Any], list[Found]]  # results, and what came out of each body
+Ran = tuple[list[Any], Found]  # results, and what came out of all bodies
 
 
 class Walker(Protocol):
@@ -63,14 +71,12 @@ class Step(NamedTuple):
         primitive: The operation.
         params: Its parameters.
         values: Its operands.
-        parts: Its bodies, and what is to be done in each.
         walk: Who runs them.
     """
 
     primitive: Primitive
     params: Params
     values: list[Any]
-    parts: list[Part]
     walk: Walker
 
 
@@ -92,7 +98,7 @@ class Operation:
 
     Attributes:
         name: JAX's name of it.
-        run: Runs it by a plan: its results, and what came out of each body.
+        run: Runs it by a plan for each body: its results, and what came out of these.
         holder: The parameter with its only jaxpr; empty if that is not all.
         several: If it is not: the bodies.
         hides: What an error calls the jaxprs that cannot be entered, if it has such.
@@ -109,7 +115,7 @@ class Operation:
     """
 
     name: str
-    run: Callable[[Step], Ran]
+    run: Callable[..., Ran]
     holder: str = ""
     several: Callable[[Params], list[Body]] | None = None
     hides: str = ""
@@ -141,34 +147,27 @@ class Operation:
 Runs = Callable[[Body, Sequence[Any]], list[Any]]
 
 
-def _run_jit(step: Step) -> Ran:
-    (part,) = step.parts
+def _run_jit(step: Step, part: Part) -> Ran:
     made, fed = step.walk.rewritten(part), part.fed
     more = made.tree.num_leaves
     params = jax_compat.rejit(step.params, made.jaxpr, len(fed), more)
-    outs = jax_compat.bind(step.primitive, [*step.values, *fed], params)
-    outs, found = made.split(outs)
-    return outs, [found]
+    return made.split(jax_compat.bind(step.primitive, [*step.values, *fed], params))
 
 
-def _run_inlined(step: Step) -> Ran:
-    (part,) = step.parts
-    outs, found = step.walk.run(part, step.values)
-    return outs, [found]
+def _run_inlined(step: Step, part: Part) -> Ran:
+    return step.walk.run(part, step.values)
 
 
 def _evaluated(params: Params) -> list[Body]:
     return [body_of(params.get("jaxpr") or params["call_jaxpr"])]
 
 
-def _run_remat(step: Step) -> Ran:
-    (part,) = step.parts
+def _run_remat(step: Step, part: Part) -> Ran:
     made = step.walk.rewritten(part)
     jaxpr, consts = jax_compat.as_inputs(made.jaxpr)
     values = [*consts, *step.values, *part.fed]
     params = {**step.params, "jaxpr": jaxpr}
-    outs, found = made.split(jax_compat.bind(step.primitive, values, params))
-    return outs, [found]
+    return made.split(jax_compat.bind(step.primitive, values, params))
 
 
 def _scan_turns(params: Params) -> range:
@@ -188,8 +187,7 @@ def _scan_repeats(params: Params) -> Repeats:
     return Repeats(length, copies)
 
 
-def _run_scan(step: Step) -> Ran:
-    (part,) = step.parts
+def _run_scan(step: Step, part: Part) -> Ran:
     carried = _scan_carried(step.params)
     consts, mapped = step.values[: carried.start], step.values[carried.stop :]
     given, outers = part.fed, part.fed_outers()
@@ -213,7 +211,7 @@ def _run_scan(step: Step) -> Ran:
     options = jax_compat.scan_options(step.params)
     carry, stacked = jax.lax.scan(one, carry, (mapped, fed), **options)
     outs, found = jax.tree.map(lambda place: stacked[place], tuple(places))
-    return [*carry, *outs], [part.with_axis(found, put)]
+    return [*carry, *outs], part.with_axis(found, put)
 
 
 def _distinct(tree: Any) -> tuple[list[Any], Any]:
@@ -247,19 +245,19 @@ def while_rows(params: Params) -> tuple[int, ...]:
     return tuple(cond.outvars[0].aval.shape)
 
 
-def _run_while(step: Step) -> Ran:
+def _run_while(step: Step, asked: Part) -> Ran:
     """Of each spot the last value, or the first so many, or states; and the count."""
-    (asked,) = step.parts
     num_cond, num_body = step.params["cond_nconsts"], step.params["body_nconsts"]
     consts = step.values[num_cond : num_cond + num_body]
     carry = step.values[num_cond + num_body :]
     fed, count, rows = asked.fed, len(carry), while_rows(step.params)
     cond = jax_compat.opened(step.params["cond_jaxpr"])
-    part = asked.by_row(rows)
-    made = step.walk.rewritten(part)
-    _, types = made.split(made.jaxpr.out_avals)
-    types = jax.eval_shape(functools.partial(part.rows_first, rows=rows), types)
-    kept = jax.tree.leaves(part.buffers(types, len(rows)))
+    keeps = [Kept(*pair, rows) for pair in zip(asked.plan, asked.spots)]
+    rows_first = functools.partial(of_each, Kept.rows_first, keeps)
+    plan = tuple(keep.choice for keep in keeps)
+    made = step.walk.rewritten(asked._replace(plan=plan))
+    types = jax.eval_shape(rows_first, made.split(made.jaxpr.out_avals)[1])
+    kept = jax.tree.leaves(of_each(Kept.begun, keeps, types))
     counter = jnp.zeros(rows, jnp.int32)
     avals = [jax.typeof(x) for x in (*carry, *kept, counter)]
 
@@ -271,7 +269,8 @@ def _run_while(step: Step) -> Ran:
         operands = [*held[:num_body], *rest[:count], *held[num_body:]]
         outs = jax_compat.evaluate(*jax_compat.opened(made.jaxpr), operands)
         (_, old), (outs, new) = made.split(rest[:-1]), made.split(outs)
-        kept = part.renewed(old, part.rows_first(new, rows), rest[-1])
+        renewed = functools.partial(Kept.renewed, counter=rest[-1])
+        kept = of_each(renewed, keeps, old, rows_first(new))
         return [*outs, *jax.tree.leaves(kept), rest[-1] + 1]
 
     cond_avals = [var.aval for var in cond[0].invars[:num_cond]]
@@ -285,17 +284,18 @@ def _run_while(step: Step) -> Ran:
     values = [*step.values[:num_cond], *consts, *fed, *carry, *kept, counter]
     *outs, counter = jax_compat.bind(step.primitive, values, params)
     outs, found = made.split(outs)
-    return outs, [asked.ended(part, part.rows_back(found, rows), counter)]
+    ended = functools.partial(Kept.ended, counter=counter)
+    return outs, of_each(ended, keeps, found)
 
 
 def _branches(params: Params) -> list[Body]:
     return [body_of(branch, 1) for branch in params["branches"]]
 
 
-def _run_cond(step: Step) -> Ran:
+def _run_cond(step: Step, *parts: Part) -> Ran:
     """Every branch gives the values of all, zeros for those it does not have."""
     index, operands = step.values[0], step.values[1:]
-    made = [step.walk.rewritten(part) for part in step.parts]
+    made = [step.walk.rewritten(part) for part in parts]
     types = [one.split(one.jaxpr.out_avals)[1] for one in made]
 
     def branch(n: int) -> Any:
@@ -309,18 +309,19 @@ def _run_cond(step: Step) -> Ran:
         return call
 
     branches = [branch(n) for n in range(len(made))]
-    fed = [part.fed for part in step.parts]
+    fed = [part.fed for part in parts]
     outs, found = jax.lax.switch(index, branches, list(operands), fed)
-    pairs = enumerate(zip(step.parts, found))
-    return outs, [part.flagged(own, index == n) for n, (part, own) in pairs]
+    every: Found = []
+    for n, (part, own) in enumerate(zip(parts, found)):
+        every += of_each(functools.partial(flagged, index == n), part.spots, own)
+    return outs, every
 
 
-def _run_custom_jvp(step: Step) -> Ran:
+def _run_custom_jvp(step: Step, part: Part) -> Ran:
     """The rule is kept; under differentiation the values are those of the rule."""
     rule = jax_compat.rule_of_jvp(step.primitive, step.params)
     count = len(step.values)
-    operands, step = _apart(step)
-    (part,) = step.parts
+    operands, step, part = _apart(step, part)
 
     def call(part: Part, given: Any, fed: Any) -> Any:
         return step.walk.run(part.feeding(fed), given)
@@ -334,23 +335,22 @@ def _run_custom_jvp(step: Step) -> Ran:
         given = [*primals[:count], *tangents[:count]]
         avals = [jax.typeof(value) for value in given]
         inside = body_of(jax_compat.traced(rule, avals))
-        if _says_the_same(step, inside):
+        if _says_the_same(step, part, inside):
             both, found = call(part._replace(body=inside), given, primals[count:])
         else:
-            _refuse_feeds(step)
+            _refuse_feeds(step, part)
             both = jax_compat.evaluate(inside.jaxpr, inside.consts, given)
             _, found = call(part, primals[:count], primals[count:])
         half = len(both) // 2
         still = jax.tree.map(jax_compat.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
-    outs, found = with_rule(*operands)
-    return outs, [found]
+    return with_rule(*operands)
 
 
-def _says_the_same(step: Step, rule: Body) -> bool:
+def _says_the_same(step: Step, part: Part, rule: Body) -> bool:
     """Whether a rule has the taps of its function; False if it has none of its own."""
-    spots, found = step.parts[0].spots, step.walk.spots(rule.jaxpr)
+    spots, found = part.spots, step.walk.spots(rule.jaxpr)
     if not found:
         return False
     labels = [[spot.label for spot in both] for both in (found, spots)]
@@ -364,9 +364,8 @@ def _says_the_same(step: Step, rule: Body) -> bool:
     )
 
 
-def _refuse_feeds(step: Step) -> None:
+def _refuse_feeds(step: Step, part: Part) -> None:
     """Refuses to add to a value that the rule which runs does not have."""
-    (part,) = step.parts
     for choice, spot in zip(part.plan, part.spots):
         if choice.feed and not isinstance(choice.feed, Guarding):
             raise CaptureError(
@@ -376,26 +375,24 @@ def _refuse_feeds(step: Step) -> None:
             )
 
 
-def _apart(step: Step) -> tuple[list[Any], Step]:
-    """All operands of a function with a rule, and the step without a traced value.
+def _apart(step: Step, part: Part) -> tuple[list[Any], Step, Part]:
+    """All operands of a function with a rule, and the rest without a traced value.
 
     What is fed into it comes last: the rule knows no derivative for it. JAX keeps the
     rule with the program it is part of.
     """
-    (part,) = step.parts
     found = list(step.values)
     for choice, feed in zip(part.plan, part.feeds):
         if choice.feed is not None and feed is not None:
             found += choice.feed.fixed(feed, step.primitive.name)
-    return found, step._replace(values=[], parts=[part._replace(feeds=())])
+    return found, step._replace(values=[]), part.feeding_types()
 
 
-def _run_custom_vjp(step: Step) -> Ran:
+def _run_custom_vjp(step: Step, part: Part) -> Ran:
     """The rule is kept; under differentiation the values are those of `fwd`."""
     count = len(step.values)
     rule = jax_compat.rule_of_vjp(step.params, count)
-    operands, step = _apart(step)
-    (part,) = step.parts
+    operands, step, part = _apart(step, part)
 
     def call(part: Part, values: Any) -> Any:
         return step.walk.run(part.feeding(values[count:]), values[:count])
@@ -404,10 +401,10 @@ def _run_custom_vjp(step: Step) -> Ran:
 
     def fwd(*values: Any) -> Any:
         given = values[:count]
-        if _says_the_same(step, rule.forward):
+        if _says_the_same(step, part, rule.forward):
             outs, found = call(part._replace(body=rule.forward), values)
         else:
-            _refuse_feeds(step)
+            _refuse_feeds(step, part)
             outs = jax_compat.evaluate(*rule.forward[:2], given)
             _, found = call(part, values)
         kept = iter(outs[: len(outs) - rule.num_out])
@@ -423,8 +420,7 @@ def _run_custom_vjp(step: Step) -> Ran:
         )
 
     with_rule.defvjp(fwd, bwd)
-    outs, found = with_rule(*operands)
-    return outs, [found]
+    return with_rule(*operands)
 
 
 def _shard_mesh(params: Params) -> dict[Any, int]:
@@ -456,8 +452,7 @@ def _remade_on_shards(params: Params, values: list[Any], run: Runs) -> list[Any]
     return list(mapped(*values))
 
 
-def _run_shard_map(step: Step) -> Ran:
-    (part,) = step.parts
+def _run_shard_map(step: Step, part: Part) -> Ran:
     axes, is_checked = tuple(_shard_mesh(step.params)), step.params["check_vma"]
     fed_outers = part.fed_outers()
 
@@ -479,7 +474,7 @@ def _run_shard_map(step: Step) -> Ran:
     ins, outs = [spec(n) for n in fed_outers], jax.tree.map(spec, part.outers())
     mapped = _on_shards(step.params, local, ins, outs)
     outs, found = mapped(tuple(step.values), part.fed)
-    return list(outs), [found]
+    return list(outs), found
 
 
 def _seen_once(axes: tuple[Any, ...], reduced: Any) -> Any:

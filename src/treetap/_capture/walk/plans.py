@@ -12,6 +12,7 @@ loops around a spot an array is either the same for all iterations, or has their
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,10 @@ import jax.numpy as jnp
 
 from treetap._capture.edit_points import derived, edit_p, rows_of
 from treetap._capture.marks import gradient_p, tap_p
-from treetap._capture.statistics.reduced import Reduced, Reduction, on_each
+from treetap._capture.statistics.reduced import Reduced, Reduction, arranged, on_each
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.spots import Spot
+from treetap._capture.walk.spots import Has, Spot
 from treetap._core.errors import CaptureError
 
 Feeds = Sequence[Sequence[Any] | None]
@@ -31,7 +32,7 @@ Feeds = Sequence[Sequence[Any] | None]
 class Fed(NamedTuple):
     """What is fed into one value: how, and the arrays."""
 
-    how: "Adding | Editing | Guarding"
+    how: "Feed"
     arrays: list[Any]
 
 
@@ -46,7 +47,7 @@ class Choice(NamedTuple):
     """
 
     record: bool
-    feed: "Adding | Editing | Guarding | None" = None
+    feed: "Feed | None" = None
     iterations: int = 0
     reduce: Reduction | None = None
 
@@ -97,12 +98,12 @@ class Part(NamedTuple):
 
     def feeding(self, flat: Sequence[Any]) -> "Part":
         """The same with other arrays to be fed, in one list."""
-        supply = iter(flat)
-        feeds = [
-            [next(supply) for _ in range(choice.feed.width)] if choice.feed else None
-            for choice in self.plan
-        ]
-        return self._replace(feeds=feeds)
+        tree = jax.tree.structure(self.feeds)
+        return self._replace(feeds=jax.tree.unflatten(tree, flat))
+
+    def feeding_types(self) -> "Part":
+        """The same without arrays, for programs that get them as further inputs."""
+        return self.feeding([jax.typeof(value) for value in self.fed])
 
     def outers(self) -> list[Any]:
         """Where the axis of an operation belongs in what comes out: a prefix of it."""
@@ -128,110 +129,116 @@ class Part(NamedTuple):
         return [
             place
             for choice, spot in zip(self.plan, self.spots)
-            if choice.feed
+            if choice.feed is not None
             for place in choice.feed.places(spot)
         ]
 
-    def flagged(self, found: Found, flag: Any) -> Found:
-        """What came out of a branch or a loop, with one more flag."""
-        return [
-            one
-            if one is None or spot.is_gradient
-            else one._replace(flags=[*one.flags, flag])
-            for one, spot in zip(found, self.spots)
-        ]
 
-    # What a loop without an axis of turns keeps. It carries one more value for each
-    # that comes out: the last one, or (`iterations`) a buffer for the first so many, or
-    # states, to which those of each turn are merged. `counter` counts the turns; under
-    # mappings, those of each row.
+class Kept(NamedTuple):
+    """What a loop without an axis of turns keeps of a spot.
 
-    def by_row(self, rows: Sequence[int]) -> "Part":
-        """The same with states apart for rows of a mapped loop: they end one by one."""
-        plan = tuple(
-            choice._replace(
-                reduce=choice.reduce
-                and choice.reduce.by_row(spot.row_levels(rows), rows),
-            )
-            for choice, spot in zip(self.plan, self.spots)
-        )
-        return self._replace(plan=plan)
+    It carries one more value for each that comes out: the last one, or (`iterations`) a
+    buffer for the first so many, or states, to which those of each turn are merged.
+    Under mappings JAX carries all with the axes of rows first.
 
-    def rows_first(self, found: Found, rows: Sequence[int]) -> Found:
-        """What came out of a turn, with the axes of rows first, as JAX carries it."""
+    Attributes:
+        asked: What is to come out of the loop.
+        spot: The spot, in its body.
+        rows: Of a mapped loop, whose rows end one by one: how many there are.
+    """
 
-        def first(spot: Spot, one: Recorded) -> Recorded:
-            levels = spot.row_levels(rows)
+    asked: Choice
+    spot: Spot
+    rows: tuple[int, ...]
 
-            def each(values: list[Any], has: Sequence[Any]) -> list[Any]:
-                return [spot.rows_first(x, own, levels) for x, own in zip(values, has)]
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that the rows are of."""
+        return self.spot.row_levels(self.rows)
 
-            leaves, flags = each(one.leaves, spot.has), each(one.flags, spot.flags_have)
-            return one._replace(leaves=leaves, flags=flags)
+    @property
+    def choice(self) -> Choice:
+        """What comes out of a turn: states are apart for rows, which end one by one."""
+        reduce = self.asked.reduce
+        by_row = reduce and reduce.by_row(self.levels, self.rows)
+        return self.asked._replace(reduce=by_row)
 
-        return [one and first(spot, one) for spot, one in zip(self.spots, found)]
+    def _each(self, found: Recorded, order: Callable[[Any, Has], Any]) -> Recorded:
+        leaves = map(order, found.leaves, self.spot.has)
+        flags = map(order, found.flags, self.spot.flags_have)
+        return found._replace(leaves=list(leaves), flags=list(flags))
 
-    def rows_back(self, found: Found, rows: Sequence[int]) -> Found:
-        """What the loop has kept, with its axes in order."""
+    def rows_first(self, found: Recorded) -> Recorded:
+        """What came out of a turn, repeated along the rows that it has not."""
+        levels, rows = self.spot.levels, self.levels
 
-        def back(choice: Choice, spot: Spot, one: Recorded) -> Recorded:
-            levels = spot.row_levels(rows)
+        def first(value: Any, has: Has) -> Any:
+            wanted = [*rows, *(n for n in has if n not in rows)]
+            return arranged(value, has, wanted, [levels[n].size for n in wanted])
 
-            def each(values: list[Any], has: Sequence[Any]) -> list[Any]:
-                count = choice.iterations
-                return [
-                    spot.rows_back(x, own, levels, count) for x, own in zip(values, has)
-                ]
+        return self._each(found, first)
 
-            leaves, flags = each(one.leaves, spot.has), each(one.flags, spot.flags_have)
-            return one._replace(leaves=leaves, flags=flags)
-
-        trios = zip(self.plan, self.spots, found)
-        return [one and back(choice, spot, one) for choice, spot, one in trios]
-
-    def buffers(self, avals: Found, rows: int) -> Found:
+    def begun(self, avals: Recorded) -> Recorded:
         """What the loop begins with: states that have seen nothing, and zeros.
 
         Args:
             avals: Types of what comes out of a turn, the axes of rows first.
-            rows: How many such axes there are.
         """
+        size = self.asked.iterations
 
-        def begun(choice: Choice, one: Recorded) -> Recorded:
-            states = jax.tree.map(jax_compat.zeros_like_aval, one.states)
-            buffer = functools.partial(_buffer, size=choice.iterations, rows=rows)
-            return Recorded(states, *jax.tree.map(buffer, one[1:]))
+        def buffer(aval: Any) -> Any:
+            zeros = jax_compat.zeros_like_aval(aval)
+            return jnp.stack([zeros] * size, axis=len(self.rows)) if size else zeros
 
-        return [one and begun(choice, one) for choice, one in zip(self.plan, avals)]
+        states = jax.tree.map(jax_compat.zeros_like_aval, avals.states)
+        return Recorded(states, *jax.tree.map(buffer, avals[1:]))
 
-    def renewed(self, old: Found, new: Found, counter: Any) -> Found:
-        """What the loop keeps after one more turn."""
+    def renewed(self, before: Recorded, after: Recorded, counter: Any) -> Recorded:
+        """What the loop keeps after one more turn; `counter` has those of each row."""
+        size, axis = self.asked.iterations, len(self.rows)
+        place = jnp.max(counter)  # rows that have not ended have come equally far
 
-        def kept(choice: Choice, before: Recorded, after: Recorded) -> Recorded:
-            states = on_each(Reduced.merge, before.states, after.states)
-            stored = functools.partial(_stored, counter, choice.iterations)
-            return Recorded(states, *jax.tree.map(stored, before[1:], after[1:]))
+        def stored(old: Any, value: Any) -> Any:
+            if not size:
+                return value
+            new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
+            return jnp.where(place < size, new, old)
 
-        each = zip(self.plan, old, new)
-        return [one and more and kept(choice, one, more) for choice, one, more in each]
+        states = on_each(Reduced.merge, before.states, after.states)
+        return Recorded(states, *jax.tree.map(stored, before[1:], after[1:]))
 
-    def ended(self, by_row: "Part", found: Found, counter: Any) -> Found:
-        """What comes out in the end: states with rows together, then the count."""
+    def ended(self, found: Recorded, counter: Any) -> Recorded:
+        """What comes out in the end: axes in order, states of rows together, a count.
 
-        def together(asked: Choice, choice: Choice, one: Recorded) -> Recorded:
-            if asked.reduce is None or choice.reduce is None:
-                return one
-            states, known = one.states, enumerate(choice.reduce.apart)
-            unknown = range(len(choice.reduce.rows) - len(asked.reduce.rows))
-            over = [*unknown, *(n for n, x in known if x not in asked.reduce.apart)]
+        The axis of iterations is between the mappings around the loop and its body's.
+        """
+        rows = self.levels
+        kept = [self.spot.outer - 0.5] if self.asked.iterations else []
+
+        def back(value: Any, has: Has) -> Any:
+            held = [*rows, *kept, *(n for n in has if n not in rows)]
+            return arranged(value, held, sorted(held))
+
+        found, states = self._each(found, back), found.states
+        if self.asked.reduce is not None:
+            over = self.asked.reduce.no_longer_apart(self.choice.reduce)
             for place in reversed(over):
                 total = functools.partial(Reduced.total, start=place, stop=place + 1)
                 states = on_each(total, states)
-            return one._replace(states=states)
+        return flagged(counter, self.spot, found._replace(states=states))
 
-        trios = zip(self.plan, by_row.plan, found)
-        whole = [one and together(asked, choice, one) for asked, choice, one in trios]
-        return self.flagged(whole, counter)
+
+def flagged(flag: Any, spot: Spot, found: Recorded) -> Recorded:
+    """What came out of a branch or a loop, with one more flag; cotangents have none."""
+    return found if spot.is_gradient else found._replace(flags=[*found.flags, flag])
+
+
+def of_each(do: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """What a function gives for each spot from some columns, whose last is `Found`.
+
+    Nothing comes out where nothing did.
+    """
+    return [row[-1] and do(*row) for row in zip(*columns)]
 
 
 class Rewritten(NamedTuple):
@@ -253,33 +260,25 @@ class Rewritten(NamedTuple):
         return list(own), self.tree.unflatten(rest)
 
 
-def _buffer(aval: Any, size: int, rows: int) -> Any:
-    """Zeros for the last value of a loop, or for its first so many."""
-    zeros = jax_compat.zeros_like_aval(aval)
-    if not size:
-        return zeros
-    return jnp.stack([zeros] * size, axis=rows)  # after the rows of a mapped loop
+class Feed:
+    """How arrays go into a value: a base class."""
 
-
-def _stored(counter: Any, size: int, old: Any, value: Any) -> Any:
-    """What is kept of a value after one more turn."""
-    if not size:
-        return value
-    place = jnp.max(counter)  # rows that have not ended have come equally far
-    axis = counter.ndim
-    new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
-    return jnp.where(place < size, new, old)
-
-
-class Adding(NamedTuple):
-    """Arrays that are added, one for each leaf; they have the axes of all loops."""
-
-    width: int
-    what = "`perturb`"
+    what = ""
 
     def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
         """The arrays as they go into a function with a rule of its own."""
         return list(arrays)
+
+    def places(self, spot: Spot) -> list[int | None]:
+        """For each array where the axis of a loop is, or None if it has none."""
+        return [None]
+
+
+@dataclass(frozen=True)
+class Adding(Feed):
+    """Arrays that are added, one for each leaf; they have the axes of all loops."""
+
+    what = "`perturb`"
 
     def places(self, spot: Spot) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""
@@ -291,19 +290,11 @@ class Adding(NamedTuple):
         return fed + values[len(fed) :]
 
 
-class Guarding(NamedTuple):
+@dataclass(frozen=True)
+class Guarding(Feed):
     """Whether the branch is taken that a mark is in, and the number of the branch."""
 
     number: int
-    width = 1
-
-    def fixed(self, arrays: Sequence[Any], where: str) -> list[Any]:
-        """The condition, as it goes into a function with a rule of its own."""
-        return list(arrays)
-
-    def places(self, spot: Spot) -> list[int | None]:
-        """It is the same in all iterations."""
-        return [None]
 
     def guarded(
         self, primitive: Any, params: dict[str, Any], values: list[Any], mask: Any
@@ -335,7 +326,8 @@ class Axes(NamedTuple):
     loops: bool = False
 
 
-class Editing(NamedTuple):
+@dataclass(frozen=True)
+class Editing(Feed):
     """Edits, one after the other.
 
     Attributes:
@@ -365,11 +357,6 @@ class Editing(NamedTuple):
             )
 
         return [same(array) if is_inexact(array) else array for array in arrays]
-
-    @property
-    def width(self) -> int:
-        """How many arrays there are."""
-        return len(self.axes)
 
     def places(self, spot: Spot) -> list[int | None]:
         """For each array where the axis of a loop is, or None."""

@@ -81,8 +81,8 @@ class Walk(NamedTuple):
                 elif n in work.inner:
                     parts = [one.part(part.plan, part.feeds) for one in work.inner[n]]
                     outs, inside = self.enter(eqn.primitive, eqn.params, ins, parts)
-                    for one, came_out in zip(work.inner[n], inside):
-                        found[one.place] = came_out
+                    start = work.inner[n][0].start
+                    found[start : start + len(inside)] = inside
                 else:
                     outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
                 if n in work.results:
@@ -94,13 +94,13 @@ class Walk(NamedTuple):
         self, primitive: Primitive, params: Any, values: list[Any], parts: list[Part]
     ) -> Ran:
         """Runs an operation by a plan for each of its bodies."""
-        step = Step(primitive, params, values, parts, self)
-        return OPERATIONS[primitive.name].run(step)
+        step = Step(primitive, params, values, self)
+        return OPERATIONS[primitive.name].run(step, *parts)
 
     def rewritten(self, part: Part) -> Rewritten:
         """A body that takes what is fed, too, and gives what comes out."""
-        body, unfed = part.body, part._replace(feeds=())
-        fed = tuple(jax.typeof(value) for value in part.fed)
+        body, unfed = part.body, part.feeding_types()
+        fed = tuple(unfed.fed)
 
         def made() -> Rewritten:
             count = len(body.jaxpr.invars)

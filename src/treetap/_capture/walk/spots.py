@@ -37,7 +37,6 @@ import jax
 from treetap._capture.edit_points import edit_p
 from treetap._capture.marks import Label, again_p, gradient_p, tap_p
 from treetap._capture.name_stacks import mappings_in, scopes_in
-from treetap._capture.statistics.reduced import arranged
 from treetap._core.errors import CaptureError
 
 MARKS = (tap_p, gradient_p, again_p, edit_p)
@@ -58,12 +57,12 @@ class Axis(NamedTuple):
 
 
 UNKEPT = -1  # the size of an axis of iterations that nobody asked for
-Has = tuple[bool, ...]  # for each level, whether an array has its axis
+Has = tuple[int, ...]  # the levels whose axes an array has in front, outermost first
 
 
-def _numbers(has: Has) -> list[int]:
-    """The levels that an array has."""
-    return [n for n, flag in enumerate(has) if flag]
+def _united(has: Has, more: Has) -> Has:
+    """The levels of both."""
+    return tuple(sorted({*has, *more}))
 
 
 class Wrap(NamedTuple):
@@ -184,15 +183,15 @@ class Spot(NamedTuple):
 
     def front(self, has: Has) -> tuple[int, ...]:
         """The sizes of the axes that an array has in front."""
-        return tuple(self.levels[n].size for n in _numbers(has))
+        return tuple(self.levels[n].size for n in has)
 
     def axes(self) -> tuple[tuple[Axis, ...], ...]:
         """For each leaf the axes it has in front."""
-        return tuple(tuple(self.levels[n] for n in _numbers(has)) for has in self.has)
+        return tuple(tuple(self.levels[n] for n in has) for has in self.has)
 
     def place(self, has: Has) -> int:
         """Where the axis of an operation around belongs in an array."""
-        return sum(has[: self.outer])
+        return sum(n < self.outer for n in has)
 
     def wrapped(self, wrap: Wrap, number: int = 0) -> "Spot":
         """The spot as seen from outside an operation; cotangents have no flags.
@@ -204,17 +203,14 @@ class Spot(NamedTuple):
         if wrap.flag == "taken":
             self = self._replace(branches=(number, *self.branches))  # noqa: PLW0642 - what follows is about it
         rows = self.row_levels(wrap.rows)
-        of_rows = tuple(n in rows for n in range(len(self.levels)))
-        has, flags, flags_have = self.has, self.flags, self.flags_have
-        if rows:
-            has, flags_have = (
-                tuple(tuple(map(max, one, of_rows)) for one in held)
-                for held in (has, flags_have)
-            )
+        flags, flags_have = self.flags, self.flags_have
         if wrap.flag and not self.is_gradient:
-            flags, flags_have = (*flags, wrap.flag), (*flags_have, of_rows)
+            flags, flags_have = (*flags, wrap.flag), (*flags_have, ())
         spot = self._replace(
-            wraps=(wrap.name, *self.wraps), has=has, flags=flags, flags_have=flags_have
+            wraps=(wrap.name, *self.wraps),
+            has=tuple(_united(one, rows) for one in self.has),
+            flags=flags,
+            flags_have=tuple(_united(one, rows) for one in flags_have),
         )
         if wrap.size is not None:
             return spot._within(Axis(wrap.name, wrap.size), True)
@@ -227,7 +223,8 @@ class Spot(NamedTuple):
         place = self.outer
 
         def more(has: Has) -> Has:
-            return (*has[:place], is_there, *has[place:])
+            further_in = tuple(n + (n >= place) for n in has)
+            return _united(further_in, (place,)) if is_there else further_in
 
         return self._replace(
             levels=(*self.levels[:place], axis, *self.levels[place:]),
@@ -237,15 +234,14 @@ class Spot(NamedTuple):
 
     def keeping(self, iterations: int) -> "Spot":
         """The same with an axis for the iterations of a `while` that are kept."""
-        loops = [axis.size == UNKEPT for axis in self.levels]
-        if not iterations or not any(loops):
+        if not iterations:
             return self
-        levels = tuple(
-            axis._replace(size=iterations) if flag else axis
-            for axis, flag in zip(self.levels, loops)
-        )
-        has = tuple(tuple(map(max, one, loops)) for one in self.has)
-        return self._replace(levels=levels, has=has)
+        loops = [n for n, axis in enumerate(self.levels) if axis.size == UNKEPT]
+        levels = list(self.levels)
+        for n in loops:
+            levels[n] = levels[n]._replace(size=iterations)
+        has = tuple(_united(one, tuple(loops)) for one in self.has)
+        return self._replace(levels=tuple(levels), has=has)
 
     def seen_from(self, scopes: tuple[str, ...], mappings: int, flow: Flow) -> "Spot":
         """The spot as seen from outside an operation.
@@ -281,21 +277,6 @@ class Spot(NamedTuple):
             "told. Give the mappings different sizes, or map the same things in all."
         )
 
-    def rows_first(self, value: Any, has: Has, rows: Sequence[int]) -> Any:
-        """An array with the axes of rows first; repeated along those it has not."""
-        held = _numbers(has)
-        wanted = [*rows, *(n for n in held if n not in rows)]
-        return arranged(value, held, wanted, [self.levels[n].size for n in wanted])
-
-    def rows_back(
-        self, value: Any, has: Has, rows: Sequence[int], iterations: int
-    ) -> Any:
-        """An array with the axes of rows first, and then of iterations, in order."""
-        rest = [n for n in _numbers(has) if n not in rows]
-        kept = [self.outer - 0.5] if iterations else []  # further out than the body
-        held: list[Any] = [*rows, *kept, *rest]
-        return arranged(value, held, sorted(held))
-
 
 def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     """The spot of a single tap, by its operands: variables or values."""
@@ -305,11 +286,12 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     # After the leaves of a tap come its guards, after those of others the ticket.
     guards = len(own) - count if primitive is tap_p else 0
     is_edit = primitive is edit_p  # all operands of which are mapped alike
+    mapped = [one.mapped for one in reversed(maps)]
     has = [
-        tuple(one.mapped[0 if is_edit else n] for one in reversed(maps))
-        for n in range(count + guards)
+        tuple(n for n, flags in enumerate(mapped) if flags[0 if is_edit else leaf])
+        for leaf in range(count + guards)
     ]
-    bases = [aval.shape[sum(each) :] for aval, each in zip(own, has)]
+    bases = [aval.shape[len(each) :] for aval, each in zip(own, has)]
     return Spot(
         label,
         scopes_in(name_stack),

@@ -41,16 +41,17 @@ class Inner(NamedTuple):
     Attributes:
         body: The jaxpr.
         spots: Its spots, as seen from inside.
-        place: Where these are among the spots outside.
+        start: Where these begin among the spots outside.
     """
 
     body: Body
     spots: Sequence[Spot]
-    place: slice
+    start: int
 
     def part(self, plan: Plan, feeds: Feeds) -> Part:
         """What is to be done in it, by a plan for all spots outside."""
-        return Part(self.body, self.spots, plan[self.place], feeds[self.place])
+        place = slice(self.start, self.start + len(self.spots))
+        return Part(self.body, self.spots, plan[place], feeds[place])
 
 
 class Survey:
@@ -86,8 +87,11 @@ class Taps(Survey):
                 self.taps[n] = len(self.spots)
                 self._add_tap(eqn)
                 continue
-            if found := spots_below(eqn.primitive, eqn.params):
-                self.inner[n] = [self._add_body(eqn, *one) for one in found]
+            inner, seen = spots_below(eqn.primitive, eqn.params)
+            if inner:
+                start = len(self.spots)
+                self.inner[n] = [x._replace(start=start + x.start) for x in inner]
+                self._add_inner(eqn, seen)
             self._follow(eqn)
         for n, var in enumerate(jaxpr.outvars):
             for place in self._tickets.get(var, ()) if _is_var(var) else ():
@@ -115,10 +119,8 @@ class Taps(Survey):
             spot = self._from(spot, [eqn.invars[-1]])
         self.spots.append(spot)
 
-    def _add_body(
-        self, eqn: Any, body: Body, own: Sequence[Spot], seen: Sequence[Spot]
-    ) -> Inner:
-        """Adds the spots of a body, seen from outside its operation."""
+    def _add_inner(self, eqn: Any, seen: Sequence[Spot]) -> None:
+        """Adds the spots in an operation."""
         base = len(self.spots)
         stack = eqn.source_info.name_stack
         scopes, mappings = scopes_in(stack), mappings_in(stack)
@@ -126,12 +128,11 @@ class Taps(Survey):
             flow = Flow(of=tuple(base + n for n in spot.flow.of))
             seen_here = spot.seen_from(scopes, mappings, flow)
             if not flow.of and spot.flow.sources:
-                given = [eqn.invars[body.first + n] for n in spot.flow.sources]
+                given = [eqn.invars[n] for n in spot.flow.sources]
                 seen_here = self._from(seen_here, given)
             for n in spot.flow.tickets:
                 self._tickets.setdefault(eqn.outvars[n], set()).add(len(self.spots))
             self.spots.append(seen_here)
-        return Inner(body, own, slice(base, len(self.spots)))
 
     def _from(self, spot: Spot, given: Sequence[Any]) -> Spot:
         """A spot with where its ticket comes from: a spot here, or else inputs."""
@@ -143,22 +144,13 @@ class Taps(Survey):
 
     def _follow(self, eqn: Any) -> None:
         """Notes tickets that go on in another shape, or through an operation."""
-        for old, new in self._pairs(eqn):
+        avals = [var.aval for var in eqn.outvars]
+        pairs = handed_on(eqn.primitive, eqn.params, len(eqn.invars), avals)
+        for n, source in pairs:
+            old, new = eqn.invars[source], eqn.outvars[n]
             for known in (self._tickets, self._inputs):
                 if _is_var(old) and old in known:
                     known[new] = known.get(new, set()) | known[old]
-
-    def _pairs(self, eqn: Any) -> Iterator[tuple[Any, Any]]:
-        """Operands of an equation that may be in its results, as tickets."""
-        if is_plain(eqn.primitive, eqn.params):
-            # What JAX does with tickets on the way: it selects, slices, broadcasts.
-            for new in eqn.outvars:
-                if is_like_ticket(new.aval):
-                    yield from ((old, new) for old in eqn.invars)
-        for body in bodies_of(eqn.primitive, eqn.params):
-            for n, m in taps_in(body.jaxpr).handed_on():
-                if n < len(eqn.outvars):
-                    yield eqn.invars[body.first + m], eqn.outvars[n]
 
 
 def _is_var(atom: Any) -> bool:
@@ -196,33 +188,54 @@ def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
     return known
 
 
-def spots_below(
-    primitive: Primitive, params: dict[str, Any]
-) -> list[tuple[Body, list[Spot], list[Spot]]]:
-    """The bodies of an operation, if it holds taps.
+def handed_on(
+    primitive: Primitive, params: dict[str, Any], count: int, results: Sequence[Any]
+) -> Iterator[tuple[int, int]]:
+    """Results of an operation that may be operands, as tickets: the numbers of both.
 
-    With the spots of each: as seen from inside, and from outside the operation.
+    Args:
+        primitive: The operation.
+        params: Its parameters.
+        count: How many operands it has.
+        results: Its results, or their types.
     """
     if is_plain(primitive, params):
-        return []
+        # What JAX does with tickets on the way: it selects, slices, broadcasts.
+        for n, result in enumerate(results):
+            if is_like_ticket(result):
+                yield from ((n, source) for source in range(count))
+    for body in bodies_of(primitive, params):
+        for n, source in taps_in(body.jaxpr).handed_on():
+            if n < len(results):
+                yield n, body.first + source
+
+
+def spots_below(
+    primitive: Primitive, params: dict[str, Any]
+) -> tuple[list[Inner], list[Spot]]:
+    """The bodies of an operation, if it holds taps, and all their spots from outside.
+
+    The tickets of these come by its operands, and go by its results.
+    """
+    inner: list[Inner] = []
+    seen: list[Spot] = []
+    if is_plain(primitive, params):
+        return inner, seen
     for jaxpr in hidden_jaxprs(primitive, params):
         if spots := taps_in(jaxpr).spots:
             raise _refuse_hidden(primitive, spots[0])
     operation = OPERATIONS.get(primitive.name)
     if operation is None:
-        return []
-    bodies = operation.bodies(params)
-    found = [taps_in(body.jaxpr).spots for body in bodies]
-    if not any(found):
-        return []
+        return inner, seen
     wrap = operation.wrap(params)
-    if wrap is None:
-        return [(body, own, own) for body, own in zip(bodies, found)]
-    pairs = enumerate(zip(bodies, found))
-    return [
-        (body, own, [spot.wrapped(wrap, number) for spot in own])
-        for number, (body, own) in pairs
-    ]
+    for number, body in enumerate(operation.bodies(params)):
+        own, base = taps_in(body.jaxpr).spots, len(seen)
+        inner.append(Inner(body, own, base))
+        for spot in own:
+            outside = spot if wrap is None else spot.wrapped(wrap, number)
+            flow = spot.flow.shifted(base, body.first)
+            seen.append(outside._replace(flow=flow))
+    return (inner, seen) if seen else ([], [])
 
 
 def _refuse_hidden(primitive: Primitive, spot: Spot) -> CaptureError:

@@ -77,7 +77,7 @@ class EveryValue(Survey):
         for spot in own:
             seen = spot if wrap is None else spot.wrapped(wrap)
             self.spots.append(seen.seen_from(scopes, mappings, Flow()))
-        return Inner(body, own, slice(base, len(self.spots)))
+        return Inner(body, own, base)
 
 
 class Finiteness(NamedTuple):
