@@ -11,6 +11,7 @@ wraps.
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -86,31 +87,26 @@ def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any
 FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
 
 
-class restored:
+@contextmanager
+def restored(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """A block after which, if a capture failed, the Variables are as they were.
 
     It fails when it refuses something, or when a device does, for want of memory.
 
     Where a program was given the buffers of the old values, the new ones stay.
     """
-
-    def __init__(self, fn: Any, args: Any, kwargs: Any):
-        callee, given = callee_of(fn)
-        found = variables_below((callee, given, args, kwargs))
-        self._before = [(v, v._box, v._metadata) for v in found]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *exception: object) -> None:
-        if kind is None or not issubclass(kind, FAILURES):
-            return
-        boxes = (box for _, box, _ in self._before)
-        if not any(map(is_gone, jax.tree.leaves(list(boxes)))):
-            for variable, box, metadata in self._before:
+    callee, given = callee_of(fn)
+    found = variables_below((callee, given, args, kwargs))
+    before = [(v, v._box, v._metadata) for v in found]
+    try:
+        yield
+    except FAILURES:
+        if not any(map(is_gone, jax.tree.leaves([box for _, box, _ in before]))):
+            for variable, box, metadata in before:
                 write_boxes((variable,), (box,))
                 if variable._metadata is not metadata:
                     variable._replace_metadata(metadata)
+        raise
 
 
 def refuse_uncallable(fn: Any, name: str) -> None:

@@ -56,6 +56,15 @@ def _bound(label: Label, leaves: list[Any]) -> list[Any]:
     return bind_tap(label, arrays)
 
 
+def _flowing(
+    label: Label, leaves: list[Any], is_edited: bool, is_heard: bool
+) -> list[Any]:
+    """Marks leaves that flow on, as far as somebody asks; gives those to use."""
+    if is_edited:
+        leaves = editable(label, _as_arrays(leaves))
+    return _bound(label, leaves) if is_heard else leaves
+
+
 def _note(label: Label, leaves: list[Any], partly: bool = False) -> bool:
     """Keeps leaves of any sort, where a capture runs at this very level.
 
@@ -129,19 +138,14 @@ def tap(value: T, name: str) -> T:
         return _bound(Label(name, None, "tap", LEAF), [value])[0]
     leaves, tree = _flattened(value)
     label = Label(name, None, "tap", tree)
-    is_carried = bool(leaves) and all(map(_is_carried, leaves))
-    if asked.edits and is_carried:
-        leaves = editable(label, _as_arrays(leaves))
-        value = jax.tree.unflatten(tree, leaves)
-    if not asked.taps:
-        return value
-    if not is_carried:
-        if not _note(label, leaves):
-            raise refuse_uncarried(label, leaves)
-        return value
-    out = _bound(label, leaves)
-    kept = [new if _is_array(old) else old for old, new in zip(leaves, out)]
-    return jax.tree.unflatten(tree, kept)
+    if leaves and all(map(_is_carried, leaves)):
+        out = _flowing(label, leaves, asked.edits > 0, asked.taps)
+        pairs = zip(leaves, out)
+        kept = [new if asked.edits or _is_array(old) else old for old, new in pairs]
+        return jax.tree.unflatten(tree, kept)
+    if asked.taps and not _note(label, leaves):
+        raise refuse_uncarried(label, leaves)
+    return value
 
 
 def output(name: str, value: Any) -> Any:
@@ -157,15 +161,12 @@ def output(name: str, value: Any) -> Any:
         and all(map(_is_array, leaves))
         and not any(map(is_object, jax.tree.leaves(value, is_leaf=is_object)))
     )
-    if asked.edits > 1:
-        if flows:
-            leaves = editable(label, leaves)
-            value = jax.tree.unflatten(tree, leaves)
-        if asked.outputs is None:
-            return value
+    is_heard = asked.outputs is not None
     if flows:
-        return jax.tree.unflatten(tree, _bound(label, leaves))
-    _record(label, leaves, partly=True)
+        leaves = _flowing(label, leaves, asked.edits > 1, is_heard)
+        return jax.tree.unflatten(tree, leaves)
+    if is_heard:
+        _record(label, leaves, partly=True)
     return value
 
 
@@ -231,10 +232,7 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
         )
     label = Label(name, kind, "perturb", tree)
     with _scope_of(module):
-        if asked.edits:
-            leaves = editable(label, _as_arrays(leaves))
-        if is_heard:
-            leaves = _bound(label, leaves)
+        leaves = _flowing(label, leaves, asked.edits > 0, is_heard)
         return jax.tree.unflatten(tree, leaves)
 
 

@@ -21,9 +21,9 @@ from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
 from treetap._capture.walk import batched_branches, jax_compat
-from treetap._capture.walk.operations import OPERATIONS
+from treetap._capture.walk.operations import OPERATIONS, Step
 from treetap._capture.walk.plans import Part
-from treetap._capture.walk.run import Walk, recorded
+from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._capture.walk.survey import (
     Inner,
@@ -144,10 +144,9 @@ class Listener(Through):
         flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
         spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
         planned = session.planned([spot], values)
-        choice, feed = planned.plan[0], planned.feeds[0]
-        walk = Walk(session.keep)
-        fed, outs = walk.at_spot(primitive, params, values, choice, feed)
-        session.settle(planned, [recorded(primitive, fed, choice, spot)], outs, values)
+        walk, asked = Walk(session.keep), (planned.plan[0], spot, planned.feeds[0])
+        outs, found = walk.at_spot(Step(primitive, params, values, walk), *asked)
+        session.settle(planned, [found], outs, values)
         return outs
 
     def _enter(
@@ -163,32 +162,31 @@ class Listener(Through):
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
         spots = [spot.seen_from(here, 0, spot.flow) for spot in seen]
-        is_handed = OPERATIONS[primitive.name].is_handed
-        planned = session.planned(spots, values, values if is_handed else None)
+        operation = OPERATIONS[primitive.name]
+        handed = values if operation.is_handed else None
+        planned = session.planned(spots, values, handed)
         parts = [one.part(planned.plan, planned.feeds) for one in inner]
-        outs, found = Walk(session.keep).enter(primitive, params, values, parts)
+        step = Step(primitive, params, values, Walk(session.keep))
+        outs, found = operation.run(step, *parts)
         pairs = handed_on(primitive, params, len(values), outs)
         session.settle(planned, found, outs, values, pairs)
         return outs if primitive.multiple_results else outs[0]
 
     def process_custom_jvp_call(
-        self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **options: Any
+        self, primitive: Any, /, *funs_and_values: Any, **options: Any
     ) -> Any:
         """Runs a function with a rule of its own, keeping the rule where it matters."""
-        return self._custom(primitive, (fun, jvp), tracers, options)
+        *funs, values = funs_and_values
+        if not any(isinstance(value, Tracer) for value in values):
+            # Nothing outside can differentiate this: the function is all that counts.
+            with set_current_trace(self):
+                return funs[0].call_wrapped(*values)
 
-    def process_custom_vjp_call(
-        self,
-        primitive: Any,
-        fun: Any,
-        fwd: Any,
-        bwd: Any,
-        tracers: Any,
-        /,
-        **options: Any,
-    ) -> Any:
-        """As `process_custom_jvp_call`."""
-        return self._custom(primitive, (fun, fwd, bwd), tracers, options)
+        outs = self._bound(primitive, tuple(funs), values, options)
+        jax_compat.settle_results(*funs[:2])
+        return outs
+
+    process_custom_vjp_call = process_custom_jvp_call
 
     def process_call(
         self, primitive: Any, fun: Any, tracers: Any, params: Any, /
@@ -202,18 +200,8 @@ class Listener(Through):
         """Runs a function on shards."""
         return self._bound(primitive, (fun,), tracers, params)
 
-    def _custom(self, primitive: Any, funs: Any, values: Any, options: Any) -> Any:
-        if not any(isinstance(value, Tracer) for value in values):
-            # Nothing outside can differentiate this: the function is all that counts.
-            with set_current_trace(self):
-                return funs[0].call_wrapped(*values)
-
-        outs = self._bound(primitive, funs, values, options)
-        jax_compat.settle_results(*funs[:2])
-        return outs
-
     def _bound(self, primitive: Any, funs: Any, values: Any, params: Any) -> Any:
-        """Runs an operation of Python functions: by tracing it, and then as always."""
+        """Runs an operation of Python functions, whose jaxpr is made for that."""
         shapes: list[Any] = []  # of the result, without what is traced
 
         def bound(*values: Any) -> Any:
@@ -222,23 +210,14 @@ class Listener(Through):
             shapes.append(jax_compat.with_values(out, [None] * len(flat)))
             return flat
 
-        outs = self._traced(bound, values)
-        return jax_compat.with_values(shapes[0], outs)
-
-    def _traced(self, bound: Any, values: Any) -> Any:
-        """Runs an operation whose jaxpr is not there yet: by tracing it."""
         session = self.session
         with set_current_trace(self.parent_trace):
             made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
             body = jax_compat.body_of(made)
-            own = taps_in(body.jaxpr).spots
-            if not own:
-                return jax_compat.evaluate(body.jaxpr, body.consts, values)
-            here = session.scopes()
-            spots = [spot.seen_from(here, 0, spot.flow) for spot in own]
+            taps, here = taps_in(body.jaxpr), session.scopes()
+            spots = [spot.seen_from(here, 0, spot.flow) for spot in taps.spots]
             planned = session.planned(spots, values)
-            part = Part(body, own, planned.plan, planned.feeds)
+            part = Part(body, taps.spots, planned.plan, planned.feeds)
             outs, found = Walk(session.keep).run(part, list(values))
-            pairs = taps_in(body.jaxpr).handed_on()
-            session.settle(planned, found, outs, list(values), pairs)
-            return outs
+            session.settle(planned, found, outs, values, taps.handed_on())
+            return jax_compat.with_values(shapes[0], outs)

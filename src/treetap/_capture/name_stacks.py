@@ -63,14 +63,17 @@ def mappings_in(name_stack: Any) -> int:
 
 def is_transposed(eqn: Any) -> bool:
     """Whether an operation was made by transposing another."""
-    stack = eqn.source_info.name_stack.stack
-    return any(is_transform(part) and part.name == "transpose" for part in stack)
+    return _went_through(eqn, "transpose")
 
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an operation went through a forward differentiation."""
+    return _went_through(eqn, "jvp")
+
+
+def _went_through(eqn: Any, transform: str) -> bool:
     stack = eqn.source_info.name_stack.stack
-    return any(is_transform(part) and part.name == "jvp" for part in stack)
+    return any(is_transform(part) and part.name == transform for part in stack)
 
 
 def is_backward(eqn: Any) -> bool:

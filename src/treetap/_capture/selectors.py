@@ -79,10 +79,9 @@ class Select:
 
     def __and__(self, other: Any) -> "Select":
         other = as_select(other)
+        known = [one.names for one in (self, other) if one.names is not None]
+        names = frozenset.intersection(*known) if known else None
         text = f"({self._text} & {other._text})"
-        names = self.names if other.names is None else other.names
-        if self.names is not None and other.names is not None:
-            names = self.names & other.names
         return _made(lambda site: self(site) and other(site), text, names)
 
     def __or__(self, other: Any) -> "Select":

@@ -74,6 +74,14 @@ class Reducer:
                 )
 
 
+class _Finished:
+    """A reducer whose state is its result."""
+
+    def finish(self, state: Any) -> Any:
+        """The result."""
+        return state
+
+
 def _finite(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A value with zeros where it is not finite, and where it is."""
     real = as_real(jnp, value)
@@ -143,7 +151,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class AbsMax:
+class AbsMax(_Finished):
     """The largest finite magnitude; 0 if there is none."""
 
     name: str = "abs_max"
@@ -155,10 +163,6 @@ class AbsMax:
     def merge(self, first: Any, second: Any) -> Any:
         """The larger one."""
         return jnp.maximum(first, second)
-
-    def finish(self, state: Any) -> Any:
-        """The result."""
-        return state
 
 
 NormState = tuple[jax.Array, jax.Array]
@@ -225,7 +229,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class AllFinite:
+class AllFinite(_Finished):
     """Whether all numbers are finite: a single bit, the cheapest statistic of all."""
 
     name: str = "all_finite"
@@ -239,10 +243,6 @@ class AllFinite:
     def merge(self, first: Any, second: Any) -> Any:
         """Whether both are."""
         return first & second
-
-    def finish(self, state: Any) -> Any:
-        """The result."""
-        return state
 
 
 class HistogramFound(NamedTuple):
@@ -328,7 +328,7 @@ class TopKFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(_Finished):
     """The finite numbers of largest magnitude, and where they are.
 
     Args:
@@ -374,10 +374,6 @@ class TopK:
         order = jnp.where(is_there, -jnp.abs(values), jnp.ones_like(values))
         best = jnp.argsort(order, stable=True)[: self.k]
         return TopKFound(values[best], indices[best])
-
-    def finish(self, state: Any) -> TopKFound:
-        """The result."""
-        return state
 
 
 def flat_places(shape: tuple[int, ...]) -> jax.Array:

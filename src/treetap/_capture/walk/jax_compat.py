@@ -5,7 +5,6 @@ Whatever differs between versions of JAX, or has no public function, has one her
 table of `operations` says what each operation is, in these terms.
 """
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -218,9 +217,12 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
 
 def varying(value: Any) -> Any:
     """The axes of a shard_map that a value varies over."""
-    kind = jax.typeof(value)
-    held = getattr(kind, "vma", None)
-    return kind.mat.varying if held is None else held
+    return _varying(jax.typeof(value))
+
+
+def _varying(aval: Any) -> Any:
+    held = getattr(aval, "vma", None)
+    return getattr(getattr(aval, "mat", None), "varying", ()) if held is None else held
 
 
 def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
@@ -230,16 +232,9 @@ def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
-_KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
-
-
 def zeros_of(aval: Any) -> Any:
     """Zeros (for a key: some key) of an abstract value."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        tag = re.sub(r".*<(.*)>.*", r"\1", str(aval.dtype))
-        key = jax.random.key(0, impl=_KEYS.get(tag, tag))
-        return jnp.broadcast_to(key, aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype)
+    return jax.lax.full(aval.shape, 0, aval.dtype)
 
 
 def as_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -259,11 +254,7 @@ def as_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def zeros_like_aval(aval: Any) -> Any:
     """Zeros of an abstract value, varying where it does."""
-    axes = getattr(aval, "vma", None)
-    if axes is None:
-        axes = getattr(getattr(aval, "mat", None), "varying", ())
-    zeros = zeros_of(aval)
-    return as_varying(zeros, tuple(axes)) if axes else zeros
+    return as_varying(zeros_of(aval), tuple(_varying(aval)))
 
 
 _HOISTING = ("_scan_known_hoisting", "_scan_partial_eval_custom")

@@ -323,29 +323,33 @@ def _run_custom_jvp(step: Step, part: Part) -> Ran:
     count = len(step.values)
     operands, step, part = _apart(step, part)
 
-    def call(part: Part, given: Any, fed: Any) -> Any:
-        return step.walk.run(part.feeding(fed), given)
-
     @jax.custom_jvp
     def with_rule(*values: Any) -> Any:
-        return call(part, values[:count], values[count:])
+        return step.walk.run(part.feeding(values[count:]), values[:count])
 
     @with_rule.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         given = [*primals[:count], *tangents[:count]]
         avals = [jax.typeof(value) for value in given]
         inside = body_of(jax_compat.traced(rule, avals))
-        if _says_the_same(step, part, inside):
-            both, found = call(part._replace(body=inside), given, primals[count:])
-        else:
-            _refuse_feeds(step, part)
-            both = jax_compat.evaluate(inside.jaxpr, inside.consts, given)
-            _, found = call(part, primals[:count], primals[count:])
+        both, found = _by_rule(step, part.feeding(primals[count:]), inside, given)
         half = len(both) // 2
         still = jax.tree.map(jax_compat.zero_tangent, found)
         return (list(both[:half]), found), (list(both[half:]), still)
 
     return with_rule(*operands)
+
+
+def _by_rule(step: Step, part: Part, rule: Body, values: Sequence[Any]) -> Ran:
+    """Results of a rule, and what came out of it, or else of its function.
+
+    The operands of the rule begin with those of the function.
+    """
+    if _says_the_same(step, part, rule):
+        return step.walk.run(part._replace(body=rule), values)
+    _refuse_feeds(step, part)
+    outs = jax_compat.evaluate(rule.jaxpr, rule.consts, values)
+    return outs, step.walk.run(part, values[: len(part.body.jaxpr.invars)])[1]
 
 
 def _says_the_same(step: Step, part: Part, rule: Body) -> bool:
@@ -394,19 +398,13 @@ def _run_custom_vjp(step: Step, part: Part) -> Ran:
     rule = jax_compat.rule_of_vjp(step.params, count)
     operands, step, part = _apart(step, part)
 
-    def call(part: Part, values: Any) -> Any:
+    @jax.custom_vjp
+    def with_rule(*values: Any) -> Any:
         return step.walk.run(part.feeding(values[count:]), values[:count])
-
-    with_rule = jax.custom_vjp(lambda *values: call(part, values))
 
     def fwd(*values: Any) -> Any:
         given = values[:count]
-        if _says_the_same(step, part, rule.forward):
-            outs, found = call(part._replace(body=rule.forward), values)
-        else:
-            _refuse_feeds(step, part)
-            outs = jax_compat.evaluate(*rule.forward[:2], given)
-            _, found = call(part, values)
+        outs, found = _by_rule(step, part.feeding(values[count:]), rule.forward, given)
         kept = iter(outs[: len(outs) - rule.num_out])
         residual = [next(kept) if n is None else given[n] for n in rule.forwarded]
         return (list(outs[len(outs) - rule.num_out :]), found), (residual, values)
@@ -547,8 +545,8 @@ def operation_of(primitive: Primitive) -> Operation | None:
 
 def bodies_of(primitive: Primitive, params: Params) -> list[Body]:
     """The jaxprs of an operation that may be entered."""
-    operation = OPERATIONS.get(primitive.name)
-    return [] if operation is None else operation.bodies(params)
+    operation = operation_of(primitive)
+    return operation.bodies(params) if operation else []
 
 
 _plain: dict[Primitive, bool] = {}

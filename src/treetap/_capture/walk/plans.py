@@ -25,6 +25,7 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.spots import Has, Spot
 from treetap._core.errors import CaptureError
+from treetap._core.wording import typed
 
 Feeds = Sequence[Sequence[Any] | None]
 
@@ -414,19 +415,14 @@ class Editing(Feed):
         )
         if not is_fit:
             raise CaptureError(
-                f"edit: the edit of {self.text} gives {_text(new)}, and the value "
-                f"there is {_text(old)}. Shapes and types must be the same."
+                f"edit: the edit of {self.text} gives {typed(new)}, and the value "
+                f"there is {typed(old)}. Shapes and types must be the same."
             )
         new = new if new.dtype == kind.dtype else new.astype(kind.dtype)
-        axes = tuple(jax_compat.varying(old))
-        return jax_compat.as_varying(new, axes) if axes else new
+        return jax_compat.as_varying(new, tuple(jax_compat.varying(old)))
 
 
 def is_inexact(value: Any) -> bool:
     """Whether a value is an array of numbers that may be not finite."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _text(value: Any) -> str:
-    return f"{value.dtype}{list(jnp.shape(value))}".replace(" ", "")

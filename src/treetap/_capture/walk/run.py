@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Primitive
 
 from treetap._capture.edit_points import edit_p, unedited
 from treetap._capture.marks import TICKET, gradient_p, linear_p, tap_p
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import OPERATIONS, Ran, Step
+from treetap._capture.walk.operations import OPERATIONS, Step
 from treetap._capture.walk.plans import (
     Adding,
     Choice,
@@ -61,41 +60,33 @@ class Walk(NamedTuple):
         env.update(zip(jaxpr.invars, values))
         found: Found = [None] * len(work.spots)
 
-        def note(place: int, primitive: Any, values: Sequence[Any]) -> None:
+        def note(place: int, values: Sequence[Any]) -> None:
+            numbers = list(filter(is_inexact, values))
             choice, spot = part.plan[place], work.spots[place]
-            found[place] = recorded(primitive, values, choice, spot)
+            found[place] = recorded(None, numbers, choice, spot)
 
         if work.entry is not None:
-            note(work.entry, None, _numbers(values))
+            note(work.entry, values)
         for n, eqn in enumerate(jaxpr.eqns):
             ins = [jax_compat.read(env, atom) for atom in eqn.invars]
+            step = Step(eqn.primitive, eqn.params, ins, self)
             with jax_compat.in_context_of(eqn):
                 if eqn.primitive is linear_p and not self.keep:
                     outs = ins[:-1]
                 elif (place := work.taps.get(n)) is not None:
-                    choice, feed = part.plan[place], part.feeds[place]
-                    tapped, outs = self.at_spot(
-                        eqn.primitive, eqn.params, ins, choice, feed
-                    )
-                    note(place, eqn.primitive, tapped)
+                    asked = part.plan[place], work.spots[place], part.feeds[place]
+                    outs, found[place] = self.at_spot(step, *asked)
                 elif n in work.inner:
                     parts = [one.part(part.plan, part.feeds) for one in work.inner[n]]
-                    outs, inside = self.enter(eqn.primitive, eqn.params, ins, parts)
+                    outs, inside = OPERATIONS[eqn.primitive.name].run(step, *parts)
                     start = work.inner[n][0].start
                     found[start : start + len(inside)] = inside
                 else:
                     outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
                 if n in work.results:
-                    note(work.results[n], None, _numbers(outs))
+                    note(work.results[n], outs)
             env.update(zip(eqn.outvars, outs))
         return [jax_compat.read(env, atom) for atom in jaxpr.outvars], found
-
-    def enter(
-        self, primitive: Primitive, params: Any, values: list[Any], parts: list[Part]
-    ) -> Ran:
-        """Runs an operation by a plan for each of its bodies."""
-        step = Step(primitive, params, values, self)
-        return OPERATIONS[primitive.name].run(step, *parts)
 
     def rewritten(self, part: Part) -> Rewritten:
         """A body that takes what is fed, too, and gives what comes out."""
@@ -116,25 +107,31 @@ class Walk(NamedTuple):
         return _rewritten.get(body.jaxpr, key, made)
 
     def at_spot(
-        self, primitive: Any, params: Any, values: Any, choice: Choice, feed: Any
-    ) -> tuple[Any, Any]:
-        """The operands of a tap with what is fed, and its results."""
-        if feed is not None:
-            if isinstance(choice.feed, Editing):
-                return values, choice.feed.edited(params, values, feed, self.keep)
-            if isinstance(choice.feed, Guarding):
-                return values, choice.feed.guarded(primitive, params, values, feed[0])
-            if isinstance(choice.feed, Adding):
-                values = choice.feed.added(values, feed)
-        if self.keep:  # it stays in, for a capture further out
-            return values, list(primitive.bind(*values, **params))
-        if primitive is edit_p:
-            return values, unedited(values, params)
-        return values, [*values, TICKET] if primitive is tap_p else values[:-1]
+        self, step: Step, choice: Choice, spot: Spot, feed: Any
+    ) -> tuple[list[Any], Recorded | None]:
+        """The results of a mark, with what is fed, and what comes out of its operands.
 
-
-def _numbers(values: Sequence[Any]) -> list[Any]:
-    return [value for value in values if is_inexact(value)]
+        Args:
+            step: The mark.
+            choice: What is to be done.
+            spot: Where it is.
+            feed: The arrays that are fed; or None.
+        """
+        primitive, params, values, _ = step
+        how = choice.feed
+        if feed is not None and isinstance(how, Adding):
+            values = how.added(values, feed)
+        if feed is not None and isinstance(how, Editing):
+            outs = how.edited(params, values, feed, self.keep)
+        elif feed is not None and isinstance(how, Guarding):
+            outs = how.guarded(primitive, params, values, feed[0])
+        elif self.keep:  # it stays in, for a capture further out
+            outs = list(primitive.bind(*values, **params))
+        elif primitive is edit_p:
+            outs = unedited(values, params)
+        else:
+            outs = [*values, TICKET] if primitive is tap_p else values[:-1]
+        return outs, recorded(primitive, values, choice, spot)
 
 
 def recorded(
