@@ -83,21 +83,16 @@ class Roots:
 
     def _visit(self, value: Any, path: Path, text: str) -> set[type]:
         """Notes the objects in a value; gives their classes."""
-        below = opened(value)
-        found: set[type] = set()
-        is_node = isinstance(value, Node)
-        if below is None:
-            return found
-        place = id(value._pytree__place) if is_node else 0
-        if is_node:
-            if place in self.paths:
-                return {type(value)}
+        cls, below, found = type(value), opened(value), set[type]()
+        place = id(value._pytree__place) if isinstance(value, Node) else None
+        if place in self.paths:
+            return {cls}
+        if place is not None:
             self.paths[place] = path, text or "/"
-        for key, child in zip(*below):
+        for key, child in zip(*below) if below is not None else ():
             if not isinstance(child, Variable | jax.Array):
                 found |= self._visit(child, (*path, key), f"{text}/{_encoded(key)}")
-        if is_node:
-            cls = type(value)
+        if place is not None:
             kind = _class_text(cls) + ("" if cls in found else "!")
             self.kinds[place] = kind
             self.known[f"{text or '/'}|{kind}"] = Where(path, kind)

@@ -262,16 +262,12 @@ class Session:
         for (spot, *_), one in zip(planned.tickets, found):
             if spot.is_gradient and one is not None:
                 tap = self.tap_of(spot, ins, planned.tickets)
-                self.settle_gradient(spot, one, tap)
+                if tap is None:
+                    self.unmatched.add(spot.name)
+                elif tap.call is not None:
+                    tap.call.fill_gradient(spot, one)
         if self.are_tickets(ins):
             self.follow(handed_on, ins, outs)
-
-    def settle_gradient(self, spot: Spot, found: Recorded, tap: Ticket | None) -> None:
-        """Gives a cotangent to the call it belongs to."""
-        if tap is None:
-            self.unmatched.add(spot.name)
-        elif tap.call is not None:
-            tap.call.fill_gradient(spot, found)
 
     def remember(self, ticket: Any, known: Sequence[Ticket]) -> None:
         """Knows from now on what a value stands for, which is a ticket."""

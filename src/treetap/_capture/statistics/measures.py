@@ -379,7 +379,8 @@ def _read_reduced(
     """The figures that are in the states of reducers."""
     by_leaf: list[Parts] = []
     shared: list[Any] = []
-    apart = np.shape(found[0][0])
+    shapes = {np.shape(flags) for flags, _ in found}
+    apart = shapes.pop() if len(shapes) == 1 else ()
     for reducers, (flags, states) in zip(held, found):
         seen = np.asarray(flags)
         columns: dict[str, Any] = {}
@@ -395,8 +396,6 @@ def _read_reduced(
                     dead = ~np.any(state, axis=axes)
                     shared.append((dead.sum(), dead.size))
         by_leaf.append(_as_parts(columns, seen.ravel()))
-        if seen.shape != apart:
-            apart = ()
     return figures_from(by_leaf, math.prod(apart) if apart else 0, shared)
 
 

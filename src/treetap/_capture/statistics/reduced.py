@@ -129,22 +129,17 @@ def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
 
 def merged(first: Reduced, second: Reduced) -> Reduced:
     """What is known of both, with no axes kept apart."""
+    is_both = first.seen & second.seen
+
+    def chosen(new: Any, old: Any, more: Any) -> Any:
+        return jnp.where(is_both, new, jnp.where(first.seen, old, more))
+
     states = []
-    for (name, reducer), mine, other in zip(
-        first.reducers, first.states, second.states
-    ):
+    pairs = zip(first.states, second.states)
+    for (name, reducer), (mine, other) in zip(first.reducers, pairs):
         both = reducer.merge(mine, other)
         _check_state(name, mine, both)
-        states.append(
-            jax.tree.map(
-                lambda new, old, more: jnp.where(
-                    first.seen & second.seen, new, jnp.where(first.seen, old, more)
-                ),
-                both,
-                mine,
-                other,
-            )
-        )
+        states.append(jax.tree.map(chosen, both, mine, other))
     return Reduced(first.seen | second.seen, tuple(states), first.reducers)
 
 

@@ -386,13 +386,9 @@ def flat_places(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _unravelled(indices: jax.Array, value: jax.Array) -> jax.Array:
-    columns, rest = [], indices
-    for size in reversed(value.shape):
-        columns.append(jnp.where(indices >= 0, rest % size, -1))
-        rest = rest // size
-    if not columns:  # a scalar: whether it is there
-        columns = [jnp.minimum(indices, 0)]
-    return jnp.stack(columns[::-1], axis=1)
+    shape = value.shape or (1,)  # of a scalar: whether it is there
+    columns = jnp.stack(jnp.unravel_index(indices, shape), axis=1)
+    return jnp.where(indices[:, None] >= 0, columns, -1)
 
 
 class DeadUnitsFound(NamedTuple):

@@ -2,7 +2,8 @@
 """What JAX is asked to do differently with programs that have marks.
 
 Two of JAX's own rules would lose what a mark is to tell, and each has an addition here.
-Both do nothing where there are no marks.
+Both do nothing where there are no marks. They are in force once this file is imported,
+which `listener` does.
 
 *Branches under `vmap`.* With a condition for each row JAX runs all branches for all
 rows and selects: there is no branch any more, and nothing says which rows took it. So

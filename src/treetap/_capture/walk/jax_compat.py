@@ -5,6 +5,7 @@ Whatever differs between versions of JAX, or has no public function, has one her
 table of `operations` says what each operation is, in these terms.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,15 +146,16 @@ def with_jaxprs(params: dict[str, Any], made: list[tuple[Any, Any]]) -> dict[str
     return {name: renewed(value) for name, value in params.items()}
 
 
-_unspecified: list[Any] = []
+@functools.cache
+def _unspecified() -> Any:
+    """What JAX has for the sharding of an operand of which nothing was said."""
+    probe = jax.make_jaxpr(jax.jit(lambda x: x))(1.0)
+    return probe.jaxpr.eqns[0].params["in_shardings"][0]
 
 
 def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> Any:
     """The parameters of a jit with another jaxpr, more inputs and more outputs."""
-    if not _unspecified:
-        probe = jax.make_jaxpr(jax.jit(lambda x: x))(1.0)
-        _unspecified.append(probe.jaxpr.eqns[0].params["in_shardings"][0])
-    free = _unspecified[0]
+    free = _unspecified()
     body = opened(jaxpr)[0]
     recorded = {atom for atom in body.outvars if not isinstance(atom, Literal)}
     pairs = zip(params["donated_invars"], body.invars)

@@ -430,24 +430,23 @@ def _shard_turns(params: Params) -> range:
     return range(math.prod(_shard_mesh(params).values()))
 
 
-def _on_shards(params: Params, fn: Any, ins: Any = None, outs: Any = None) -> Any:
+def _on_shards(params: Params, fn: Any, ins: Any, outs: Any) -> Any:
     """A function in the place of the body, whose jaxpr can be traced only there.
 
-    With more operands and results, if there are specs for them.
+    It takes, and gives, a second tree, for which there are specs.
     """
-    in_specs, out_specs = tuple(params["in_specs"]), tuple(params["out_specs"])
     return jax.shard_map(
         fn,
-        in_specs=in_specs if ins is None else (in_specs, ins),
-        out_specs=out_specs if outs is None else (out_specs, outs),
+        in_specs=(tuple(params["in_specs"]), ins),
+        out_specs=(tuple(params["out_specs"]), outs),
         **jax_compat.shard_map_options(params),
     )
 
 
 def _remade_on_shards(params: Params, values: list[Any], run: Runs) -> list[Any]:
     body = body_of(params["jaxpr"])
-    mapped = _on_shards(params, lambda *values: tuple(run(body, values)))
-    return list(mapped(*values))
+    mapped = _on_shards(params, lambda held, _: (tuple(run(body, held)), ()), (), ())
+    return list(mapped(tuple(values), ())[0])
 
 
 def _run_shard_map(step: Step, part: Part) -> Ran:
@@ -479,9 +478,7 @@ def _seen_once(axes: tuple[Any, ...], reduced: Any) -> Any:
     """A state that counts once for shards with the same value; or what is no state."""
     if not is_reduced(reduced):
         return reduced
-    varying = {
-        axis for leaf in jax.tree.leaves(reduced) for axis in jax_compat.varying(leaf)
-    }
+    varying = set().union(*map(jax_compat.varying, jax.tree.leaves(reduced)))
     seen = reduced.seen
     for axis in axes:
         if axis not in varying:
@@ -533,9 +530,6 @@ OPERATIONS: dict[str, Operation] = {
         Operation("custom_vjp_call", _run_custom_vjp, "call_jaxpr"),
     )
 }
-
-
-_STACKING = {name for name, one in OPERATIONS.items() if one.turns is not None}
 
 
 def operation_of(primitive: Primitive) -> Operation | None:
@@ -599,4 +593,4 @@ def with_bodies(
 
 def stacked_by(wraps: Iterable[str]) -> list[str]:
     """Those of the operations around a value that put an axis in front of it."""
-    return [name for name in wraps if name in _STACKING]
+    return [x for x in wraps if x in OPERATIONS and OPERATIONS[x].turns is not None]

@@ -8,6 +8,8 @@ What goes in are arrays. They travel through the walk as further inputs of every
 on the way, so that other numbers need no other program. How they are used is part of
 the plan: `Adding` for what `perturb` adds to a tap, `Editing` for edits. Along the
 loops around a spot an array is either the same for all iterations, or has their axes.
+
+What comes out of a `while` is carried through it: `Kept` says how.
 """
 
 import functools
@@ -197,11 +199,11 @@ class Kept(NamedTuple):
     def renewed(self, before: Recorded, after: Recorded, counter: Any) -> Recorded:
         """What the loop keeps after one more turn; `counter` has those of each row."""
         size, axis = self.asked.iterations, len(self.rows)
-        place = jnp.max(counter)  # rows that have not ended have come equally far
 
         def stored(old: Any, value: Any) -> Any:
             if not size:
                 return value
+            place = jnp.max(counter)  # rows that have not ended have come equally far
             new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
             return jnp.where(place < size, new, old)
 
@@ -221,8 +223,9 @@ class Kept(NamedTuple):
             return arranged(value, held, sorted(held))
 
         found, states = self._each(found, back), found.states
-        if self.asked.reduce is not None:
-            over = self.asked.reduce.no_longer_apart(self.choice.reduce)
+        asked, by_row = self.asked.reduce, self.choice.reduce
+        if asked is not None and by_row is not None:
+            over = asked.no_longer_apart(by_row)
             for place in reversed(over):
                 total = functools.partial(Reduced.total, start=place, stop=place + 1)
                 states = on_each(total, states)

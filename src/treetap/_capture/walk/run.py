@@ -115,15 +115,15 @@ class Walk(NamedTuple):
             step: The mark.
             choice: What is to be done.
             spot: Where it is.
-            feed: The arrays that are fed; or None.
+            feed: The arrays that are fed, if it says how; else None.
         """
         primitive, params, values, _ = step
         how = choice.feed
-        if feed is not None and isinstance(how, Adding):
+        if isinstance(how, Adding):
             values = how.added(values, feed)
-        if feed is not None and isinstance(how, Editing):
+        if isinstance(how, Editing):
             outs = how.edited(params, values, feed, self.keep)
-        elif feed is not None and isinstance(how, Guarding):
+        elif isinstance(how, Guarding):
             outs = how.guarded(primitive, params, values, feed[0])
         elif self.keep:  # it stays in, for a capture further out
             outs = list(primitive.bind(*values, **params))

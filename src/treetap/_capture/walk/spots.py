@@ -175,15 +175,11 @@ class Spot(NamedTuple):
     def avals(self) -> tuple[Any, ...]:
         """Types of its leaves as they come out."""
         return tuple(
-            jax.ShapeDtypeStruct((*self.front(has), *base), own.dtype)
+            jax.ShapeDtypeStruct((*(axis.size for axis in axes), *base), own.dtype)
             if hasattr(own, "dtype")
             else own
-            for own, has, base in zip(self.own, self.has, self.bases)
+            for own, axes, base in zip(self.own, self.axes(), self.bases)
         )
-
-    def front(self, has: Has) -> tuple[int, ...]:
-        """The sizes of the axes that an array has in front."""
-        return tuple(self.levels[n].size for n in has)
 
     def axes(self) -> tuple[tuple[Axis, ...], ...]:
         """For each leaf the axes it has in front."""
@@ -193,43 +189,41 @@ class Spot(NamedTuple):
         """Where the axis of an operation around belongs in an array."""
         return sum(n < self.outer for n in has)
 
-    def wrapped(self, wrap: Wrap, number: int = 0) -> "Spot":
+    def wrapped(self, wrap: Wrap | None, number: int = 0) -> "Spot":
         """The spot as seen from outside an operation; cotangents have no flags.
 
         Args:
-            wrap: What the operation does.
+            wrap: What the operation does; None if nothing.
             number: Of the body that the spot is in.
         """
-        if wrap.flag == "taken":
-            self = self._replace(branches=(number, *self.branches))  # noqa: PLW0642 - what follows is about it
-        rows = self.row_levels(wrap.rows)
+        if wrap is None:
+            return self
+        rows, is_branch = self.row_levels(wrap.rows), wrap.flag == "taken"
         flags, flags_have = self.flags, self.flags_have
         if wrap.flag and not self.is_gradient:
             flags, flags_have = (*flags, wrap.flag), (*flags_have, ())
         spot = self._replace(
             wraps=(wrap.name, *self.wraps),
-            has=tuple(_united(one, rows) for one in self.has),
+            branches=(number, *self.branches) if is_branch else self.branches,
             flags=flags,
-            flags_have=tuple(_united(one, rows) for one in flags_have),
+            flags_have=flags_have,
         )
-        if wrap.size is not None:
-            return spot._within(Axis(wrap.name, wrap.size), True)
-        # A place for the iterations that may be kept.
-        is_loop = wrap.flag == "count"
-        return spot._within(Axis(wrap.name, UNKEPT), False) if is_loop else spot
-
-    def _within(self, axis: Axis, is_there: bool) -> "Spot":
-        """The same in one more level, of which all arrays have the axis, or none."""
+        # Of a `while` it is a place for the iterations that may be kept.
+        size = UNKEPT if wrap.flag == "count" else wrap.size
+        if size is None:
+            return spot
         place = self.outer
+        axis, own = Axis(wrap.name, size), () if size == UNKEPT else (place,)
 
-        def more(has: Has) -> Has:
-            further_in = tuple(n + (n >= place) for n in has)
-            return _united(further_in, (place,)) if is_there else further_in
+        def within(has: Has) -> Has:
+            """The levels of an array, in one more, and with its rows."""
+            held = _united(has, rows)
+            return _united(tuple(n + (n >= place) for n in held), own)
 
-        return self._replace(
+        return spot._replace(
             levels=(*self.levels[:place], axis, *self.levels[place:]),
-            has=tuple(map(more, self.has)),
-            flags_have=tuple(map(more, self.flags_have)),
+            has=tuple(map(within, spot.has)),
+            flags_have=tuple(map(within, spot.flags_have)),
         )
 
     def keeping(self, iterations: int) -> "Spot":

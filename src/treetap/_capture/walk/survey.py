@@ -232,17 +232,15 @@ def spots_below(
         own, base = taps_in(body.jaxpr).spots, len(seen)
         inner.append(Inner(body, own, base))
         for spot in own:
-            outside = spot if wrap is None else spot.wrapped(wrap, number)
             flow = spot.flow.shifted(base, body.first)
-            seen.append(outside._replace(flow=flow))
+            seen.append(spot.wrapped(wrap, number)._replace(flow=flow))
     return (inner, seen) if seen else ([], [])
 
 
 def _refuse_hidden(primitive: Primitive, spot: Spot) -> CaptureError:
     """The error for a tap where the walk cannot go."""
     operation = OPERATIONS.get(primitive.name)
-    hides = operation.hides if operation is not None else ""
-    where = hides or f"the operation {primitive.name!r}"
+    where = (operation and operation.hides) or f"the operation {primitive.name!r}"
     return CaptureError(
         f"The tap {spot.name!r} is inside {where}, which a capture cannot enter. "
         "Move the tap outside it, or return the value and tap it there."

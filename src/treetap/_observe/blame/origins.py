@@ -107,7 +107,7 @@ class Frame(NamedTuple):
         """The bodies of an equation."""
         inner = self.values.inner.get(number, ())
         return [
-            Frame(one.body, self.base + one.place.start, self, number, branch)
+            Frame(one.body, self.base + one.start, self, number, branch)
             for branch, one in enumerate(inner)
         ]
 
