@@ -591,7 +591,7 @@ def test_random_keys_are_edited():
 @pytest.mark.parametrize("edit", [tt.edits.add(1), tt.edits.scale(2), tt.edits.mean()])
 def test_random_keys_are_no_numbers(edit):
     fn = lambda key: jax.random.normal(tt.tap(key, "k"))
-    with pytest.raises(tt.CaptureError, match="value at k is of type key<fry>.*apply"):
+    with pytest.raises(tt.CaptureError, match=r"value at k is of type key<fry>.*apply"):
         tt.edit(fn, {"k": edit})(jax.random.key(0))
 
 

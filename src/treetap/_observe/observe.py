@@ -7,7 +7,6 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
