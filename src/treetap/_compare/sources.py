@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_flatten_with_path
 
+from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._core.paths import plain_key
 from treetap._core.variables.values import is_gone
@@ -26,7 +27,7 @@ from treetap._core.wording import shown
 from treetap._io.record_descriptions import PARTS, is_key, leaf_text
 from treetap._io.record_file import ABOUT, ORDER, record_in
 from treetap._io.safetensors_file import tensors_and_texts
-from treetap._observe.records import Record, Site
+from treetap._observe.records import Record, Site, axes_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Entry:
         shape: Of the array.
         dtype: Of its numbers.
         read: Gives the array.
+        axes: What its first axes are.
         layers: Which iterations of the loops around it are meant, outermost first.
         own_shape: The shape where it comes from, when `shape` is that of a partner.
         pieces: Names and readers of what it is stacked of along its first axis, if it
@@ -52,6 +54,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[], np.ndarray]
+    axes: tuple[Axis, ...] = ()
     layers: tuple[int, ...] = ()
     own_shape: tuple[int, ...] | None = None
     pieces: tuple[tuple[str, Callable[[], np.ndarray]], ...] = ()
@@ -116,9 +119,10 @@ def _arrays_in(
             f"{where}: {shown(text)} has a dict that JAX takes no values from: its "
             "keys are of several types, and have no order."
         ) from error
-    for keys, leaf in leaves:
+    for number, (keys, leaf) in enumerate(leaves):
         below = leaf_text(text, [plain_key(key) for key in keys], "value")
-        yield _entry(below, part, site, leaf, where)
+        axes = axes_of(site, part, number)
+        yield replace(_entry(below, part, site, leaf, where), axes=axes)
 
 
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from treetap._capture.walk.operations import SCAN, WHILE, stacked_by
+from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._compare.sources import Entry
 
 MOST = 4096  # iterations that are told apart: of layers, not of tokens
@@ -62,11 +62,12 @@ def _unrolled(pairs: Sequence[Pair], level: int, most: int) -> list[Pair]:
 
 def _axis(pair: Pair, level: int) -> int | None:
     """The axis of a pair that the loop at a level has now; those before are gone."""
-    wraps = pair.a.site.wraps
+    site, axes = pair.a.site, pair.a.axes
     # A `while` may have kept one iteration, or many: what is inside it stays together.
-    around = itertools.takewhile(lambda name: name != WHILE.name, wraps)
-    axes = [n for n, name in enumerate(stacked_by(around)) if name == SCAN.name]
-    return axes[level] - level if level < len(axes) else None
+    around = itertools.takewhile(lambda name: name != WHILE.name, site.wraps)
+    count = sum(name == SCAN.name for name in around)
+    scans = [n for n, axis in enumerate(axes) if axis.kind == SCAN.name][:count]
+    return scans[level] - level if level < len(scans) else None
 
 
 def _length(pair: Pair, level: int) -> int | None:

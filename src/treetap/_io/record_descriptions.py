@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import unicodedata
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from treetap._capture.walk.spots import Axis
 from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError
 from treetap._core.paths import is_named_tuple
 from treetap._core.variables.values import is_gone, is_ref
 from treetap._core.variables.variable import Variable
-from treetap._observe.records import Record, Site
+from treetap._observe.records import FirstAxes, Record, Site
 
 PARTS = ("value", "grad", "taken", "count")
 DEEPEST = 64  # levels of a value, or of a key
@@ -121,7 +122,17 @@ def _site(site: Site, leaves: dict[str, Leaf], name: str) -> dict[str, Any]:
         value = getattr(site, part)
         if value is not None:
             about[part] = _Place(site, part, where, leaves).node(value, ())
+    if site.first_axes is not None and site.value is not None:
+        about["axes"] = _axes(site.first_axes)
     return about
+
+
+def _axes(first: FirstAxes) -> dict[str, Any]:
+    """What first axes are, without sizes: those are the arrays'."""
+    names = [[axis.kind, axis.name] for axis in first.levels]
+    grads = [[[axis.kind, axis.name] for axis in axes] for axes in first.grads]
+    held = {"value": first.leaves, "taken": first.taken, "count": first.turns}
+    return {"levels": names, "grad": grads, **held}
 
 
 def _full_name(cls: type) -> str:
@@ -265,7 +276,53 @@ def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> 
     found["wraps"] = tuple(wanted(w, str, "an item of `wraps`") for w in about["wraps"])
     found["kind"] = next((kinds[n] for n in about["kind"] if n in kinds), None)
     parts = {part: _rebuilt_node(about.get(part), leaves, 0) for part in PARTS}
+    if about.get("axes") is not None:
+        found["first_axes"] = _rebuilt_axes(wanted(about["axes"], dict, "axes"), parts)
     return Site(**parts, **found)
+
+
+def _rebuilt_axes(about: dict[str, Any], parts: dict[str, Any]) -> FirstAxes:
+    """What first axes are; their sizes are those of the arrays, which must agree."""
+    names = [_axis_name(name) for name in wanted(about["levels"], list, "levels")]
+    sizes: dict[int, int] = {}
+
+    def held(numbers: Any, array: Any) -> tuple[int, ...]:
+        shape = getattr(array, "shape", ())
+        if len(wanted(numbers, list, "levels of an array")) > len(shape):
+            raise Malformed(f"an array of shape {shape} has {len(numbers)} first axes")
+        for number, size in zip(numbers, shape):
+            if sizes.setdefault(wanted(number, int, "a level"), size) != size:
+                raise Malformed(f"level {number} has the sizes {sizes[number]}, {size}")
+        return tuple(numbers)
+
+    def own(axes: Any, array: Any) -> tuple[Axis, ...]:
+        shape = getattr(array, "shape", ())
+        if len(wanted(axes, list, "axes of an array")) > len(shape):
+            raise Malformed(f"an array of shape {shape} has {len(axes)} first axes")
+        kinds = map(_axis_name, axes)
+        return tuple(Axis(kind, size, n) for (kind, n), size in zip(kinds, shape))
+
+    leaves = _of_each(held, about["value"], parts["value"])
+    grads = _of_each(own, about["grad"], parts["grad"])
+    taken, turns = (held(about[part], parts[part]) for part in ("taken", "count"))
+    if sorted(sizes) != list(range(len(names))):
+        raise Malformed(f"axes of {sorted(sizes)}, and {len(names)} levels")
+    levels = tuple(Axis(kind, sizes[n], name) for n, (kind, name) in enumerate(names))
+    return FirstAxes(levels, leaves, taken, turns, grads)
+
+
+def _of_each(read: Callable[..., Any], told: Any, tree: Any) -> tuple[Any, ...]:
+    arrays = jax.tree.leaves(tree)
+    if len(wanted(told, list, "axes of arrays")) != len(arrays):
+        raise Malformed(f"axes of {len(told)} arrays, and there are {len(arrays)}")
+    return tuple(map(read, told, arrays))
+
+
+def _axis_name(told: Any) -> tuple[str, str | None]:
+    kind, name = wanted(told, list, "an axis")
+    return wanted(kind, str, "the kind of an axis"), name and wanted(
+        name, str, "a name"
+    )
 
 
 def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:

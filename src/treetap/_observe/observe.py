@@ -7,6 +7,7 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,7 +144,9 @@ class _Observation(Selecting):
             grad_reduced=grad_reduced,
             taken=taken.array,
             count=count.array,
-            first_axes=_first_axes(call, taken.levels, count.levels),
+            first_axes=_first_axes(
+                call, taken.levels, count.levels, has_grad=grad is not None
+            ),
         )
 
     def by_order(
@@ -183,12 +186,24 @@ class _Observation(Selecting):
 
 
 def _first_axes(
-    call: Call, taken: tuple[int, ...], turns: tuple[int, ...]
+    call: Call, taken: tuple[int, ...], turns: tuple[int, ...], *, has_grad: bool
 ) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
-    spot, known = call.spot, call.gradient_axes.get(1, {})
-    grads = tuple(known.get(n, axes) for n, axes in enumerate(spot.axes()))
-    return FirstAxes(spot.levels, spot.has, taken, turns, grads)
+    spot, own = call.spot, call.spot.axes()
+    used = sorted({*taken, *turns, *itertools.chain(*spot.has)})
+    number = dict(zip(used, itertools.count()))
+    leaves, (taken, turns) = (
+        tuple(tuple(number[level] for level in has) for has in held)
+        for held in (spot.has, (taken, turns))
+    )
+    grads = [
+        call.gradient_axes.get(order, {}).get(n, own[n])
+        for order, moved in enumerate(spot.moved, 1)
+        for n in moved
+        if has_grad
+    ]
+    levels = tuple(spot.levels[level] for level in used)
+    return FirstAxes(levels, leaves, taken, turns, tuple(grads))
 
 
 def _of_zeros(call: Call, n: int) -> Any:

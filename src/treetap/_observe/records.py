@@ -42,11 +42,12 @@ class FirstAxes(NamedTuple):
     """What the first axes of the arrays of a site are.
 
     Attributes:
-        levels: The mappings, loops and shards around it, outermost first.
-        leaves: For each leaf of the value, which of these it has an axis of.
+        levels: Those mappings, loops and shards around it, outermost first, that an
+            array has an axis of.
+        leaves: For each leaf of the value, which of these it has.
         taken: The same for `taken`.
         turns: The same for `count`.
-        grads: For each leaf, what its gradient has in front.
+        grads: For each array of the gradient, what it has in front.
     """
 
     levels: tuple[Axis, ...]
@@ -110,7 +111,9 @@ class Site:
         found = [tuple(levels[n] for n in numbers) for numbers in leaves]
         if len(set(found)) < 2:
             return found[0] if found else ()
-        return jax.tree.unflatten(jax.tree.structure(self.value), found)
+        tree = self.reduced if self.value is None else self.value
+        structure = jax.tree.structure(tree, is_leaf=_is_none_or_reduced)
+        return jax.tree.unflatten(structure, found)
 
     @property
     def text(self) -> str:
@@ -223,6 +226,38 @@ def _either(first: Any, second: Any, join: Any) -> Any:
     return join(first, second)
 
 
+def axes_of(site: Site, part: str, number: int) -> tuple[Axis, ...]:
+    """What the first axes of an array of a site are.
+
+    Of a Record that was saved before axes were, only the loops are known.
+
+    Args:
+        site: The site.
+        part: The attribute it is in: `"value"`, `"grad"`, `"taken"` or `"count"`.
+        number: Which of the arrays there.
+    """
+    first = site.first_axes
+    if first is None:
+        return tuple(Axis(kind, 0) for kind in stacked_by(site.wraps))
+    if part == "grad":
+        return first.grads[number]
+    flags = {"taken": first.taken, "count": first.turns}
+    held = flags[part] if part in flags else first.leaves[number]
+    return tuple(first.levels[n] for n in held)
+
+
+def loops_among(axes: Sequence[Axis]) -> list[int]:
+    """Which axes tell iterations or shards apart."""
+    return [n for n, axis in enumerate(axes) if stacked_by([axis.kind])]
+
+
+def loops_first(array: Any, axes: Sequence[Axis]) -> Any:
+    """An array with the axes that tell iterations or shards apart in front."""
+    loops = loops_among(axes)
+    rest = [n for n in range(len(axes)) if n not in loops]
+    return arranged(array, range(len(axes)), [*loops, *rest])
+
+
 def _merged(text: str, first: Any, second: Any) -> Any:
     one, other = (jax.tree.structure(x, is_leaf=is_reduced) for x in (first, second))
     if one != other:
@@ -240,7 +275,7 @@ def _wanted(site: Site) -> Wanted:
         tree = site.reduced if site.value is None else site.value
         kinds = stacked_by(site.wraps)
     else:
-        tree, kinds = [], stacked_by(axis.kind for axis in first.levels)
+        tree, kinds = [], _kinds_of(first.levels)
         ran = None if site.count is None else site.count > 0
         pairs = (site.taken, first.taken), (ran, first.turns)
         flags = [(flag, held) for flag, held in pairs if flag is not None]
@@ -256,6 +291,10 @@ def _wanted(site: Site) -> Wanted:
 def _loops_first(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
     """Levels, those first whose places are told apart: scans and shards."""
     return sorted(held, key=lambda n: not stacked_by([levels[n].kind]))
+
+
+def _kinds_of(axes: Sequence[Axis]) -> list[str]:
+    return stacked_by(axis.kind for axis in axes)
 
 
 def _mask(flag: Any, held: Sequence[int], wanted: list[int]) -> Any:
@@ -278,23 +317,21 @@ def _wanted_gradient(site: Site) -> Wanted | None:
         return None
     kinds = stacked_by(site.wraps)
     if has_grad and site.first_axes is not None:
-        leaves = jax.tree.structure(site.value).flatten_up_to(grad)
-        arrays: list[Any] = []
-        for leaf, axes in zip(leaves, site.first_axes.grads):
-            if leaf is not None:
-                kinds = stacked_by(axis.kind for axis in axes)
-                held = range(len(axes))
-                arrays.append(arranged(leaf, held, _loops_first(held, axes)))
-        grad = arrays
+        pairs = list(zip(jax.tree.leaves(grad), site.first_axes.grads))
+        kinds = [kind for _, axes in pairs[-1:] for kind in _kinds_of(axes)]
+        grad = [loops_first(leaf, axes) for leaf, axes in pairs]
     where = f"Site.grad_figures: {site.text}"
     return Wanted(grad, len(kinds), has_units=False, where=where)
+
+
+def _is_none_or_reduced(value: Any) -> bool:
+    return value is None or is_reduced(value)
 
 
 def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
     """A gradient by order of differentiation: it is a tuple where there are several."""
     one, other = (
-        jax.tree.structure(tree, is_leaf=lambda x: x is None or is_reduced(x))
-        for tree in (grad, like)
+        jax.tree.structure(tree, is_leaf=_is_none_or_reduced) for tree in (grad, like)
     )
     return grad if isinstance(grad, tuple) and grad and one != other else (grad,)
 

@@ -22,9 +22,8 @@ from jax.core import Tracer
 
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.reduced import is_measurable
-from treetap._capture.walk.operations import stacked_by
 from treetap._core.wording import typed
-from treetap._observe.records import Site
+from treetap._observe.records import Site, axes_of, loops_among, loops_first
 
 SIDE = 64  # of a tile, at most
 MOST_TILES = 16
@@ -74,10 +73,11 @@ def pictures_of(
     pending: dict[int, tuple[str, list[Plan], Any]] = {}
     left_out = 0
     for number, (site, known) in enumerate(zip(sites, figures)):
-        value = _matrix(site.value)
+        leaf, value = _matrix(site.value)
         if value is None:
             continue
-        apart = len(stacked_by(site.wraps))
+        axes, text = axes_of(site, "value", leaf), typed(value)
+        apart, value = len(loops_among(axes)), loops_first(value, axes)
         plans = [_plan(value, apart, with_heads=False)]
         if value.ndim > 2 and _may_be_attention(value, known):
             plans.append(_plan(value, apart, with_heads=True))
@@ -88,21 +88,22 @@ def pictures_of(
         budget -= needed
         is_wrong = known is not None and bool(known.nonfinite)
         drawn = _drawn(value, plans, is_wrong=is_wrong)
-        pending[number] = typed(value), plans, drawn
+        pending[number] = text, plans, drawn
     fetched = jax.device_get(pending)
     return {number: _picture(*held) for number, held in fetched.items()}, left_out
 
 
-def _matrix(value: Any) -> Any:
-    """The first array with two axes or more, if there is one to be had."""
-    for leaf in jax.tree.leaves(value):
+def _matrix(value: Any) -> tuple[int, Any]:
+    """The first array with two axes or more, if there is one, and its number."""
+    for number, leaf in enumerate(jax.tree.leaves(value)):
         if isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or not is_measurable(leaf):
             continue
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             continue
         if np.ndim(leaf) >= 2 and np.size(leaf):
-            return leaf if isinstance(leaf, jax.Array) else _narrowed(leaf)
-    return None
+            array = leaf if isinstance(leaf, jax.Array) else _narrowed(leaf)
+            return number, array
+    return 0, None
 
 
 def _narrowed(value: Any) -> np.ndarray:

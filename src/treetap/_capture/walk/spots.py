@@ -42,6 +42,9 @@ from treetap._core.errors import CaptureError
 MARKS = (tap_p, gradient_p, again_p, edit_p)
 
 
+VMAP = "vmap"  # the kind of an axis that is no operation's
+
+
 class Axis(NamedTuple):
     """An axis that a value has in front of its own.
 
@@ -292,7 +295,7 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
         own[:count],
         tuple(bases[:count]),
         tuple(has[:count]),
-        tuple(Axis("vmap", one.size, one.name) for one in reversed(maps)),
+        tuple(Axis(VMAP, one.size, one.name) for one in reversed(maps)),
         max(0, len(maps) - mappings_in(name_stack)),
         params.get("moved", ()),
         params.get("leaves"),

@@ -5,16 +5,19 @@ By default that of the examples: the first of a value itself, behind those that 
 and shards put in front. A value that has no such axis gets a new one.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from treetap._capture.selectors import Select, as_select, refuse_nothing
-from treetap._capture.walk.operations import stacked_by
+from treetap._capture.walk.spots import VMAP
+from treetap._capture.walk.spots import Axis as FirstAxis
 from treetap._core.errors import StructureError
 from treetap._io.record_descriptions import Leaf
 from treetap._observe.records import Record
+from treetap._observe.records import axes_of as axes_in
 
 Axis = int | None | Mapping[Any, int | None]
 EXAMPLES: Any = object()  # the default
@@ -34,6 +37,11 @@ def axis_rules(given: Any, name: str) -> Rules:
     return rules
 
 
+def _examples(axes: Sequence[FirstAxis]) -> int:
+    """The first axis that is not of iterations or shards."""
+    return next((n for n, axis in enumerate(axes) if axis.kind == VMAP), len(axes))
+
+
 def axes_of(
     rules: Rules, record: Record, leaves: list[Leaf], name: str
 ) -> list[int | None]:
@@ -42,9 +50,12 @@ def axes_of(
         if not any(map(select, record)):
             raise refuse_nothing(select, [site.text for site in record], name)
     found: list[int | None] = []
+    before = Counter[Any]()
     for leaf in leaves:
         given = next((axis for select, axis in rules if select(leaf.site)), EXAMPLES)
-        axis = len(stacked_by(leaf.site.wraps)) if given is EXAMPLES else given
+        own = axes_in(leaf.site, leaf.part, before[id(leaf.site), leaf.part])
+        before[id(leaf.site), leaf.part] += 1
+        axis = _examples(own) if given is EXAMPLES else given
         is_short = axis is not None and np.ndim(leaf.value) <= axis
         if is_short and given is not EXAMPLES and leaf.part in ("value", "grad"):
             raise StructureError(
