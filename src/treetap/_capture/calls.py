@@ -34,6 +34,7 @@ class Call:
         gradient_states: What was measured of cotangents, as `gradients`.
         parts: The cotangents of values that were computed again, and of the tap.
         gradient_axes: What is in front of cotangents, as `gradients`.
+        once: The orders and leaves of cotangents that are computed once.
     """
 
     spot: Spot
@@ -47,6 +48,7 @@ class Call:
     gradient_states: dict[int, dict[int, Any]] = field(default_factory=dict)
     parts: dict[tuple[int, int], dict[bool, Any]] = field(default_factory=dict)
     gradient_axes: dict[int, dict[int, tuple[Axis, ...]]] = field(default_factory=dict)
+    once: set[tuple[int, int]] = field(default_factory=set)
 
     def fill(self, found: Recorded) -> None:
         """Gives the call what came out at its spot."""
@@ -70,12 +72,15 @@ class Call:
             parts = self.parts.setdefault((order, leaf), {})
             if spot.is_again and True in parts:
                 raise self._refuse_parts("a `checkpoint` inside another")
-            if not spot.is_again and False in parts:
+            # One that is computed again for a backward pass is the same gradient.
+            is_new = not (spot.is_again or spot.is_repeated)
+            if is_new and (order, leaf) in self.once:
                 raise CaptureError(
                     f"The value {self.label.name!r} has more than one gradient: its "
                     "pullback is called more than once. Call the pullback once in the "
                     "function that is observed, or with `jax.vmap` over cotangents."
                 )
+            self.once |= {(order, leaf)} if is_new else set()
             parts[spot.is_again] = value
             both = len(parts) > 1
             if known.setdefault(leaf, axes) != axes:

@@ -103,6 +103,7 @@ class Operation:
         several: If it is not: the bodies.
         hides: What an error calls the jaxprs that cannot be entered, if it has such.
         is_call: Whether it only does what its body does, on the same operands.
+        is_repeated: Whether a backward pass may compute it again.
         is_handed: Whether its operands are the arrays that somebody handed over.
         turns: For one that adds an axis: the places along it, as they run.
         is_at_once: Whether turns run at the same time.
@@ -120,6 +121,7 @@ class Operation:
     several: Callable[[Params], list[Body]] | None = None
     hides: str = ""
     is_call: bool = False
+    is_repeated: bool = False
     is_handed: bool = False
     turns: Callable[[Params], range] | None = None
     is_at_once: bool = False
@@ -524,8 +526,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation("closed_call", _run_inlined, "call_jaxpr", is_call=True),
         Operation("call", _run_inlined, "call_jaxpr", is_call=True),
         Operation("eval_jaxpr", _run_inlined, several=_evaluated, is_call=True),
-        Operation("remat2", _run_remat, "jaxpr"),
-        Operation("checkpoint", _run_remat, "jaxpr"),
+        Operation("remat2", _run_remat, "jaxpr", is_repeated=True),
+        Operation("checkpoint", _run_remat, "jaxpr", is_repeated=True),
         Operation("custom_jvp_call", _run_custom_jvp, "call_jaxpr", is_call=True),
         Operation("custom_vjp_call", _run_custom_vjp, "call_jaxpr"),
     )

@@ -121,6 +121,7 @@ class Spot(NamedTuple):
         moved: Which leaves were differentiated, each time.
         leaves: For a gradient, which leaves of the value it belongs to.
         is_again: Whether it is a tap's value computed again, or the gradient of one.
+        is_repeated: Whether a backward pass may compute it again, all else alike.
         is_edit: Whether it is where a value may be edited; its tap comes before.
         wraps: The operations around it that shape its value, outermost first.
         flags: What is said of its value: `"taken"` or `"count"`, the innermost first.
@@ -139,6 +140,7 @@ class Spot(NamedTuple):
     moved: tuple[tuple[int, ...], ...] = ()
     leaves: tuple[int, ...] | None = None
     is_again: bool = False
+    is_repeated: bool = False
     is_edit: bool = False
     wraps: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
@@ -300,7 +302,7 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
         params.get("moved", ()),
         params.get("leaves"),
         primitive is again_p or params.get("is_again", False),
-        is_edit,
+        is_edit=is_edit,
         branches=params.get("branches", ()),
         flags=("taken",) * guards,
         flags_have=tuple(has[count:]),

@@ -227,13 +227,15 @@ def spots_below(
     operation = OPERATIONS.get(primitive.name)
     if operation is None:
         return inner, seen
-    wrap = operation.wrap(params)
+    wrap, is_repeated = operation.wrap(params), operation.is_repeated
     for number, body in enumerate(operation.bodies(params)):
         own, base = taps_in(body.jaxpr).spots, len(seen)
         inner.append(Inner(body, own, base))
         for spot in own:
             flow = spot.flow.shifted(base, body.first)
-            seen.append(spot.wrapped(wrap, number)._replace(flow=flow))
+            outside = spot.wrapped(wrap, number)._replace(flow=flow)
+            again = is_repeated or spot.is_repeated
+            seen.append(outside._replace(is_repeated=again))
     return (inner, seen) if seen else ([], [])
 
 
