@@ -367,3 +367,57 @@ def test_every_shortened_file_is_refused(tmp_path):
         file.write_bytes(data[:length])
         with pytest.raises(tt.WeightsError):
             load_record(file)
+
+
+def mapped_run(rows):
+    def fn(x):
+        def step(carry, _):
+            return carry, tt.tap({"x": carry * x, "c": jnp.arange(3.0)}, "v")["x"]
+
+        return jax.lax.scan(step, 1.0, None, length=2)[1].sum()
+
+    grad = jax.vmap(jax.grad(fn), axis_name="i")
+    return tt.observe(grad, grads=True)(jnp.arange(float(rows)))[1]
+
+
+def test_axes_come_back(tmp_path):
+    record = mapped_run(4)
+    save_record(tmp_path / "run.safetensors", record)
+    loaded = load_record(tmp_path / "run.safetensors")
+    assert jax.tree.structure(loaded) == jax.tree.structure(record)
+    axes = loaded["v"].axes
+    assert [(axis.kind, axis.size, axis.name) for axis in axes["x"]] == [
+        ("vmap", 4, "i"),
+        ("scan", 2, None),
+    ]
+    assert [axis.kind for axis in axes["c"]] == ["scan"]
+    assert loaded["v"].figures.count == record["v"].figures.count
+    assert loaded["v"].figures.norm == record["v"].figures.norm
+
+
+BROKEN_AXES = {
+    "no mapping": ([], "axes is"),
+    "no levels": ({}, "levels"),
+    "another number of arrays": ({"value": [[0, 1]]}, "axes of 1 arrays"),
+    "more axes than the array": ({"value": [[0, 1, 0], [0, 1]]}, "3 first axes"),
+    "two sizes": ({"value": [[0], [0, 1]]}, "has the sizes"),
+    "a level that is not there": ({"value": [[2], [0, 1]]}, "3 levels|2 levels"),
+    "no number": ({"value": [["x"], [0, 1]]}, "a level is 'x'"),
+    "no name": ({"levels": [["vmap", 3], ["scan", None]]}, "a name is 3"),
+    "axes of gradients": ({"grad": [[["vmap", None]] * 4]}, "4 first axes"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_AXES)
+def test_axes_that_a_file_cannot_mean_are_refused(case, tmp_path):
+    said, message = BROKEN_AXES[case]
+    file = tmp_path / "run.safetensors"
+    save_record(file, mapped_run(4))
+
+    def change(about):
+        axes = site(about)["axes"]
+        site(about)["axes"] = {**axes, **said} if said else said
+
+    edit(file, change)
+    with pytest.raises(tt.TreetapError, match=message):
+        load_record(file)

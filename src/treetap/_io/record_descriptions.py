@@ -131,8 +131,9 @@ def _axes(first: FirstAxes) -> dict[str, Any]:
     """What first axes are, without sizes: those are the arrays'."""
     names = [[axis.kind, axis.name] for axis in first.levels]
     grads = [[[axis.kind, axis.name] for axis in axes] for axes in first.grads]
-    held = {"value": first.leaves, "taken": first.taken, "count": first.turns}
-    return {"levels": names, "grad": grads, **held}
+    value, taken, count = list(map(list, first.leaves)), first.taken, first.turns
+    flags = {"taken": list(taken), "count": list(count)}
+    return {"levels": names, "value": value, "grad": grads, **flags}
 
 
 def _full_name(cls: type) -> str:

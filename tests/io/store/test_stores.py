@@ -318,6 +318,22 @@ def test_what_a_scan_stacked_is_joined_along_the_examples(tmp_path):
     assert_same(store.batch(1), record)
 
 
+def test_rows_of_a_mapping_are_examples_and_may_be_of_any_number(tmp_path):
+    def run(x):
+        return jax.lax.scan(lambda x, _: (tt.tap(2 * x, "s"), None), x, length=3)[0]
+
+    records = [tt.observe(jax.vmap(run))(jnp.ones((n, 2)))[1] for n in (5, 4, 3)]
+    for record in records:
+        with StoreWriter(tmp_path / "runs") as writer:  # begun anew each time
+            writer.append(record)
+    store = Store(tmp_path / "runs")
+    assert store["s"].shape == (12, 3, 2)
+    for number, record in enumerate(records):
+        found = store.batch(number)
+        assert_same(found, record)
+        assert [axis.size for axis in found["s"].axes] == [5 - number, 3]
+
+
 # Refusals.
 
 
