@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,22 @@ class Reduced:
                 f"{_types(self)} and {_types(other)}."
             )
         return _merge(self, other)
+
+    def at_turn(self, turn: jax.Array) -> "Reduced":
+        """The same, for a reducer that notes in which turn of a `while` this was.
+
+        Args:
+            turn: The number of the turn; with rows that end one by one, that of each.
+        """
+        after = (1,) * (self.seen.ndim - turn.ndim)
+        turns = jnp.broadcast_to(turn.reshape(turn.shape + after), self.seen.shape)
+        states = tuple(
+            _mapped(one.at_turn, turns.ndim)(state, turns)
+            if hasattr(one, "at_turn")
+            else state
+            for (_, one), state in zip(self.reducers, self.states)
+        )
+        return replace(self, states=states)
 
     def total(self, start: int = 0, stop: int | None = None) -> "Reduced":
         """All together, or with only some of the axes kept apart put together."""

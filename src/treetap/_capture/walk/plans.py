@@ -207,7 +207,8 @@ class Kept(NamedTuple):
             new = jax.lax.dynamic_update_index_in_dim(old, value, place, axis)
             return jnp.where(place < size, new, old)
 
-        states = on_each(Reduced.merge, before.states, after.states)
+        new = on_each(lambda each: each.at_turn(counter), after.states)
+        states = on_each(Reduced.merge, before.states, new)
         return Recorded(states, *jax.tree.map(stored, before[1:], after[1:]))
 
     def ended(self, found: Recorded, counter: Any) -> Recorded:

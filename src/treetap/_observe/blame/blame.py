@@ -63,7 +63,8 @@ class Blame:
         backward: Whether it is in a backward pass, or of use only there.
         iterations: The loops it is in, outermost first, and the iteration of each.
         shard: Under `shard_map`, the shard; else None.
-        index: Where in the operation's result the first bad number is.
+        index: Where in the operation's result the first bad number is; None in a loop
+            whose rows end one by one.
         count: How many numbers of the result are bad.
         shape: The shape of the result.
         inputs_finite: Whether all that went into the operation was finite.
@@ -82,7 +83,7 @@ class Blame:
     backward: bool = False
     iterations: tuple[tuple[str, int], ...] = ()
     shard: int | None = None
-    index: tuple[int, ...] = ()
+    index: tuple[int, ...] | None = ()
     count: int = 0
     shape: tuple[int, ...] = ()
     inputs_finite: bool = True
@@ -120,8 +121,9 @@ class Blame:
         text += ". "
         if self.count:
             size = int(np.prod(self.shape))
-            place = list(self.index)
-            text += f"{self.count} of {size} numbers are bad, the first at {place}. "
+            text += f"{self.count} of {size} numbers are bad"
+            where = "" if self.index is None else f", the first at {list(self.index)}"
+            text += f"{where}. "
         if self.operation and self.inputs_finite:
             text += "What went into it was finite, and at most "
             text += f"{self.largest_input:.4g} in magnitude. "
@@ -294,10 +296,12 @@ class _Suspect:
         shape = tuple(atom.aval.shape)
         largest = [float(detail(place).largest) for place in known]
         place = np.unravel_index(int(index), shape) if bad else ()
+        loops = (one for one in frame.around if one.is_merged)
+        has_rows = any(while_rows(one.equation.params) for one in loops)
         return {
             "shape": shape,
             "count": int(bad),
-            "index": tuple(map(int, place)),
+            "index": None if has_rows else tuple(map(int, place)),
             "largest_input": max(largest, default=0.0),
         }
 
@@ -313,7 +317,7 @@ def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
             loops.append((name, turn))
         elif frame.is_merged and not while_rows(frame.equation.params):
             # Of a mapped loop the rows would end one by one.
-            loops.append((name, int(findings.finiteness(value).since)))
+            loops.append((name, findings.turn_in(frame, value)))
     return {"iterations": tuple(loops), "shard": shard}
 
 

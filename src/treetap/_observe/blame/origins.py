@@ -15,6 +15,7 @@ A value is told apart by the iterations of scans and by shards. The iterations o
 the first iteration in which it was bad, and can only come from what was bad by then.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -54,6 +55,11 @@ class Frame(NamedTuple):
     above: "Frame | None" = None
     number: int = 0
     branch: int = 0
+
+    @property
+    def key(self) -> Any:
+        """What tells frames apart."""
+        return self.base, id(self.body.jaxpr)
 
     @property
     def values(self) -> EveryValue:
@@ -129,7 +135,7 @@ class ValueAt(NamedTuple):
     @property
     def key(self) -> Any:
         """What tells values apart."""
-        return self.frame.base, id(self.frame.body.jaxpr), self.turns, id(self.atom)
+        return self.frame.key, self.turns, id(self.atom)
 
     @property
     def number(self) -> int | None:
@@ -138,10 +144,9 @@ class ValueAt(NamedTuple):
         return None if is_literal else self.frame.values.makers.get(self.atom)
 
     @property
-    def loop(self) -> int | None:
-        """The outermost while loop it is in, whose iterations are not apart."""
-        around = self.frame.around
-        return next((frame.base for frame in around if frame.is_merged), None)
+    def loops(self) -> list[Any]:
+        """The keys of the while loops it is in, whose turns are not apart."""
+        return [frame.key for frame in self.frame.around if frame.is_merged]
 
     @property
     def steps(self) -> list[tuple[Frame, int | None]]:
@@ -188,7 +193,10 @@ class Findings:
 
         def was_bad(one: ValueAt) -> bool:
             own = self.finiteness(one)
-            is_later = one.loop == value.loop is not None and own.since > since
+            pairs = zip(one.loops, value.loops)
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            shared = len(list(same))
+            is_later = [*own.since[:shared]] > [*since[:shared]]
             return bool(own.code) and not is_later
 
         return [one for one in self._sources(value) if was_bad(one)]
@@ -260,17 +268,22 @@ class Findings:
         """The turns with the last one before its own; None where there was none."""
         frame, turns, _ = value
         if frame.turns is None:
-            return turns if self.finiteness(value).since > 0 else None
+            return turns if self.turn_in(frame, value) > 0 else None
         number = frame.turns.index(turns[-1])
         return (*turns[:-1], frame.turns[number - 1]) if number else None
 
+    def turn_in(self, loop: Frame, value: ValueAt) -> int:
+        """The first turn of a while loop around in which a value was bad."""
+        since = self.finiteness(value).since
+        place = value.loops.index(loop.key)
+        return int(since[place]) if place < len(since) else 0
+
     def order(self, value: ValueAt) -> tuple[float, ...]:
         """When a value is made, relative to others; shards work at the same time."""
-        since = int(self.finiteness(value).since)
         when: list[int] = []
         shards: list[int] = []
         for frame, turn in value.steps:
-            at = since if frame.is_merged else 0
+            at = self.turn_in(frame, value) if frame.is_merged else 0
             if turn is not None and frame.operation.is_at_once:
                 shards.append(turn)
             elif turn is not None and frame.turns is not None:
@@ -351,7 +364,7 @@ class Findings:
 def _finiteness_of(value: Any) -> Finiteness:
     """The same of a constant."""
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-        return Finiteness(FINITE, 0, 1)
+        return Finiteness(FINITE, ())
     numbers = np.asarray(value).astype(np.complex128)
     worst = NAN if np.isnan(numbers).any() else int(np.isinf(numbers).any())
-    return Finiteness(worst, 0, 1)
+    return Finiteness(worst, ())

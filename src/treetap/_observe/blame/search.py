@@ -27,6 +27,7 @@ from treetap._capture.walk.spots import Flow, Wrap, plain_spot
 from treetap._capture.walk.survey import Inner, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
+DEPTH = 4  # of loops inside one another whose turns are told
 NOTHING = Choice(False)
 
 
@@ -85,13 +86,12 @@ class Finiteness(NamedTuple):
 
     Attributes:
         code: The worst of it: `FINITE`, `INFINITE` or `NAN`.
-        since: In which iteration it was first not finite; `times`, if it never was.
-        times: How many iterations there were.
+        since: If it is not finite, the first iteration in which it was not: of the
+            outermost loop, of the next one inside, and so on, `DEPTH` numbers.
     """
 
     code: Any
     since: Any
-    times: Any
 
 
 def _finiteness(value: jax.Array) -> Finiteness:
@@ -99,17 +99,22 @@ def _finiteness(value: jax.Array) -> Finiteness:
     is_bad, is_nan = ~jnp.isfinite(value), jnp.isnan(value)
     code = jnp.max(is_bad.astype(jnp.int8) + is_nan.astype(jnp.int8))
     code = code.astype(jnp.int32)
-    return Finiteness(code, jnp.zeros_like(code), jnp.ones_like(code))
+    return Finiteness(code, jnp.stack([jnp.zeros_like(code)] * DEPTH))
 
 
-def _later_finiteness(first: Finiteness, second: Finiteness) -> Finiteness:
-    """That of two values, one after the other."""
-    later = first.times + second.since
-    return Finiteness(
-        jnp.maximum(first.code, second.code),
-        jnp.where(first.code > 0, first.since, later),
-        first.times + second.times,
-    )
+def _finiteness_of_both(first: Finiteness, second: Finiteness) -> Finiteness:
+    """That of two values: which of them was bad before the other?"""
+    apart = first.since - second.since
+    is_before = apart[jnp.argmax(apart != 0)] <= 0
+    is_first = (first.code > 0) & ((second.code == 0) | is_before)
+    since = jnp.where(is_first, first.since, second.since)
+    return Finiteness(jnp.maximum(first.code, second.code), since)
+
+
+def _finiteness_at(found: Finiteness, turn: jax.Array) -> Finiteness:
+    """The same with the number of a turn of one more loop around."""
+    since = jnp.concatenate([jnp.reshape(turn, 1), found.since[:-1]])
+    return found._replace(since=since)
 
 
 class Detail(NamedTuple):
@@ -141,7 +146,16 @@ def _first_bad_detail(first: Detail, second: Detail) -> Detail:
     return chosen._replace(largest=jnp.maximum(first.largest, second.largest))
 
 
-FINITENESS = Reduction((("finiteness", Reducer(_finiteness, _later_finiteness)),))
+class _OfLoops(NamedTuple):
+    """A reducer that tells the turns of `while` loops."""
+
+    measure: Callable[..., Any]
+    merge: Callable[..., Any]
+    at_turn: Callable[..., Any]
+
+
+_REDUCER = _OfLoops(_finiteness, _finiteness_of_both, _finiteness_at)
+FINITENESS = Reduction((("finiteness", _REDUCER),))
 DETAIL = Reduction((("detail", Reducer(_detail, _first_bad_detail)),))
 
 Found = list[list[Any] | None]
