@@ -11,6 +11,8 @@ Small things that all else uses:
 - `errors` lists every exception that is raised on purpose, `wording` has the texts of
   messages: lists of the first few, names from elsewhere, types of arrays.
 - `settings` are the switches with a scope (graph mode, sharding), and the three modes.
+- `static_values` says when two static values are the same, and whether one was changed
+  in place since it was looked at.
 - `paths` are how values are found, with one level of any container that JAX knows.
 - `trace_level` tells at which trace an object was made: only there may it change.
 - `display` prints objects, as text and in notebooks.

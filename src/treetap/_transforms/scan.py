@@ -21,7 +21,7 @@ from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values
-from treetap._transforms.lift.arguments import positional
+from treetap._transforms.lift.arguments import NO_STATICS, positional
 from treetap._transforms.lift.axis_names import NO_NAMES, with_names
 from treetap._transforms.lift.carry import same_carry
 from treetap._transforms.lift.lift import (
@@ -303,7 +303,7 @@ def scan(
             )
         inputs = lift.inputs(args, {})
         groups = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
-        key = Key(inputs.definition, (), (), groups)
+        key = Key(inputs.definition, NO_STATICS, (), groups)
         fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
         make = functools.partial(_Step, f, axes, inputs.outline(), groups, fixed)
         step = steps.made(key, make) if key.lasts and not fixed else make()

@@ -359,14 +359,6 @@ def test_statics_of_equal_value_and_different_type_are_different():
     assert [type(flag) for flag in seen] == [int, bool, float]
 
 
-@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, {1, 2}, bytearray(b"x")])
-def test_static_attributes_that_can_change_are_refused_with_their_path(value):
-    model = Model()
-    model.a.scale = value
-    with pytest.raises(tt.StructureError, match=r"args/0/a/scale.*can change"):
-        tt.jit(lambda m: m.a.w[...])(model)
-
-
 def test_compiled_stages_and_fixed_arguments_go_the_quick_way():
     model = Model()
     compiled = tt.jit(run).lower(model).compile()

@@ -18,6 +18,7 @@ import numpy as np
 
 from treetap._core.errors import AttributeStatusError
 from treetap._core.paths import find_leaves
+from treetap._core.static_values import count_by_identity
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import Marked
 from treetap._core.variables.variable import Variable
@@ -37,19 +38,25 @@ class Node:
 
     `flat` caches children and static part, `spec` the description made from them,
     `place` is where it is in its parent, `status` maps attribute to is-data, and
-    `trace` is the level the object belongs to.
+    `trace` is the level the object belongs to. An object that may change unseen keeps
+    `watched` in the place of `flat`; `exposed` says that its dict was handed out.
     """
 
     __slots__ = (
         "__dict__",
         "__weakref__",
+        "_pytree__exposed",
         "_pytree__flat",
         "_pytree__place",
         "_pytree__spec",
         "_pytree__status",
         "_pytree__trace",
+        "_pytree__watched",
     )
     _pytree__is_pytree: ClassVar[bool] = True  # whether JAX may flatten it
+
+
+count_by_identity(Node)
 
 
 def is_object(value: Any) -> bool:

@@ -12,8 +12,9 @@ from jax.tree_util import register_static
 
 from treetap._core.paths import Key, Opened, Path
 from treetap._core.settings import Mode
+from treetap._core.static_values import Statics
 from treetap._core.trees.layout import Structure
-from treetap._core.variables.metadata import MISSING, special_of
+from treetap._core.variables.metadata import MISSING, ExactMetadata, special_of
 
 
 class ObjectSpec(NamedTuple):
@@ -115,14 +116,17 @@ def outline(spec: Spec) -> Any:
     return spec
 
 
-def has_hashable_statics(spec: Spec) -> bool:
-    """Whether no static value of a description could change without being noticed."""
-    try:
-        for _, part in objects_in(spec):
-            hash(part.structure[1])
-    except TypeError:
-        return False
-    return True
+def can_change(spec: Spec) -> bool:
+    """Whether a static value in a description could be changed in place."""
+    return any(
+        (isinstance(part, ObjectSpec) and _may_change(part.structure[1]))
+        or (isinstance(part, VariableSpec) and _may_change(part.metadata))
+        for _, part in parts_of(spec)
+    )
+
+
+def _may_change(facts: Any) -> bool:
+    return isinstance(facts, Statics | ExactMetadata) and facts.can_change
 
 
 def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
@@ -147,14 +151,6 @@ def leaf_paths(spec: Spec) -> Iterator[Path]:
 def has_shared(spec: Spec) -> bool:
     """Whether a description says that something is shared."""
     return any(isinstance(part, SharedSpec) for _, part in parts_of(spec))
-
-
-def statics_in(definition: GraphDef) -> Iterator[tuple[Path, Any]]:
-    """The static values of a description, with their paths."""
-    for path, spec in objects_in(definition.spec):
-        layout, statics, _ = spec.structure
-        for name, value in zip(layout.static_names, statics):
-            yield (*path, name), value
 
 
 def text_of(spec: Spec) -> str:

@@ -15,9 +15,10 @@ from weakref import WeakValueDictionary
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from treetap._core.paths import Key, sorted_keys
+from treetap._core.static_values import exact
 
 Getter = Callable[[Any], tuple[Any, ...]]
-# Layout, static values, and the types of those that are numbers.
+# Layout, static values, and kinds: see `static_values.exact`.
 Structure = tuple["Layout", tuple[Any, ...], tuple[Any, ...]]
 Flat = tuple[tuple[Any, ...], Structure]  # children, and what is around them
 
@@ -93,21 +94,9 @@ class Layout:
         return layout_of, (dict(self.status), self.ordered)
 
 
-_NUMBERS = {kind: kind for kind in (bool, int, float, complex, tuple)}
-
-
-def kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The types of numbers among static values: 1, True and 1.0 are equal."""
-    kinds: tuple[Any, ...] = tuple(map(_NUMBERS.get, map(type, values)))
-    if tuple in kinds:
-        pairs = zip(values, kinds)
-        kinds = tuple(kinds_of(v) if kind is tuple else kind for v, kind in pairs)
-    return kinds
-
-
 def structure_of(layout: Layout, statics: tuple[Any, ...]) -> Structure:
-    """The static part of an object: what JAX compares, with tuples alone."""
-    return layout, statics, kinds_of(statics)
+    """The static part of an object: what JAX compares, mostly with tuples alone."""
+    return layout, *exact(statics)
 
 
 _known: "WeakValueDictionary[Any, Layout]" = WeakValueDictionary()

@@ -4,8 +4,11 @@
 Data attributes are its children, in sorted order; static ones are part of its
 structure. Flattening must be quick, because every JAX call does it: an object keeps its
 children and static part ready in a slot that JAX reads in C, and every write through
-attributes drops it. Attributes that appear behind `__setattr__` after construction (as
-`functools.cached_property` makes them) are not part of the tree.
+attributes drops it. An object that may change without such a write, because a static
+value may change in place or because somebody holds `vars(obj)`, keeps them in another
+slot, together with what to look at before they are used (`Watched`). Attributes that
+appear behind `__setattr__` after construction (as `functools.cached_property` makes
+them) are not part of the tree.
 
 What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`.
 """
@@ -13,7 +16,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -21,6 +24,7 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.paths import is_container, open_container
+from treetap._core.static_values import Statics, Watch
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
@@ -29,7 +33,7 @@ from treetap._core.trees.attributes import (
     classify,
     has_data,
 )
-from treetap._core.trees.layout import Flat, Sealed, layout_of
+from treetap._core.trees.layout import Flat, Sealed, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.values import Marked
@@ -43,10 +47,37 @@ set_flat = Node.__dict__["_pytree__flat"].__set__
 cached_flat = Node.__dict__["_pytree__flat"].__get__
 _drop_flat_slot = Node.__dict__["_pytree__flat"].__delete__
 set_spec = Node.__dict__["_pytree__spec"].__set__
+_set_watched = Node.__dict__["_pytree__watched"].__set__
+_drop_watched_slot = Node.__dict__["_pytree__watched"].__delete__
+_set_exposed = Node.__dict__["_pytree__exposed"].__set__
 _set_place = Node.__dict__["_pytree__place"].__set__
 replace_status = Node.__dict__["_pytree__status"].__set__
 _set_trace = Node.__dict__["_pytree__trace"].__set__
 _read_flat = attrgetter("_pytree__flat")
+
+
+class Watched(NamedTuple):
+    """Children and structure, and what must be looked at before they are used."""
+
+    flat: Flat
+    watches: tuple[Watch, ...]
+
+    def holds(self) -> bool:
+        """Whether they are still right."""
+        return all(watch.holds() for watch in self.watches)
+
+
+def watched_of(node: Node) -> Watched | None:
+    """What an object keeps that may change unseen; None for all others."""
+    return _slot(node, "_pytree__watched")
+
+
+def _slot(node: Node, name: str) -> Any:
+    """What is in a slot; None if nothing is."""
+    try:
+        return Node.__dict__[name].__get__(node)
+    except AttributeError:
+        return None
 
 
 def drop_flat(node: Node) -> None:
@@ -63,7 +94,9 @@ def unseal(node: Node, status: dict[Any, bool]) -> None:
     try:
         _drop_flat_slot(node)
     except AttributeError:
-        return
+        if watched_of(node) is None:
+            return
+        _drop_watched_slot(node)
     note_change()
 
 
@@ -162,6 +195,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         cls = type(self)
         if name in cls._pytree__descriptors:
             object.__setattr__(self, name, value)
+            if name == "__class__":
+                drop_flat(self)
             return
         if is_foreign(self._pytree__trace):
             raise refuse_foreign_object(cls.__name__)
@@ -205,7 +240,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
 
     @property
     def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride] - the same content
-        """The attributes. Handing them out may change them: nothing stays cached."""
+        """The attributes. Who holds them may change them, so they are watched."""
+        _set_exposed(self, True)
         drop_flat(self)
         return attributes_of(self)
 
@@ -230,9 +266,14 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
                         adopt(held, name, self._pytree__place)
                 status[name] = known
             unseal(self, status)
+        self._check_statics(status)
+
+    def _check_statics(self, status: dict[Any, bool]) -> None:
+        """Refuses static attributes that have come to hold data."""
+        attributes = attributes_of(self)
         for name, is_data in status.items():
             if not is_data:
-                check_static(cls.__name__, name, attributes[name])
+                check_static(type(self).__name__, name, attributes[name])
 
     def _replace_child(self, key: Any, value: Any) -> None:
         """Puts another value where a data attribute stands; the status stays."""
@@ -248,6 +289,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
 
     def _refresh(self) -> Flat:
         """Reads children and statics from the attributes, and keeps them."""
+        watched = watched_of(self)
+        if watched is not None and watched.holds():
+            return watched.flat
         attributes = attributes_of(self)
         if not type(self)._pytree__is_pytree:  # it keeps no status
             found = {name: bool(has_data(held)) for name, held in attributes.items()}
@@ -256,11 +300,12 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         status = self._pytree__status
         if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
+        if _slot(self, "_pytree__exposed"):
+            self._check_statics(status)
         layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.flat(attributes)
         if type(self)._pytree__cached:
-            replace_status(self, layout.status)
-            set_flat(self, flat)
+            keep_flat(self, flat)
             # A write in another thread may have come between reading and keeping.
             after = list(attributes.values())
             if len(before) != len(after) or any(map(is_not, before, after)):
@@ -311,18 +356,37 @@ def bare(cls: type[Any], trace: Any = None) -> Any:
 _bare = bare  # its name in pickles of earlier versions
 
 
+def keep_flat(node: Any, flat: Flat) -> None:
+    """Keeps the children and structure of an object until it changes."""
+    _, (layout, statics, _) = flat
+    replace_status(node, layout.status)
+    watches = ()
+    if type(statics) is Statics and statics.can_change:
+        watches = (statics.snapshot.watch,)
+    if _slot(node, "_pytree__exposed"):
+        own, attributes = Watch(), attributes_of(node)
+        own.hold(attributes, attributes.values())
+        watches = (*watches, own)
+    if watches:
+        _set_watched(node, Watched(flat, watches))
+    else:
+        set_flat(node, flat)
+
+
 def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:
     """Gives a bare object its attributes: the inverse of flattening.
 
     The children's places are the caller's to set; see `adopt_all`.
     """
     layout, statics, _ = structure
+    if type(statics) is Statics and not statics.snapshot.watch.holds():
+        structure = structure_of(layout, statics.as_described())
+        statics = structure[1]
     children = tuple(children)
     values = children + statics if statics else children
     _set_attributes(node, dict(zip(layout.status, layout.arrange(values))))
     if node._pytree__cached:
-        replace_status(node, layout.status)
-        set_flat(node, (children, structure))
+        keep_flat(node, (children, structure))
     else:
         replace_status(node, dict(layout.status))
 

@@ -3,6 +3,9 @@
 
 Three of them every Variable has (`REQUIRED`); they are fixed when it is made. A
 Variable without further metadata shares the one mapping `PLAIN`.
+
+They are part of the structure that JAX compares. So metadata for which `==` of dicts is
+not exact, or that may change in place, are `ExactMetadata`.
 """
 
 import warnings
@@ -10,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from treetap._core.errors import MetadataError
+from treetap._core.static_values import Snapshot, has_numbers, kinds_of
 
 A = TypeVar("A")
 
@@ -23,6 +27,51 @@ _HOOKS = {
     "on_remove_axis": "change `out_sharding` with `transform_metadata`",
 }
 PLAIN: dict[str, Any] = {"hijax": False, "ref": False, "eager_sharding": True}
+
+
+class ExactMetadata(dict[str, Any]):
+    """Metadata that compare as they were when they were described."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        super().__init__(metadata)
+        self.snapshot = Snapshot(*sorted(metadata.items()))
+
+    @property
+    def can_change(self) -> bool:
+        """Whether any of them could be changed in place."""
+        return bool(self.snapshot.watch)
+
+    def current(self) -> "ExactMetadata":
+        """The same metadata as they are now."""
+        is_same = self.snapshot.watch.holds()
+        return self if is_same else ExactMetadata(self)
+
+    def as_described(self) -> "ExactMetadata":
+        """The metadata as they were described: copies, if they have changed."""
+        is_same = self.snapshot.watch.holds()
+        return self if is_same else ExactMetadata(dict(self.snapshot.as_it_was()))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not ExactMetadata:
+            return False
+        return self is other or self.snapshot.key == other.snapshot.key
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - as of every dict
+
+    def __reduce__(self) -> Any:
+        return ExactMetadata, ({**self},)
+
+
+def exact_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata in a form for which `==` is exact: mostly themselves."""
+    if metadata is PLAIN or type(metadata) is ExactMetadata:
+        return metadata
+    kinds = kinds_of(tuple(x for name, x in metadata.items() if name not in REQUIRED))
+    is_plain = kinds is not None and not has_numbers(kinds)
+    return metadata if is_plain else ExactMetadata(metadata)
 
 
 class _Missing:

@@ -9,10 +9,15 @@ Three rules hold everywhere:
 
 * a Variable changes only at the trace level it was made at;
 * writing never changes an object somebody else holds: items are set in a copy;
-* metadata are replaced, never edited, so one mapping may serve many Variables.
+* metadata are replaced, never edited, so one mapping may serve many Variables. A
+  value in them, such as a list, may change in place. A Variable with such metadata
+  keeps them outside of its slot (`_changeable`) and looks, each time it is asked,
+  whether they are still what they were.
 """
 
+import contextlib
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
@@ -28,15 +33,18 @@ from treetap._core import display
 from treetap._core.errors import MetadataError, StructureError
 from treetap._core.paths import copy_containers, find_leaves
 from treetap._core.settings import using_eager_sharding
+from treetap._core.static_values import count_by_identity
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_variable
 from treetap._core.variables.change_marks import last_values, note_change
 from treetap._core.variables.metadata import (
     MISSING,
     PLAIN,
     REQUIRED,
+    ExactMetadata,
     MetadataMethods,
     VariableMetadata,
     checked_names,
+    exact_metadata,
     required_of,
     special_of,
 )
@@ -177,7 +185,7 @@ class Variable(
         if ref:
             value = jax.new_ref(jnp.asarray(value))
         set_box(self, (value,))
-        _set_metadata(self, metadata)
+        give_metadata(self, exact_metadata(metadata))
         _set_trace(self, current_trace())
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -259,6 +267,8 @@ class Variable(
         # Reached only when the class knows no such name, or a slot is empty.
         if name == "_box":
             return self._pack.read(self)
+        if name == "_metadata" and id(self) in _changeable:
+            return _current_metadata(self)
         if name in _SLOTS or (name[:2] == name[-2:] == "__"):
             raise AttributeError(name)
         metadata = self._metadata
@@ -299,7 +309,7 @@ class Variable(
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         self._check_trace()
-        _set_metadata(self, metadata)
+        give_metadata(self, exact_metadata(metadata))
         note_change()
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
@@ -353,7 +363,7 @@ class Variable(
     @classmethod
     def from_metadata(cls, value: A, metadata: Mapping[str, Any]) -> Self:
         """Makes a Variable from a raw value and complete metadata, past all checks."""
-        return make(cls, value, {**PLAIN, **metadata})
+        return make(cls, value, exact_metadata({**PLAIN, **metadata}))
 
     def __copy__(self) -> Self:
         return self.copy()
@@ -412,6 +422,33 @@ pack_of = _none_if_empty(Variable.__dict__["_pack"].__get__)
 
 
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
+_del_metadata: Callable[[Any], None] = Variable.__dict__["_metadata"].__delete__
+# By the identity of a Variable: a reference to it, and metadata that may change.
+_changeable: dict[int, tuple[weakref.ref[Any], ExactMetadata]] = {}
+
+
+def give_metadata(variable: Any, metadata: dict[str, Any]) -> None:
+    """Gives a Variable metadata, as `exact_metadata` makes them."""
+    identity = id(variable)
+    if type(metadata) is ExactMetadata and metadata.can_change:
+        with contextlib.suppress(AttributeError):
+            _del_metadata(variable)
+        known = weakref.ref(variable, lambda _: _changeable.pop(identity, None))
+        _changeable[identity] = known, metadata
+        return
+    _set_metadata(variable, metadata)
+    _changeable.pop(identity, None)
+
+
+def _current_metadata(variable: Any) -> ExactMetadata:
+    known, metadata = _changeable[id(variable)]
+    current = metadata.current()
+    if current is not metadata:
+        _changeable[id(variable)] = known, current
+        note_change()
+    return current
+
+
 _set_trace: Callable[[Any, Any], None] = Variable.__dict__["_trace"].__set__
 
 
@@ -424,15 +461,17 @@ def make(
     """
     variable = object.__new__(kind)
     set_box(variable, (value,))
-    _set_metadata(variable, metadata)
+    if type(metadata) is ExactMetadata:
+        give_metadata(variable, metadata.as_described())
+    else:
+        _set_metadata(variable, metadata)
     _set_trace(variable, current_trace() if trace is None else trace)
     return variable
 
 
 def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
     """A Variable around a value that was copied; pickles know the name."""
-    if metadata == PLAIN:
-        metadata = PLAIN
+    metadata = PLAIN if metadata == PLAIN else exact_metadata(metadata)
     if metadata["ref"]:
         value = jax.new_ref(jnp.asarray(value))
     return make(kind, value, metadata)
@@ -452,6 +491,7 @@ def _register(kind: type[Variable[Any]]) -> None:
 
 
 _register(Variable)
+count_by_identity(Variable)
 
 
 def raw_values(leaves: Iterable[Any]) -> list[Any]:

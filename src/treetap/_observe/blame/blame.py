@@ -36,7 +36,7 @@ from treetap._capture.walk.operations import while_rows
 from treetap._capture.walk.plans import is_inexact
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path
-from treetap._core.trees.graphdef import has_hashable_statics
+from treetap._core.trees.graphdef import can_change
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._observe.blame.origins import Findings, ValueAt
@@ -175,7 +175,7 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
         definition = call.inputs.definition
         key = definition, tuple(rest), kinds
         make = functools.partial(_Suspect, call, raw, traced)
-        lasts = has_hashable_statics(definition.spec) and _is_hashable(key)
+        lasts = not can_change(definition.spec) and _is_hashable(key)
         suspect = known.made(key, make) if lasts else make()
 
         def name_of(n: int) -> str:

@@ -9,9 +9,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+from treetap._core.static_values import Statics, exact
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
@@ -87,38 +89,50 @@ def positional(f: Any, args: Any, kwargs: Any, name: str, argument: str) -> Any:
     return bound.args
 
 
+class StaticArguments(NamedTuple):
+    """Static arguments, in a form in which `==` and `hash` are exact.
+
+    Attributes:
+        where: Where they stand: numbers and names.
+        values: The arguments.
+        kinds: See `static_values.exact`.
+    """
+
+    where: tuple[int | str, ...] = ()
+    values: tuple[Any, ...] = ()
+    kinds: tuple[Any, ...] = ()
+
+
+NO_STATICS = StaticArguments()
+
+
 def take_statics(
     statics: Positions | None, args: Any, kwargs: Any
-) -> tuple[Any, Any, Any]:
-    """The arguments with static ones replaced by a hole, and those, hashable."""
+) -> tuple[Any, Any, StaticArguments]:
+    """The arguments with static ones replaced by a hole, and those."""
     if not statics:
-        return args, kwargs, ()
+        return args, kwargs, NO_STATICS
     chosen = statics.chosen(args, kwargs)
     flags = {**dict(enumerate(chosen["args"])), **chosen["kwargs"]}
     given = {**dict(enumerate(args)), **kwargs}
     taken = {where: given[where] for where, flag in flags.items() if flag}
-    for where, value in taken.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(
-                f"{statics.what}: {where!r} is a {type(value).__name__}, which cannot "
-                "be hashed. Pass something hashable, such as a tuple."
-            ) from None
     rest = tuple(HOLE if n in taken else value for n, value in enumerate(args))
     named = {name: HOLE if name in taken else kwargs[name] for name in kwargs}
-    return rest, named, tuple(taken.items())
+    found = StaticArguments((*taken,), *exact((*taken.values(),)))
+    return rest, named, found
 
 
-def put_statics(fn: Callable[..., Any], statics: Any) -> Callable[..., Any]:
-    """`fn` with static arguments put back into their places."""
-    if not statics:
+def put_statics(fn: Callable[..., Any], statics: StaticArguments) -> Callable[..., Any]:
+    """`fn` with static arguments put back into their places, as they were described."""
+    if not statics.where:
         return fn
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        places = list(args)
-        for where, value in statics:
+        places, values = list(args), statics.values
+        if isinstance(values, Statics):
+            values = values.as_described()
+        for where, value in zip(statics.where, values):
             if isinstance(where, int):
                 places[where] = value
             else:

@@ -23,7 +23,8 @@ children it had. `last_change` is a token that is replaced whenever metadata of 
 Variable are, or an object that JAX has seen gets other children. While it stands,
 nothing of the kind has happened anywhere, and not even the tuples need to be compared.
 Lists and dicts tell nobody when they change. So those that stand in attributes are
-looked at in each call, in C, item by item.
+looked at in each call, in C, item by item; and so is what static values hold that could
+change in place (`static_values.Watch`).
 
 The values may be kept from call to call, too: see `VerifiedArguments.write`.
 
@@ -43,12 +44,15 @@ import jax
 from jax.tree_util import all_leaves
 
 from treetap._core.bounded_cache import BoundedCache
+from treetap._core.static_values import Watch
 from treetap._core.trace_level import EAGER, current_trace
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import Getter, getter
+from treetap._core.trees.pytree import watched_of
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.change_marks import last_change, last_values
+from treetap._core.variables.metadata import ExactMetadata
 from treetap._core.variables.variable import (
     Variable,
     get_metadata,
@@ -98,6 +102,7 @@ class VerifiedArguments:
         nodes: The objects below them.
         flats: The children and structure each of those had.
         containers: Ways to read the lists and dicts in it all, and what was in them.
+        watches: What else could change unseen.
         written: By the number of a note: the Variables to write, and their places.
         packed: A way to call with packed values; False if there is none.
         misfits: How often that way was not applicable.
@@ -112,6 +117,7 @@ class VerifiedArguments:
     nodes: list[Any] = field(default_factory=list)
     flats: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
     written: dict[int, Any] = field(default_factory=dict)
     packed: Any = None
     misfits: int = 0
@@ -122,6 +128,8 @@ class VerifiedArguments:
             if not type(node)._pytree__cached:
                 return False
             flat = _read_flat(node)
+            if watched := watched_of(node):
+                self.watches += watched.watches
             if node is not root:
                 self.nodes.append(node)
                 self.flats.append(flat)
@@ -144,7 +152,7 @@ class VerifiedArguments:
                     return False
             except OTHER_TREE:
                 return False
-        return True
+        return not self.watches or all(map(Watch.holds, self.watches))
 
     def values(self) -> list[Any]:
         """The values of the Variables: those the last call left, if all else rested."""
@@ -392,6 +400,8 @@ class CachedCall:
         for number, root in zip(self._roots, roots):
             kept = number, weakref.ref(root, forget), _read_flat(root)
             verified.roots.append(kept)
+        changeable = (x for x in metadata if type(x) is ExactMetadata and x.can_change)
+        verified.watches += [each.snapshot.watch for each in changeable]
         for place, _ in self._given:
             verified.plain[place] = None  # given anew by each call
         cache.discard(key)

@@ -16,13 +16,14 @@ import jax
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import regrow
-from treetap._core.trees.layout import kinds_of
 from treetap._core.trees.sharing import name_lost
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._transforms.lift.arguments import (
     HOLE,
+    NO_STATICS,
     Positions,
+    StaticArguments,
     put_statics,
     take_statics,
 )
@@ -36,7 +37,6 @@ from treetap._transforms.lift.program import (
     MAX_PROGRAMS,
     Key,
     Program,
-    refuse_changing_statics,
 )
 from treetap._transforms.lift.results import Results
 
@@ -122,7 +122,6 @@ class Jit(Generic[P, R]):
         program = self._programs.get(key)
         if program is not None:
             return program
-        refuse_changing_statics(key.definition, self.lift.name)
         options = dict(self._options)
         groups = key.groups
         if groups is not None:
@@ -204,7 +203,7 @@ class Jit(Generic[P, R]):
 
     def _call(self, args: Any, kwargs: Any, stage: Any) -> Any:
         """A cached call, or the long way; of a compiled stage if there is one."""
-        tree, statics = (args, kwargs), ()
+        tree, statics = (args, kwargs), NO_STATICS
         if self._has_more:
             tree, statics = self._given(args, kwargs)
         for cached in self._cached_calls.get(_call_signature(tree, statics), ()):
@@ -255,13 +254,10 @@ class Jit(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
 
-def _call_signature(tree: Any, statics: Any) -> tuple[Any, ...]:
+def _call_signature(tree: Any, statics: StaticArguments) -> tuple[Any, ...]:
     """What tells calls apart at a glance: types, names, static arguments."""
     args, kwargs = tree
-    if not statics:
-        return (*map(type, args), *kwargs)
-    kinds = kinds_of(tuple(value for _, value in statics))
-    return (*map(type, args), *kwargs, statics, kinds)
+    return (*map(type, args), *kwargs, statics)
 
 
 def _parted(leaves: Sequence[Any], items: Iterable[Any]) -> tuple[list[Any], list[Any]]:

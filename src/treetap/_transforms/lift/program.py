@@ -8,8 +8,9 @@ lists.
 
 **The invariant.** A key is everything that tracing a function depends on beside the
 types of the values: the description of the arguments, static arguments, what is
-donated, and prefixes. Equal keys give the same program; so all that is in one must be
-unable to change, which `refuse_changing_statics` sees to.
+donated, and prefixes. Equal keys give the same program. A static value that changes in
+place does not change a key, which has it as it was described: see `static_values`. The
+arguments are described anew when it has changed, and that makes another key.
 
 **Donation.** What is donated stands in the first list, Variables first in both. A
 donated Variable that the function does not write would only have to come out again; so
@@ -30,12 +31,11 @@ from treetap._core.paths import show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import (
     GraphDef,
-    has_hashable_statics,
+    can_change,
     leaf_paths,
-    statics_in,
 )
-from treetap._core.trees.layout import kinds_of
 from treetap._core.variables.values import is_buffer
+from treetap._transforms.lift.arguments import StaticArguments
 from treetap._transforms.lift.lift import Updates, Written
 from treetap._transforms.lift.prefixes import PrefixGroups
 
@@ -48,21 +48,15 @@ class Key:
 
     Attributes:
         definition: The description of the arguments.
-        statics: The static arguments, with where they stand.
+        statics: The static arguments.
         donated: For each leaf, whether it is donated.
         groups: The leaves by prefix; None if they have none.
-        kinds: The types of static arguments that are numbers: 1 and True are equal.
     """
 
     definition: GraphDef
-    statics: tuple[Any, ...]
+    statics: StaticArguments
     donated: tuple[bool, ...]
     groups: PrefixGroups | None = field(hash=False)
-    kinds: Any = field(init=False, hash=False)
-
-    def __post_init__(self) -> None:
-        kinds = kinds_of(tuple(value for _, value in self.statics))
-        object.__setattr__(self, "kinds", kinds)
 
     @property
     def lasts(self) -> bool:
@@ -70,7 +64,7 @@ class Key:
 
         While somebody listens, where the arguments are matters, too.
         """
-        return listening.value is None and has_hashable_statics(self.definition.spec)
+        return listening.value is None and not can_change(self.definition.spec)
 
     def without_donating(self, leaves: Collection[int]) -> "Key":
         """The same with some leaves not donated."""
@@ -195,18 +189,3 @@ def refuse_donated_twice(
                 f"jit: the same array is at {paths[first]} and at {paths[number]}, and "
                 "is donated. Give each its own (`jnp.copy`), or do not donate it."
             )
-
-
-def refuse_changing_statics(definition: GraphDef, name: str) -> None:
-    """Refuses static values that could change without being noticed."""
-    if has_hashable_statics(definition.spec):
-        return
-    for path, value in statics_in(definition):
-        try:
-            hash(value)
-        except TypeError:
-            raise StructureError(
-                f"{name}: the static attribute at {show_path(path)} is a "
-                f"{type(value).__name__}, which can change without being noticed. Make "
-                "it a tuple or another value that cannot, or mark it as `data`."
-            ) from None
