@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """cond, switch and checkify: one of several functions, and one that may fail.
 
-Branches may change different Variables. Which ones any of them changes is found by
-tracing each branch once; all branches then return those, and the rest is left alone.
+Branches may change different Variables, and JAX wants the same outputs of all. So each
+branch is traced once, into a jaxpr that returns what this branch changes. Then it is
+known what any of them changes: JAX gets functions that run these jaxprs, and add what
+other branches change as it was. No branch is traced twice, however deep it is nested.
 """
 
 import functools
@@ -10,31 +12,96 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
+from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
+from treetap._core.trees.graphdef import leaf_paths
 from treetap._transforms.lift.lift import (
     Inputs,
+    Inside,
     Lift,
     Options,
+    Updates,
     Written,
     transform,
 )
 
 
-def _written_by(
-    branch: Any, inputs: Inputs, lift: Lift, force: Collection[int] = ()
-) -> Written:
-    """What a branch changes."""
-    found: list[Written] = []
+class _Branch:
+    """A branch as it was traced, and what it changes.
 
-    def probe(values: Any) -> None:
-        found.append(lift.run(branch, inputs, values, force=force)[1].written)
+    Objects come out of the jaxpr even if the branch leaves them alone, in case another
+    branch does not; JAX does not compute what is dropped afterwards.
 
-    jax.eval_shape(probe, inputs.values())
-    return found[0]
+    Attributes:
+        metadata: By the number of a Variable that it changes: new metadata, or None.
+        structures: By the same: the structure of the new value.
+        objects: By number: the objects, as the branch leaves them.
+        idle: The numbers of those that it leaves alone.
+    """
+
+    def __init__(self, branch: Callable[..., Any], inputs: Inputs, lift: Lift):
+        self.idle: set[int] = set()
+
+        def pure(values: Any) -> Any:
+            inside = Inside(inputs, values, lift)
+            with inside.watched():
+                out = branch(*inside.tree["args"])
+            return inside.finish(out, idle=self.idle)
+
+        jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(inputs.values())
+        self._run = jaxpr_as_fun(jaxpr)
+        self._structure = jax.tree.structure(shapes)
+        _, (groups, written) = shapes
+        self.metadata: dict[int, Any] = dict(written.groups[0])
+        self.structures = dict(zip(self.metadata, map(jax.tree.structure, groups[0])))
+        self.objects = {update.spec.number: update for update in written.objects}
+
+    def run(
+        self, values: list[Any], metadata: dict[int, Any], objects: Collection[Any]
+    ) -> Any:
+        """The result and the updates of a branch that changes all of these."""
+        out, updates = self._structure.unflatten(self._run(*jax.tree.leaves(values)))
+        supply = iter(updates.values[0])
+        changed = dict(zip(self.metadata, supply))
+        news = [changed.get(number, values[number]) for number in metadata]
+        for number, update in self.objects.items():
+            held = [next(supply) for _ in update.places]
+            news += held if number in objects else ()
+        kept = tuple(update for n, update in self.objects.items() if n in objects)
+        has_flat_parts = updates.written.has_flat_parts
+        written = Written((tuple(metadata.items()),), kept, has_flat_parts)
+        return out, Updates((news,), written)
 
 
-def _outline(written: Written) -> Any:
-    return [update.spec for update in written.objects]
+def _refuse_unlike(branches: list[_Branch], inputs: Inputs, objects: Any) -> None:
+    """Refuses branches that change the same thing into things of different kinds."""
+    name = inputs.name
+    first, *rest = ([x.objects[n].spec for n in objects] for x in branches)
+    if any(specs != first for specs in rest):
+        raise TypeError(
+            f"{name}: the branches change the structure of the operands in different "
+            "ways. Make the same attributes, of the same kinds, in all of them."
+        )
+    paths = list(leaf_paths(inputs.definition.spec))
+    for number in {number for x in branches for number in x.metadata}:
+        leaf = inputs.leaves[number]
+        where = f"the {type(leaf).__name__} at {show_path(paths[number])}"
+        metadata = [x.metadata.get(number) for x in branches]
+        if any(facts != metadata[0] for facts in metadata):
+            raise TypeError(
+                f"{name}: the branches leave {where} with different metadata. Set the "
+                "same metadata in all of them, or set them outside."
+            )
+        before = jax.tree.structure(leaf._box[0])
+        found = [x.structures.get(number, before) for x in branches]
+        if any(structure != found[0] for structure in found):
+            texts = " and ".join(map(str, dict.fromkeys(found)))
+            raise StructureError(
+                f"{name}: {where} holds {texts} at the end of different branches. Give "
+                "it a value of the same structure in all of them."
+            )
 
 
 def _branched(
@@ -42,25 +109,20 @@ def _branched(
 ) -> Any:
     lift = Lift.of(name, options)
     inputs = lift.inputs(operands, {})
-    found = [_written_by(branch, inputs, lift) for branch in branches]
-    objects = [update for written in found for update in written.objects]
-    force = {update.spec.number for update in objects if update.spec.number is not None}
-    if force:  # a branch that left an object alone gives it out as it is
-        found = [_written_by(branch, inputs, lift, force) for branch in branches]
-    if any(_outline(written) != _outline(found[0]) for written in found):
-        raise TypeError(
-            f"{name}: the branches change the structure of the operands in different "
-            "ways. Make the same attributes, of the same kinds, in all of them."
-        )
-    kept = set[int]().union(*(written.numbers() for written in found))
+    different = {id(branch): branch for branch in branches}
+    traced = {n: _Branch(branch, inputs, lift) for n, branch in different.items()}
+    found = [traced[id(branch)] for branch in branches]
+    objects = {n for x in found for n in x.objects if n not in x.idle}
+    _refuse_unlike(found, inputs, objects)
+    metadata = {n: facts for x in found for n, facts in x.metadata.items()}
+    metadata = dict(sorted(metadata.items()))
 
-    def purified(branch: Any) -> Callable[[Any], Any]:
-        def pure(values: Any) -> Any:
-            return lift.run(branch, inputs, values, keep=kept, force=force)
-
-        return pure
-
-    return inputs.finish(*choose(list(map(purified, branches)), inputs.values()))
+    pure = {
+        branch: functools.partial(branch.run, metadata=metadata, objects=objects)
+        for branch in found
+    }
+    chosen = [pure[branch] for branch in found]
+    return inputs.finish(*choose(chosen, inputs.values()))
 
 
 def cond(

@@ -67,7 +67,7 @@ class _Loop:
         with inside.watched():
             out = body(value)
         leaves = same_carry(start, value, out, self.lift.name)
-        self.changed |= inside.changed(range(len(inside.leaves)))
+        self.changed |= inside.carried(range(len(inside.leaves)))
         return self.carried(raw_values(leaves))
 
     def finish(self, values: list[Any]) -> Any:

@@ -191,7 +191,7 @@ class _Step:
             results=self.axes.results,
         )
         self._check_new(updates)
-        written = Written((tuple(inside.changed(self.carried).items()),))
+        written = Written((tuple(inside.carried(self.carried).items()),))
         return self._carry(inside, new), (flat, updates, written)
 
     def _check_new(self, updates: Updates) -> None:

@@ -41,7 +41,7 @@ from treetap._core.trace_level import current_trace, refuse_foreign_variable
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import regrow
 from treetap._core.trees.flatten import Flattening, take_leaves
-from treetap._core.trees.graphdef import GraphDef
+from treetap._core.trees.graphdef import GraphDef, leaf_paths
 from treetap._core.trees.pytree import variables_below
 from treetap._core.trees.sharing import first_two_places, places
 from treetap._core.variables.metadata import MISSING
@@ -121,7 +121,7 @@ class Lift:
             source: Its arguments, or their description: see `Inside`.
             values: Their values at this level.
             groups: As for `Inside.finish`, which takes the further arguments.
-            **choices: `keep`, `only`, `results` and `force`.
+            **choices: `keep`, `only` and `results`.
 
         Returns:
             The result, packed for JAX, and the updates.
@@ -356,18 +356,44 @@ def new_metadata(variable: Variable[Any], before: Any) -> Any:
     return None if after is before else after
 
 
-def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool:
-    """Whether a Variable holds something else than at the start, by identity."""
-    if variable._metadata is not metadata and variable._metadata != metadata:
-        return True
-    before, after = box[0], variable._box[0]
-    if before is after or is_ref(after):
-        return False
-    if type(after) not in (dict, list, tuple):
-        return True
-    leaves, structure = jax.tree.flatten(before)
-    others, other_structure = jax.tree.flatten(after)
-    return structure != other_structure or any(map(is_not, leaves, others))
+class Before(NamedTuple):
+    """What a Variable was when the function began.
+
+    A list or dict can change in place. So of a value that is no array there is also
+    what was in it: a Variable counts as changed when it holds a different array, or the
+    same container with different arrays in it.
+
+    Attributes:
+        box: What holds the value; each write makes another one.
+        metadata: The metadata.
+        content: The leaves and the structure of a container; None for an array.
+    """
+
+    box: tuple[Any]
+    metadata: Any
+    content: tuple[list[Any], Any] | None
+
+    @classmethod
+    def of(cls, variable: Variable[Any]) -> "Before":
+        """A Variable as it is now."""
+        value = variable._box[0]
+        content = None if isinstance(value, jax.Array) else jax.tree.flatten(value)
+        return cls(variable._box, variable._metadata, content)
+
+    def is_untouched(self, variable: Variable[Any]) -> bool:
+        """Whether nobody can have changed the Variable, at a glance."""
+        is_same = variable._box is self.box and variable._metadata is self.metadata
+        return is_same and self.content is None
+
+    def has_changed(self, variable: Variable[Any]) -> bool:
+        """Whether the Variable holds something else by now."""
+        metadata, value = variable._metadata, variable._box[0]
+        if metadata is not self.metadata and metadata != self.metadata:
+            return True
+        if self.content is None or isinstance(value, jax.Array):
+            return self.box[0] is not value and not is_ref(value)
+        leaves, structure = jax.tree.flatten(value)
+        return structure != self.content[1] or any(map(is_not, leaves, self.content[0]))
 
 
 class Inside:
@@ -390,7 +416,7 @@ class Inside:
             self.definition, values, members, nodes=self.nodes
         )
         self.before = [
-            (leaf._box, leaf._metadata) if isinstance(leaf, Variable) else None
+            Before.of(leaf) if isinstance(leaf, Variable) else None
             for leaf in self.leaves
         ]
         has_updates = lift.mode is Mode.UPDATES
@@ -429,10 +455,30 @@ class Inside:
         """Those of some Variables that were written, and new metadata or None."""
         pairs = ((n, self.leaves[n], self.before[n]) for n in numbers)
         return {
-            number: new_metadata(leaf, before[1])
+            number: new_metadata(leaf, before.metadata)
             for number, leaf, before in pairs
-            if before is not None and has_changed(leaf, *before)
+            if before is not None and before.has_changed(leaf)
         }
+
+    def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """As `changed`, for a loop: each step gets what the step before it left.
+
+        So a Variable that holds a list or dict must keep its structure.
+        """
+        found = self.changed(numbers)
+        for number in found:
+            before, value = self.before[number], self.leaves[number]._box[0]
+            structure = before and before.content and before.content[1]
+            if structure and structure != jax.tree.structure(value):
+                path = list(leaf_paths(self.definition.spec))[number]
+                kind = type(self.leaves[number]).__name__
+                raise StructureError(
+                    f"{self.name}: the {kind} at {show_path(path)} held {structure} "
+                    f"before a step, and {jax.tree.structure(value)} after it. A loop "
+                    "carries values of one structure: make room for all items before "
+                    "the loop, and set them inside."
+                )
+        return found
 
     def finish(
         self,
@@ -442,7 +488,7 @@ class Inside:
         keep: Collection[int] = (),
         only: Callable[[int], bool] = lambda number: True,
         results: Results = WHOLE,
-        force: Collection[int] = (),
+        idle: set[int] | None = None,
     ) -> tuple[Any, Updates]:
         """The result as JAX can carry it, and the values to carry out beside it.
 
@@ -452,7 +498,8 @@ class Inside:
             keep: Leaves, by number, that come out even if nobody changed them.
             only: Tells which Variables come out at all.
             results: Where the results lie.
-            force: Objects, by number, that come out as if they had changed.
+            idle: If given, all objects come out, with all of their leaves; and the
+                numbers of those that nobody changed are added to this set.
         """
         count = len(groups.prefixes) if groups else 1
         of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
@@ -471,9 +518,9 @@ class Inside:
             walk = structure.walk()
             known = len(walk.members)
             own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
-            if force:  # all branches must return the same, so return every leaf
+            if idle is not None:
                 own = {}
-            for update, leaves in structure.collect(walk, groups, own, force):
+            for update, leaves in structure.collect(walk, groups, own, idle):
                 objects.append(update)
                 sent = [place for place in update.places if place >= 0]
                 for place, value in zip(sent, raw_values(leaves)):
@@ -495,16 +542,13 @@ class Inside:
         A Ref is changed where it is.
         """
         for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
-            if before is None:
-                continue
-            box, metadata = before
             is_kept = number in keep
-            if leaf._box is box and leaf._metadata is metadata and not is_kept:
-                continue  # untouched, as most are
+            if before is None or (before.is_untouched(leaf) and not is_kept):
+                continue  # as most are
             if not only(number) or is_ref(leaf._box[0]):
                 continue
-            if is_kept or has_changed(leaf, box, metadata):
-                yield number, leaf, new_metadata(leaf, metadata)
+            if is_kept or before.has_changed(leaf):
+                yield number, leaf, new_metadata(leaf, before.metadata)
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:

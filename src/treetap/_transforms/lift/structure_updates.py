@@ -24,7 +24,7 @@ returns steps, and only assigns attributes when they are called.
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class StructureUpdates:
         walk: Flattening,
         groups: PrefixGroups | None,
         own: dict[int, int],
-        force: Container[int] = (),
+        idle: set[int] | None = None,
     ) -> Iterator[tuple[ObjectUpdate, list[Any]]]:
         """The objects that changed, and their leaves that must come out.
 
@@ -103,7 +103,7 @@ class StructureUpdates:
             groups: The leaves of the call by prefix.
             own: Plain leaves of the arguments that stay with the caller: their numbers
                 by identity.
-            force: Objects, by number, that count as changed.
+            idle: As for `Inside.finish`.
         """
         work = self.spread(groups, "the prefix") if groups else None
         if work is not None:
@@ -112,7 +112,9 @@ class StructureUpdates:
             spec, leaves = self._described(walk, number, node)
             old_spec, old_leaves = self.before[number]
             same = spec == old_spec and not any(map(is_not, leaves, old_leaves))
-            if same and number not in force and all(id(x) in own for x in leaves):
+            if same and idle is not None:
+                idle.add(number)
+            elif same and all(id(x) in own for x in leaves):
                 continue
             places = [0] * len(leaves)
             if groups is not None and work is not None:

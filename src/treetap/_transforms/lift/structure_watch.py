@@ -3,8 +3,9 @@
 
 A transform without graph updates carries out the values of Variables and nothing else.
 A data attribute that is created, removed or replaced on an argument is therefore an
-error, found when the function is traced. A changed static attribute stays local to the
-call; it draws a warning, unless `train`, `eval` or `set_attributes` made it.
+error, found when the function is traced. So is a change in a list or dict that a data
+attribute holds. A changed static attribute stays local to the call; it draws a warning,
+unless `train`, `eval` or `set_attributes` made it.
 
 **The idea.** An object drops the cached tuple of its children when an attribute is
 changed. So the tuples are taken when the function starts, and when it returns only
@@ -12,19 +13,27 @@ those objects are looked at whose tuple is another one: tracing pays one compari
 identity for each object. What an object was like before is read off its old tuple; an
 object that has no cache has its attributes copied instead.
 
+Lists and dicts drop nothing. So what is in those that stand among the children is kept
+and compared, item by item.
+
 **Why it is sound.** Nothing sets an attribute of a Module without dropping the tuple. A
 Variable that changes is no change of structure: it is the same child before and after.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import is_not
 from typing import Any, Literal
+
+import jax
+from jax.tree_util import all_leaves
 
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.trace_level import set_on_purpose
+from treetap._core.trees.attributes import is_object
 from treetap._core.trees.graphdef import GraphDef, objects_in
 from treetap._core.trees.pytree import attributes_of, flat_of
 from treetap._core.variables.metadata import MISSING
@@ -91,6 +100,13 @@ class StructureWatch:
             for number, node in enumerate(self.nodes)
             if not (node._pytree__cached and node._pytree__is_pytree)
         }
+        # By the number of an object: the lists and dicts in its data attributes, each
+        # with what is in it.
+        self.contents = {
+            number: found
+            for number, (children, (layout, *_)) in enumerate(self.flats)
+            if (found := list(_contents(layout.keys, children)))
+        }
 
     def __enter__(self) -> None:
         self.noted: set[tuple[int, Any]] = set()
@@ -102,11 +118,15 @@ class StructureWatch:
             return
         pairs = enumerate(zip(self.nodes, self.flats))
         touched = {n for n, (node, flat) in pairs if flat_of(node) is not flat}
-        if not touched:
+        if not touched and not self.contents:
             return
         for number, (path, _) in enumerate(objects_in(self.definition.spec)):
             if number in touched:
                 self._compare(path, number)
+            for key, child, leaves, structure in self.contents.get(number, ()):
+                found, after = jax.tree.flatten(child, is_leaf=is_object)
+                if structure != after or any(map(is_not, found, leaves)):
+                    self._refuse(show_path((*path, key)), "was changed in place")
 
     def _compare(self, path: Path, number: int) -> None:
         """Reports what became of the attributes of one object."""
@@ -139,3 +159,12 @@ class StructureWatch:
         if self.policy == "error":
             raise StructureError(text)
         warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def _contents(
+    keys: Iterable[Any], children: Iterable[Any]
+) -> Iterator[tuple[Any, Any, list[Any], Any]]:
+    """The children that are lists and the like: key, child, leaves, structure."""
+    for key, child in zip(keys, children):
+        if not is_object(child) and not all_leaves((child,)):
+            yield key, child, *jax.tree.flatten(child, is_leaf=is_object)
