@@ -14,11 +14,10 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
-import numpy as np
 
 from treetap import initializers, metrics, nnx
 from treetap._core import errors, settings
@@ -88,47 +87,35 @@ class Config:
 
 CONFIG = Config()
 
-Array = jax.Array | Any
-Precision = None | str | jax.lax.Precision | tuple[Any, Any]
-TYPES = {  # of `flax.typing`: names for annotations, which nobody checks
-    "Array": Array,
-    "ArrayPytree": Any,
-    "Axes": int | Sequence[int],
+# Of `flax.typing`: names for annotations. Nobody checks these, so most are `Any`.
+ANNOTATIONS = """
+    Array ArrayPytree Axes Collection ConvGeneralDilatedT DotGeneralT Dtype EinsumT
+    LaxPadding LogicalNames LogicalRules PaddingLike PathParts PrecisionLike
+    PromoteDtypeFn Shape Sharding VariableDict
+"""
+TYPES = {
+    **dict.fromkeys(ANNOTATIONS.split(), Any),
     "Axis": int | None,
-    "Collection": Mapping[str, Any],
-    "ConvGeneralDilatedT": Callable[..., Array],
-    "DotGeneralT": Callable[..., Array],
-    "Dtype": str | type[Any] | np.dtype | Any,
-    "EinsumT": Callable[..., Array],
     "Initializer": initializers.Initializer,
     "Key": Hashable,
-    "LaxPadding": str | Sequence[tuple[int, int]],
-    "LogicalNames": tuple[str | None, ...],
-    "LogicalRules": Sequence[tuple[str, Any]],
     "PRNGKey": jax.Array,
-    "PaddingLike": str | int | Sequence[int | tuple[int, int]],
     "Path": str,
-    "PathParts": tuple[Hashable, ...],
-    "PrecisionLike": Precision,
-    "PromoteDtypeFn": Callable[..., Any],
-    "Shape": Sequence[int],
-    "Sharding": tuple[str | tuple[str, ...] | None, ...],
-    "VariableDict": Mapping[str, Mapping[str, Any]],
 }
 
 
-def _named(module: Any, names: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names.split()}
+def _named(module: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
 
 
 def _public(module: types.ModuleType) -> dict[str, Any]:
     return {name: held for name, held in vars(module).items() if name[0] != "_"}
 
 
-NNX = {name: getattr(nnx, name) for name in nnx.__all__ if name != "compat"}
-FROZEN_DICTS = _named(flax_parts, "FrozenDict copy freeze pop unfreeze")
-LAYERS = NNX | TYPES  # the modules of layers have flax's names for types as well
-DEFAULTS = {
+NNX = _named(nnx, *(name for name in nnx.__all__ if name != "compat"))
+FROZEN_DICTS = _named(flax_parts, "FrozenDict", "copy", "freeze", "pop", "unfreeze")
+LAYERS = {  # the modules of layers have flax's names for types and defaults as well
+    **NNX,
+    **TYPES,
     "default_bias_init": initializers.zeros_init(),
     "default_embed_init": default_embed_init,
     "default_kernel_init": default_kernel_init,
@@ -141,7 +128,6 @@ WITH_NNX = """
     variablelib visualization
 """
 WITH_LAYERS = "activations attention linear lora normalization recurrent stochastic"
-WITH_DEFAULTS = "attention linear lora recurrent"
 # What each module has, besides the modules below it.
 MODULES: dict[str, dict[str, Any]] = {
     "flax": {"__version__": FOLLOWED_VERSION, "config": CONFIG},
@@ -152,11 +138,11 @@ MODULES: dict[str, dict[str, Any]] = {
         "FlaxError": errors.TreetapError,
         "TraceContextError": errors.TraceContextError,
     },
-    "flax.struct": _named(flax_parts, "PyTreeNode dataclass field"),
+    "flax.struct": _named(flax_parts, "PyTreeNode", "dataclass", "field"),
     "flax.training": {},
     "flax.training.train_state": _named(flax_parts, "TrainState"),
     "flax.traverse_util": _named(
-        flax_parts, "empty_node flatten_dict path_aware_map unflatten_dict"
+        flax_parts, "empty_node", "flatten_dict", "path_aware_map", "unflatten_dict"
     ),
     "flax.typing": TYPES | _named(flax_parts, "FrozenDict"),
     "flax.version": {"__version__": FOLLOWED_VERSION},
@@ -164,19 +150,17 @@ MODULES: dict[str, dict[str, Any]] = {
     "flax.nnx.compat": _public(compat),
     "flax.nnx.nn": {},
     "flax.nnx.nn.dtypes": {"promote_dtype": promote_dtype},
-    "flax.nnx.nn.initializers": _named(initializers, " ".join(initializers.__all__)),
+    "flax.nnx.nn.initializers": _named(initializers, *initializers.__all__),
     "flax.nnx.training": {},
-    "flax.nnx.training.metrics": _named(metrics, " ".join(metrics.__all__)),
+    "flax.nnx.training.metrics": _named(metrics, *metrics.__all__),
     "flax.nnx.traversals": _public(traversals),
     **{f"flax.nnx.{name}": {**NNX} for name in WITH_NNX.split()},
     **{f"flax.nnx.nn.{name}": {**LAYERS} for name in WITH_LAYERS.split()},
 }
-for _name in WITH_DEFAULTS.split():
-    MODULES[f"flax.nnx.nn.{_name}"] |= DEFAULTS
 MODULES["flax.nnx.nn.recurrent"]["flip_sequences"] = flip_sequences
 MODULES["flax.nnx.rnglib"]["backup_keys"] = random_rules.backup_keys
 MODULES["flax.nnx.filterlib"] |= {
-    **_named(filters, "Filter PathIn Predicate"),
+    **_named(filters, "Filter", "PathIn", "Predicate"),
     "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
     "to_predicate": filters.predicate_of,
 }
@@ -208,29 +192,21 @@ REASONS = {
 }
 
 
-def _reason(name: str) -> str | None:
-    """Why a name is not here; the reason of the nearest thing around it."""
-    while name.count("."):
-        if name in REASONS:
-            return REASONS[name]
-        name = name.rpartition(".")[0]
-    return None
-
-
 def _below(path: str) -> set[str]:
     """The names of the modules right below one."""
-    start = f"{path}."
-    below = (each.removeprefix(start) for each in MODULES if each.startswith(start))
-    return {name for name in below if "." not in name}
+    parents_and_names = (each.rpartition(".") for each in MODULES)
+    return {name for parent, _, name in parents_and_names if parent == path}
 
 
 def _explain(name: str) -> str:
     """The text of the error for a full name that is not here."""
-    parent, _, last = name.rpartition(".")
     text = f"treetap, standing in for flax, has no {name}"
-    reason = _reason(name)
-    if reason is not None:
-        return f"{text}: {reason}."
+    around = name
+    while around and around not in REASONS:
+        around = around.rpartition(".")[0]
+    if around:  # the nearest thing around it for which there is a reason
+        return f"{text}: {REASONS[around]}."
+    parent, _, last = name.rpartition(".")
     known = [*MODULES.get(parent, ()), *_below(parent)]
     near = difflib.get_close_matches(last, known, n=1)
     if near:
