@@ -11,7 +11,8 @@ the Record, so a shard's own index says where it belongs.
 
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -180,10 +181,10 @@ class StoredArray:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Reads rows."""
-        return self.finished(self.begun(index))
+        return self.begun(index)()
 
-    def begun(self, index: Any) -> Any:
-        """Begins to read; `finished` waits for it."""
+    def begun(self, index: Any) -> Callable[[], np.ndarray]:
+        """Begins to read; what it returns waits for the rows, and gives them."""
         items = (list(index) or [...]) if isinstance(index, tuple) else [index]
         dots = [place for place, item in enumerate(items) if item is Ellipsis]
         if len(dots) > 1 or len(items) - len(dots) > self.ndim:
@@ -194,17 +195,16 @@ class StoredArray:
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
-    def begun_value(self, start: int, stop: int) -> Any:
+    def begun_value(self, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read the value of a batch, with the axes that it had."""
         rows = view(self._held, self.column.axis, start, stop)
         return self._reading(rows, f"{start}:{stop}")
 
-    def _reading(self, rows: Any, index: str) -> Any:
+    def _reading(self, rows: Any, index: str) -> Callable[[], np.ndarray]:
         _refuse_size(self.column, rows.shape, f"StoredArray: [{index}]")
-        return rows.read()
+        return partial(self._finished, rows.read())
 
-    def finished(self, future: Any) -> np.ndarray:
-        """What was begun."""
+    def _finished(self, future: Any) -> np.ndarray:
         what = f"Store: rows of {shown(self.text)} are broken or missing"
         with refusing(what, ValueError, OSError):
             data = future.result()
@@ -223,15 +223,13 @@ class StoredArray:
         found = np.asarray(item)
         if found.dtype == np.bool_ and found.shape == (length,) and axis == 0:
             found = np.flatnonzero(found)
-        is_number = found.dtype.kind in "iu" or found.size == 0
-        if not is_number or found.ndim > (axis == 0):
+        is_index = found.dtype.kind in "iu" or found.size == 0
+        is_index = is_index and found.ndim <= (axis == 0)
+        if not (is_index and np.all((-length <= found) & (found < length))):
             raise IndexError(
-                f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}."
+                f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}, or "
+                "is outside of it."
             )
         found = found.astype(np.int64)
-        if found.size and not (-length <= found.min() and found.max() < length):
-            raise IndexError(
-                f"StoredArray: {item!r:.60} is outside of axis {axis} of {self}."
-            )
         found = np.where(found < 0, found + length, found)
         return int(found) if found.ndim == 0 else found

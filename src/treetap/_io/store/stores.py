@@ -97,12 +97,10 @@ class Store:
         if not -count <= number < count:
             raise IndexError(f"Store: there is no batch {number}; there are {count}.")
         number %= count
-        spans = zip(self._starts[number], self._starts[number + 1])
-        pairs = [
-            (array, array.begun_value(start, stop))
-            for array, (start, stop) in zip(self._arrays, spans)
-        ]
-        leaves = [array.finished(future) for array, future in pairs]
+        starts, stops = self._starts[number : number + 2]
+        begun = map(StoredArray.begun_value, self._arrays, starts, stops)
+        reads = list(begun)  # all, before the first is waited for
+        leaves = [read() for read in reads]
         with refusing(f"Store: {self._folder} is broken", Malformed, end="."):
             return rebuilt(self._sites, leaves)
 
@@ -175,8 +173,8 @@ def _mixed(
     reads = itertools.pairwise(itertools.chain(map(begun, groups), [None]))
     held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
     for reading, following in reads:
-        for n, (array, futures) in enumerate(zip(arrays, reading or [])):
-            held[n] = np.concatenate([held[n], *map(array.finished, futures)])
+        for n, parts in enumerate(reading or []):
+            held[n] = np.concatenate([held[n], *(read() for read in parts)])
         order = random.permutation(len(held[0]))
         held = [values[order] for values in held]
         while len(held[0]) >= rows or (following is None and len(held[0])):
