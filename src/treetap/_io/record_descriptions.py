@@ -288,20 +288,14 @@ def _rebuilt_axes(about: dict[str, Any], parts: dict[str, Any]) -> FirstAxes:
     sizes: dict[int, int] = {}
 
     def held(numbers: Any, array: Any) -> tuple[int, ...]:
-        shape = getattr(array, "shape", ())
-        if len(wanted(numbers, list, "levels of an array")) > len(shape):
-            raise Malformed(f"an array of shape {shape} has {len(numbers)} first axes")
-        for number, size in zip(numbers, shape):
+        for number, size in _with_sizes(numbers, array):
             if sizes.setdefault(wanted(number, int, "a level"), size) != size:
                 raise Malformed(f"level {number} has the sizes {sizes[number]}, {size}")
         return tuple(numbers)
 
     def own(axes: Any, array: Any) -> tuple[Axis, ...]:
-        shape = getattr(array, "shape", ())
-        if len(wanted(axes, list, "axes of an array")) > len(shape):
-            raise Malformed(f"an array of shape {shape} has {len(axes)} first axes")
-        kinds = map(_axis_name, axes)
-        return tuple(Axis(kind, size, n) for (kind, n), size in zip(kinds, shape))
+        found = [(*_axis_name(axis), size) for axis, size in _with_sizes(axes, array)]
+        return tuple(Axis(kind, size, name) for kind, name, size in found)
 
     leaves = _of_each(held, about["value"], parts["value"])
     grads = _of_each(own, about["grad"], parts["grad"])
@@ -310,6 +304,14 @@ def _rebuilt_axes(about: dict[str, Any], parts: dict[str, Any]) -> FirstAxes:
         raise Malformed(f"axes of {sorted(sizes)}, and {len(names)} levels")
     levels = tuple(Axis(kind, sizes[n], name) for n, (kind, name) in enumerate(names))
     return FirstAxes(levels, leaves, taken, turns, grads)
+
+
+def _with_sizes(axes: Any, array: Any) -> list[tuple[Any, int]]:
+    """What a file says of the first axes of an array, each with its length."""
+    shape = getattr(array, "shape", ())
+    if len(wanted(axes, list, "axes of an array")) > len(shape):
+        raise Malformed(f"an array of shape {shape} has {len(axes)} first axes")
+    return list(zip(axes, shape))
 
 
 def _of_each(read: Callable[..., Any], told: Any, tree: Any) -> tuple[Any, ...]:
@@ -321,9 +323,9 @@ def _of_each(read: Callable[..., Any], told: Any, tree: Any) -> tuple[Any, ...]:
 
 def _axis_name(told: Any) -> tuple[str, str | None]:
     kind, name = wanted(told, list, "an axis")
-    return wanted(kind, str, "the kind of an axis"), name and wanted(
-        name, str, "a name"
-    )
+    if name is not None:
+        wanted(name, str, "a name")
+    return wanted(kind, str, "the kind of an axis"), name
 
 
 def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:

@@ -86,12 +86,8 @@ class Stored(NamedTuple):
         dtype = DTYPES[self.code]
         if self.start == self.stop:
             return np.empty(self.shape, dtype)
-        try:
+        with refusing(f"{name}: {self.file} was changed while it was read", ValueError):
             mapped = np.memmap(self.file, dtype, "r", self.start, self.shape)
-        except ValueError as error:
-            raise WeightsError(
-                f"{name}: {self.file} was changed while it was read."
-            ) from error
         return mapped.view(np.ndarray)
 
 
@@ -276,9 +272,8 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
         )
     if found:
         return _inside(folder, found[0], folder, name)
-    others = [n for n in names if pathlib.Path(n).suffix in _PICKLES | _OTHERS]
-    if others:
-        refuse_other_formats(folder / others[0], name)
+    for each in names:
+        refuse_other_formats(folder / each, name)
     told = first_few([*map(quoted, names)]) or "nothing"
     raise WeightsError(f"{name}: {folder} has no .safetensors file; it has {told}.")
 
@@ -294,11 +289,10 @@ def _inside(
             f"{name}: {told} names the file {quoted(entry)}; only names of files in "
             "the same folder are followed."
         )
-    home = folder.resolve()
     real = (folder / entry).resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # Hugging Face's cache links to its blobs
-        homes.append(home.parent.parent / "blobs")
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":  # Hugging Face's cache links to its blobs
+        homes.append(homes[0].parents[1] / "blobs")
     if real.parent not in homes:
         raise WeightsError(
             f"{name}: {folder / entry} is a link that leads out of its folder, to "
@@ -321,30 +315,26 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
         raise WeightsError(
             f"{name}: {index} has no `weight_map` from names of tensors to files."
         )
-    files = {
-        file: _of_file(_inside(index.parent, file, index, name), name)[0]
-        for file in sorted(set(places.values()))
-    }
-    lost = [
-        f"{quoted(key)} in {file}"
-        for key, file in places.items()
-        if key not in files[file]
-    ]
+    found: dict[str, Stored] = {}
+    for file in sorted(set(places.values())):
+        tensors, _ = _of_file(_inside(index.parent, file, index, name), name)
+        for key, stored in tensors.items():
+            if places.get(key, file) != file:
+                continue  # the one of another file counts
+            if key in found:
+                raise WeightsError(
+                    f"{name}: {quoted(key)} is in {found[key].file.name} and in "
+                    f"{file}, and {index} does not say which counts."
+                )
+            found[key] = stored
+    rests = (key for key in places if key not in found)
+    lost = [f"{quoted(key)} in {places[key]}" for key in rests]
     if lost:
         raise WeightsError(
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
             f"{first_few(lost)}. The files belong to another index, or are incomplete."
         )
-    found = {key: files[file][key] for key, file in places.items()}
-    for file, tensors in files.items():
-        for key, stored in tensors.items():
-            known = found.setdefault(key, stored)
-            if key not in places and known is not stored:
-                raise WeightsError(
-                    f"{name}: {quoted(key)} is in {known.file.name} and in {file}, and "
-                    f"{index} does not say which counts."
-                )
-    return found
+    return {key: found[key] for key in {**places, **found}}  # first as the index has it
 
 
 # Writing.
