@@ -481,9 +481,9 @@ def _converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         new = array.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         is_lost = (new.astype(array.dtype) != array) | ((new < 0) != (array < 0))
-    elif float(jnp.finfo(dtype).max) < float(jnp.finfo(array.dtype).max):
+    elif dtype.itemsize < 4 or dtype.itemsize < array.dtype.itemsize:
         is_lost = np.isfinite(array) & ~np.isfinite(new)
-    else:
+    else:  # float32 and float64 have all numbers of shorter types
         return new
     if is_lost.any():
         raise _LostValues(f"{array.dtype} with values that {dtype} does not have")
