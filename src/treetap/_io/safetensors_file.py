@@ -8,6 +8,7 @@ say; `Stored.view` maps a tensor's bytes when it is asked to. `write_tensors` re
 a file in one step, or leaves it alone.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -203,19 +204,17 @@ def _diagnosis(file: pathlib.Path, reason: str) -> str:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(32)
-        for magic, what in _STARTS.items():
-            if start.startswith(magic):
-                return f"it looks like {what}"
         length = int.from_bytes(start[:8], "little")
         opened.seek(8)
         text = opened.read(length) if length <= DIAGNOSED else b""
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        return reason
-    for key, entry in header.items() if isinstance(header, dict) else ():
-        if key != "__metadata__" and not _is_fit(entry, size - 8 - length):
-            return f"tensor {quoted(key)} is described as {entry!a:.200}: {reason}"
+    for magic, what in _STARTS.items():
+        if start.startswith(magic):
+            return f"it looks like {what}"
+    # Where the header is no object of JSON, the library's reason is all there is.
+    with contextlib.suppress(AttributeError, ValueError, RecursionError):
+        for key, entry in json.loads(text).items():
+            if key != "__metadata__" and not _is_fit(entry, size - 8 - length):
+                return f"tensor {quoted(key)} is described as {entry!a:.200}: {reason}"
     return reason
 
 

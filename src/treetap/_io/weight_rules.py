@@ -43,7 +43,7 @@ Pieces = Sequence[tuple[Bound, Shape]]
 
 
 class Misfit(Exception):
-    """A layout cannot give the shape that is wanted; says how."""
+    """What a file has cannot give what is wanted; says how."""
 
 
 def _axis_in(axis: int, shape: Shape, step: Any) -> int:

@@ -392,7 +392,7 @@ class LoadPlan:
             arrays = (_converted(view, target.dtype) for view in views)
             try:
                 array = assembled(source.tensor.steps, target.shape, arrays)
-            except _LostValues as lost:
+            except Misfit as lost:
                 problems.append(f"{target.text}: {lost}")
             else:
                 if not problems:
@@ -403,10 +403,6 @@ class LoadPlan:
                 + section("values that cannot be converted", problems)
             )
         return values
-
-
-class _LostValues(Exception):
-    """A conversion would lose a number, not just round it."""
 
 
 def _cut_of(part: Part, rank: int) -> Part:
@@ -444,10 +440,8 @@ def _misfit_error(
     lines: list[str] = []
     spare = [name for name in unused if name in plan.stored]
     for place, (target, absent) in enumerate(plan.missing):
-        hint = ""
-        if place < SHOWN:
-            near = near_to(absent[0], spare, 1)
-            hint = f"; did you mean {quoted(near[0])}?" if near else ""
+        near = near_to(absent[0], spare if place < SHOWN else (), 1)
+        hint = f"; did you mean {quoted(near[0])}?" if near else ""
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
     left = [
@@ -486,7 +480,7 @@ def _converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     else:  # float32 and float64 have all numbers of shorter types
         return new
     if is_lost.any():
-        raise _LostValues(f"{array.dtype} with values that {dtype} does not have")
+        raise Misfit(f"{array.dtype} with values that {dtype} does not have")
     return new
 
 

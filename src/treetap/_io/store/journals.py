@@ -71,18 +71,15 @@ def read_journal(file: pathlib.Path, name: str) -> list[Line]:
         lines.append(Line(entry, stop))
         end = stop
     rest = data[end:]
-    is_torn_header = _TORN.fullmatch(rest) and _START.startswith(
-        rest[9:][: len(_START)]
-    )
-    if not lines and rest and not is_torn_header:
+    if lines:
+        _refuse_other(lines[0].entry, file, name)
+    elif not (_TORN.fullmatch(rest) and _START.startswith(rest[9 : 9 + len(_START)])):
         raise WeightsError(f"{name}: {file} is not the journal of a store.")
     if b"\n" in rest[:-1]:
         raise WeightsError(
             f"{name}: {file} is broken at line {len(lines) + 1}: its checksum is "
             "wrong, and more lines follow. It was changed by something else."
         )
-    if lines:
-        _refuse_other(lines[0].entry, file, name)
     return lines
 
 
