@@ -149,7 +149,7 @@ def record_in(
     """
     about = json_object(text, path, name)
     what = f"{name}: {path} is broken, or not a Record"
-    with refusing(what, Malformed, RecursionError, end="."):
+    with refusing(what, Malformed, RecursionError):
         if about.get("version") != VERSION:
             raise Malformed("it was written by another version of this library")
         entries = wanted(about.get("leaves"), list, "the list of leaves")

@@ -248,7 +248,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def json_object(text: str | bytes, file: Any, name: str) -> dict[str, Any]:
     """An object from JSON, whatever the text is."""
     what = f"{name}: {file} is broken: it has no readable JSON"
-    with refusing(what, ValueError, RecursionError, end="."):
+    with refusing(what, ValueError, RecursionError):
         parsed = json.loads(text, object_pairs_hook=_unique)
         if not isinstance(parsed, dict):
             raise ValueError(f"it is a {type(parsed).__name__}, not an object")

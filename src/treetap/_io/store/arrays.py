@@ -22,7 +22,7 @@ from treetap._core.errors import WeightsError
 from treetap._core.wording import quoted, shown
 from treetap._io.files import needing, refusing
 from treetap._io.record_descriptions import DTYPES
-from treetap._io.store.contents import Column, row_shape
+from treetap._io.store.contents import Column, JournalContents, row_shape
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
 PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
@@ -73,8 +73,21 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
     return ts.open(spec, create=True, delete_existing=True)
 
 
-def opened(column: Column, folder: pathlib.Path, name: str) -> Any:
-    """An array that is there, as tensorstore has it; it is what the column says."""
+def opened_all(contents: JournalContents, store: pathlib.Path, name: str) -> list[Any]:
+    """The arrays of a store, as tensorstore has them; each is what the journal says."""
+    found: list[Any] = []
+    for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
+        held = _opened(column, column.folder(store, number), name)
+        if held.shape[0] < rows:
+            raise WeightsError(
+                f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} "
+                f"were appended: {store} was changed by something else."
+            )
+        found.append(held)
+    return found
+
+
+def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
     import tensorstore as ts
 
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):

@@ -28,7 +28,7 @@ from treetap._io.record_descriptions import Leaf, described
 from treetap._io.store.arrays import (
     column_for,
     created,
-    opened,
+    opened_all,
     require_tensorstore,
     resized,
     written,
@@ -102,20 +102,13 @@ class StoreWriter:
             self._contents = read_contents(self._folder, name)
             self._meet("read")  # all have looked before one cuts
             self._journal.cut(self._contents.lines)
-            self._open_arrays(name)
+            self._arrays = opened_all(self._contents, self._folder, name)
             if sys.platform != "win32":  # where folders cannot be
                 to_disk(self._folder)
                 to_disk(self._folder.parent)
         except BaseException:
             self._journal.close()
             raise
-
-    def _open_arrays(self, name: str) -> None:
-        """Opens the arrays, as they are now."""
-        self._arrays = [
-            opened(column, column.folder(self._folder, number), name)
-            for number, column in enumerate(self._contents.columns)
-        ]
 
     def _finish(self, futures: Iterable[Any]) -> list[Any]:
         """Waits for what is begun; what fails in one process fails in all.
@@ -234,14 +227,15 @@ class StoreWriter:
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
         self._catch_up()
-        self._open_arrays(name)
+        self._arrays = opened_all(self._contents, self._folder, name)
 
     def _resize(self, ends: Sequence[int]) -> None:
         """Makes room for rows, or takes back what a batch that failed had made."""
         futures = map(resized, self._arrays, ends) if self._is_first else ()
         self._arrays = self._finish(futures)
         if not self._is_first:
-            self._open_arrays("StoreWriter.append")
+            name = "StoreWriter.append"
+            self._arrays = opened_all(self._contents, self._folder, name)
 
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
