@@ -22,6 +22,7 @@ from treetap._capture.walk.spots import Axis
 from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError
 from treetap._core.paths import is_named_tuple
+from treetap._core.variables.kinds import all_kinds
 from treetap._core.variables.values import is_gone, is_ref
 from treetap._core.variables.variable import Variable
 from treetap._observe.records import FirstAxes, Record, Site
@@ -240,12 +241,7 @@ def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
     The kind of Variable is one that this program knows: the nearest base, if it does
     not have the very class. A named tuple is one of the same name and fields.
     """
-    kinds: dict[str, type] = {}
-    waiting: list[type] = [Variable]
-    while waiting:
-        cls = waiting.pop()
-        if kinds.setdefault(_full_name(cls), cls) is cls:
-            waiting += cls.__subclasses__()
+    kinds: dict[str, type] = {_full_name(kind): kind for kind in all_kinds()}
     try:
         sites = wanted(description, list, "the list of sites")
         return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
