@@ -103,6 +103,11 @@ class SplitContext:
             known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
             graphdef = LinkedDef(graphdef, origins)
+        elif context.outside and context.outside is not walk.members:
+            raise StructureError(
+                f"split_context: objects were split under {context.tag!r} in another "
+                "block, with numbers of its own. Split all of them in one block."
+            )
         else:
             context.outside = walk.members
         return graphdef, *state_groups(found, filters, "split_context")
