@@ -47,7 +47,7 @@ T = TypeVar("T")
 Names = tuple[str, ...]
 
 WAITS, WAIT = 40, 0.05  # how often, and how long, for threads that write on
-TREE_FILE = "_METADATA"  # what makes a folder a checkpoint of a tree
+TREE_FILE = "_METADATA"  # a folder with this file is a checkpoint of a tree
 
 
 class _Leaf(NamedTuple):
@@ -173,7 +173,7 @@ def save_checkpoint(
             checkpointer.save(beside, args=args)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
-            raise  # not what tensorstore says of files
+            raise  # not an error of tensorstore about files
         raise OSError(
             f"{name}: {place} could not be written: {error!s:.300}. What was there "
             "before is as it was; if the disk is full, make room, and save again."
@@ -217,10 +217,10 @@ def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _remove(folder: pathlib.Path, pattern: str, others: set[threading.Thread]) -> None:
-    """Removes what is half written.
+    """Removes half-written folders.
 
-    Threads of Orbax, which are not among the others, may write on for a moment, and
-    make anew what was removed.
+    Orbax's threads, which started after the others, may go on writing for a moment, and
+    make again a folder that was removed.
     """
     for _ in range(WAITS):
         is_writing = not others.issuperset(threading.enumerate())
@@ -318,7 +318,7 @@ def _matched(
 
 
 def _difference(raw: Any, about: Any) -> str:
-    """How what is stored differs from what the target has; empty when it does not."""
+    """How a stored value differs from the target's; empty when it does not."""
     shape, dtype = getattr(about, "shape", None), getattr(about, "dtype", None)
     if shape is None or dtype is None:
         return f"stored as {about!r:.80}"
@@ -353,7 +353,10 @@ def _request(leaf: _Leaf, name: str) -> Any:
 
 
 def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
-    """A restored value as the target has it: of the same kind, as freely placed."""
+    """A restored value as the target's: a number, numpy's or JAX's array, or a Ref.
+
+    It is committed to devices only if the target's is.
+    """
     raw = leaf.raw
     if type(raw) in NUMBERS:
         return type(raw)(value)

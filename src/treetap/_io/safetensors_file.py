@@ -27,7 +27,7 @@ from treetap._io.files import refusing, require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
-WHOLE = "model.safetensors"  # what programs call a model that is one file
+WHOLE = "model.safetensors"  # the usual name of a model in one file
 INDEX = ".safetensors.index.json"
 MOST_AXES = 64  # of an array of numpy
 MOST_EMPTY = 2**20  # rows of nothing
@@ -319,7 +319,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
         tensors, _ = _of_file(_inside(index.parent, file, index, name), name)
         for key, stored in tensors.items():
             if places.get(key, file) != file:
-                continue  # the one of another file counts
+                continue  # the index says that another file counts
             if key in found:
                 raise WeightsError(
                     f"{name}: {quoted(key)} is in {found[key].file.name} and in "
@@ -333,7 +333,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
             f"{first_few(lost)}. The files belong to another index, or are incomplete."
         )
-    return {key: found[key] for key in {**places, **found}}  # first as the index has it
+    return {key: found[key] for key in {**places, **found}}  # in the index's order
 
 
 # Writing.

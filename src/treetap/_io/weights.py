@@ -58,7 +58,7 @@ from treetap._io.weight_rules import (
     needs,
 )
 
-LASTING = Not((RngState, Cache, Intermediate))  # what is not made anew by each run
+LASTING = Not((RngState, Cache, Intermediate))  # each run makes those anew
 
 
 # Saving.
@@ -175,7 +175,7 @@ class OutgoingTensors:
             self._put(earlier._replace(bound=bound), piece, path)
 
     def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
-        """Takes a part, which is told apart from those of other tensors and cuts."""
+        """Keeps a part until the others of its tensor, cut in the same way, are here."""
         cut = _cut_of(part, array.ndim)
         bound = tuple(sorted(whole.bound.items()))
         key = whole.tensor.names, whole.tensor.steps, bound, cut
@@ -317,7 +317,7 @@ class LoadPlan:
     def __init__(self, stored: dict[str, Stored], cast: bool, problems: list[str]):
         self.stored = stored
         self.cast = cast
-        self.problems = problems  # what is wrong in any case
+        self.problems = problems  # errors, whether loading is strict or not
         # With its tensors, in the order of `needs`.
         self.ready: list[tuple[Target, Source, list[Stored]]] = []
         self.missing: list[tuple[Target, list[str]]] = []
@@ -421,7 +421,7 @@ def _use_of(steps: Sequence[Step], shape: Shape) -> tuple[Any, int]:
 
 
 def _left_over(name: str, uses: Mapping[Any, set[int]] | None) -> list[str]:
-    """What of a tensor nobody wants: all of it, parts, or nothing."""
+    """The tensor, or the parts of it, that no Variable wants; often nothing."""
     if uses is None:
         return [name]
     rests: list[str] = []
@@ -501,7 +501,7 @@ def _placed(array: np.ndarray, target: Target) -> Any:
 
 
 def _own(array: np.ndarray) -> np.ndarray:
-    """An array that does not lie in the file: JAX may keep what it is given."""
-    if array.flags.writeable:  # made here; what is mapped is not
+    """An array in memory of its own: JAX may keep it, and the file may change."""
+    if array.flags.writeable:  # it was made here; mapped arrays are read-only
         return np.require(array, requirements="C")
     return np.array(array, order="C")

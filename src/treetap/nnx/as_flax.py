@@ -215,7 +215,7 @@ def _explain(name: str) -> str:
 
 
 class StandIn(types.ModuleType):
-    """A module under flax's name. What it has not is explained when asked for."""
+    """A module under flax's name. A missing name is an error that says why."""
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self.__name__}.{name}"

@@ -69,10 +69,11 @@ class UpdateContext:
     def __init__(self, tag: Hashable):
         self.tag = tag
         self.outside: list[Any] = []  # by number
-        self._inside: dict[int, tuple[Any, int]] = {}  # known for as long as they live
+        # By `id`; the weak reference shows whether the object is still the same.
+        self._inside: dict[int, tuple[Any, int]] = {}
 
     def put_inside(self, made: dict[int, Any]) -> None:
-        """Takes note of objects that were made inside, by number."""
+        """Notes objects that were made inside, with their numbers."""
         self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
 
     def number_inside(self, member: Any) -> int | None:
@@ -94,7 +95,7 @@ class SplitContext:
         self._walk = Flattening(None, True, "split_context")
 
     def split(self, node: Any, *filters: Filter) -> Any:
-        """As `treetap.split`; what was split before in this block is a reference."""
+        """As `treetap.split`; an object split before in this block is a reference."""
         walk, context = self._walk, self._context
         walk.root = node
         met = len(walk.members)

@@ -48,19 +48,19 @@ def column_for(text: str, value: Any, axis: int | None) -> Column:
 
 
 def _spec(column: Column, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
-    """What tensorstore is to make; or to find, where it refuses anything else."""
+    """The spec by which tensorstore creates an array, or opens one that fits it."""
     grid = {"name": "regular", "configuration": {"chunk_shape": [*column.chunk]}}
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
-        "store_data_equal_to_fill_value": True,  # zeros are data
-        "fill_missing_data_reads": False,  # and what is lost is not zeros
+        "store_data_equal_to_fill_value": True,  # chunks of zeros are written
+        "fill_missing_data_reads": False,  # a missing chunk is an error
         "metadata": {"data_type": column.stored.name, "chunk_grid": grid, **more},
     }
 
 
 def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
-    """An empty array; what a killed program left there goes. A future of it."""
+    """A future of an empty array; it replaces one that a killed program left."""
     import tensorstore as ts
 
     squeezed = [{"name": "zstd", "configuration": {"level": compression}}]
@@ -74,7 +74,7 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
 
 
 def opened_all(contents: JournalContents, store: pathlib.Path, name: str) -> list[Any]:
-    """The arrays of a store, as tensorstore has them; each is what the journal says."""
+    """Opens the arrays of a store, and compares each with what the journal says."""
     found: list[Any] = []
     for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
         held = _opened(column, column.folder(store, number), name)
@@ -108,7 +108,7 @@ def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
 
 
 def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
-    """Refuses what memory cannot hold; for tensorstore that is the program's end."""
+    """Refuses what memory cannot hold; tensorstore would end the program."""
     size = math.prod(shape) * column.stored.itemsize
     try:
         np.empty(size, np.uint8)  # takes no memory as long as nothing is written
@@ -120,7 +120,7 @@ def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
 
 
 def resized(held: Any, rows: int) -> Any:
-    """Makes room for rows, or takes it back; a future of the array as it is then."""
+    """A future of the array with another number of rows."""
     end = [rows, *held.shape[1:]]
     return held.resize(exclusive_max=end, resize_metadata_only=True)
 
