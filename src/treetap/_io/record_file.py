@@ -178,7 +178,7 @@ def _array_of(
     if "dtype" in entry:
         dtype = DTYPES.get(str(entry["dtype"]))
         is_bytes = array.dtype == np.uint8
-        if not (dtype and is_bytes and array.shape[-1:] == (dtype.itemsize,)):
+        if dtype is None or not is_bytes or array.shape[-1:] != (dtype.itemsize,):
             raise Malformed(f"tensor {key!r:.80} holds no {entry['dtype']!r:.60}")
         array = np.require(array, requirements="C").view(dtype)[..., 0]
     return array

@@ -175,7 +175,7 @@ class OutgoingTensors:
             self._put(earlier._replace(bound=bound), piece, path)
 
     def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
-        """Keeps a part until the others of its tensor, cut in the same way, are here."""
+        """Keeps a part until the others of its tensor, cut the same way, are here."""
         cut = _cut_of(part, array.ndim)
         bound = tuple(sorted(whole.bound.items()))
         key = whole.tensor.names, whole.tensor.steps, bound, cut

@@ -162,13 +162,13 @@ def _mixed(
         return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
 
     # `pairwise` asks for the next group before it gives one: it is read meanwhile.
-    reads = itertools.pairwise(itertools.chain(map(begun, groups), [None]))
+    reads = itertools.pairwise(itertools.chain(map(begun, groups), [[]]))
     held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
     for reading, following in reads:
-        for n, parts in enumerate(reading or []):
+        for n, parts in enumerate(reading):
             held[n] = np.concatenate([held[n], *(read() for read in parts)])
         order = random.permutation(len(held[0]))
         held = [values[order] for values in held]
-        while len(held[0]) >= rows or (following is None and len(held[0])):
+        while len(held[0]) >= rows or (len(held[0]) and not following):
             yield tuple(values[:rows] for values in held)
             held = [values[rows:] for values in held]
