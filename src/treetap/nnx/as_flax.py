@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standing in for flax: programs that import `flax.nnx` run on treetap, unedited.
 
-While `as_flax` is in force, a finder answers every import of `flax` and of what is
+While `as_flax` is in force, `sys.modules` has a stand-in for `flax` and for each module
 below it. `flax.nnx` and its submodules have the names of `treetap.nnx`; the few other
-parts that NNX programs use come from `flax_parts`. Whatever else is asked for is an
-ImportError that says what is not there, and why. The modules are stand-ins, made at
-import: nothing that a program sets on them reaches treetap.
+parts that NNX programs use come from `flax_parts`. Imports of anything else reach a
+finder, and it raises an ImportError that says what is not there, and why. Stand-ins are
+made anew each time: nothing that a program sets on them reaches treetap.
 """
 
 import difflib
-import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 import types
 from collections.abc import Hashable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import jax
@@ -192,23 +191,21 @@ REASONS = {
 }
 
 
-def _below(path: str) -> set[str]:
-    """The names of the modules right below one."""
-    parents_and_names = (each.rpartition(".") for each in MODULES)
-    return {name for parent, _, name in parents_and_names if parent == path}
+def _explain(path: str, known: list[str]) -> str:
+    """The text of the error for a path that is not here.
 
-
-def _explain(name: str) -> str:
-    """The text of the error for a full name that is not here."""
-    text = f"treetap, standing in for flax, has no {name}"
-    around = name
+    Args:
+        path: What was asked for.
+        known: The names there are in the same module.
+    """
+    text = f"treetap, standing in for flax, has no {path}"
+    around = path
     while around and around not in REASONS:
         around = around.rpartition(".")[0]
     if around:  # the nearest thing around it for which there is a reason
         return f"{text}: {REASONS[around]}."
-    parent, _, last = name.rpartition(".")
-    known = [*MODULES.get(parent, ()), *_below(parent)]
-    near = difflib.get_close_matches(last, known, n=1)
+    parent, _, name = path.rpartition(".")
+    near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"{text}. The nearest name is {parent}.{near[0]}."
     return f"{text}. `dir({parent})` lists what there is."
@@ -219,47 +216,34 @@ class StandIn(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self.__name__}.{name}"
-        if path in MODULES:
-            return _module_at(path)
         if name.startswith("__"):  # asked for by Python, which takes no for an answer
             raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
-        raise AttributeError(_explain(path), name=name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *_below(self.__name__)})
+        raise AttributeError(_explain(path, dir(self)), name=name)
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for `flax` and everything below it, with stand-ins."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
-        return StandIn(spec.name, "treetap, under the name of a module of flax.")
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        vars(module).update(MODULES[module.__name__])
-        if module.__name__ == "flax.nnx":
-            for name, path in ALIASES.items():
-                setattr(module, name, _module_at(path))
-
-    def find_spec(
-        self, fullname: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "flax":
-            return None
-        if fullname not in MODULES:  # also `from flax.nnx import x` of a missing x
-            raise ImportError(_explain(fullname), name=fullname)
-        return importlib.machinery.ModuleSpec(
-            fullname, self, origin="treetap", is_package=True
-        )
+def _stand_ins() -> dict[str, StandIn]:
+    """New modules by their paths; each is an attribute of the one around it."""
+    made: dict[str, StandIn] = {}
+    for path, names in MODULES.items():  # in which the one around it comes first
+        made[path] = StandIn(path, "treetap, under the name of a module of flax.")
+        vars(made[path]).update(names, __path__=[])
+        made[path].__spec__ = ModuleSpec(path, None, origin="treetap", is_package=True)
+        parent, _, name = path.rpartition(".")
+        if parent:
+            setattr(made[parent], name, made[path])
+    for name, path in ALIASES.items():
+        setattr(made["flax.nnx"], name, made[path])
+    return made
 
 
-def _module_at(path: str) -> types.ModuleType:
-    """A stand-in; a program may still ask for one when they are out of force."""
-    if _in_force:
-        return importlib.import_module(path)
-    module = StandIn(path)
-    FINDER.exec_module(module)
-    return module
+class _Finder(MetaPathFinder):
+    """Says why a module of flax is not here; those that are need no finder."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        parent, _, _ = fullname.rpartition(".")
+        if fullname.partition(".")[0] == "flax":  # or `from flax.nnx import Missing`
+            known = dir(sys.modules.get(parent))
+            raise ImportError(_explain(fullname, known), name=fullname)
 
 
 FINDER = _Finder()
@@ -299,6 +283,7 @@ class as_flax:
                     name=name,
                 )
         if not _in_force:
+            sys.modules.update(_stand_ins())
             sys.meta_path.insert(0, FINDER)
         _in_force.append(self)
 
