@@ -146,8 +146,7 @@ def written(held: Any, column: Column, value: Any, start: int) -> Iterator[Any]:
 
 
 def _write(rows: Any, column: Column, data: Any) -> Any:
-    data = np.require(data, requirements="C")
-    return rows.write(data if data.dtype == column.stored else data.view(column.stored))
+    return rows.write(np.require(data, requirements="C").view(column.stored))
 
 
 class StoredArray:
