@@ -52,18 +52,13 @@ OPTIONS = {  # they concern Linen, checkpoints or displays
 FIXED = ("flax_array_ref", "flax_hijax_variable", "flax_pytree_module")
 
 
-class Config:
+class Config(types.SimpleNamespace):
     """`flax.config`: the options that mean something here are settings of treetap."""
-
-    def __init__(self) -> None:
-        self._values = dict(OPTIONS)
 
     def __getattr__(self, name: str) -> Any:
         if name in SETTINGS:
             return SETTINGS[name].current_value()
-        if name not in OPTIONS:
-            raise AttributeError(f"flax.config has no option {name!r}.")
-        return self._values[name]
+        raise AttributeError(f"flax.config has no option {name!r}.")
 
     def update(self, name: str, value: Any, /) -> None:
         """Sets an option from now on.
@@ -81,10 +76,10 @@ class Config:
                 "Leave the option alone."
             )
         else:
-            self._values[name] = value
+            setattr(self, name, value)
 
 
-CONFIG = Config()
+CONFIG = Config(**OPTIONS)
 
 # Of `flax.typing`: names for annotations. Nobody checks these, so most are `Any`.
 ANNOTATIONS = """
