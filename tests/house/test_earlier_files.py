@@ -5,6 +5,7 @@ import base64
 import json
 import pathlib
 import pickle
+import subprocess
 import sys
 
 import jax
@@ -32,6 +33,16 @@ def as_numbers(value):
     if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value)
+
+
+def test_a_record_has_its_kinds_when_nothing_else_was_imported():
+    code = (
+        "import sys, treetap as tt\n"
+        "kinds = {site.kind for site in tt.load_record(sys.argv[1])}\n"
+        "assert kinds == {tt.Intermediate}, kinds\n"
+    )
+    file = str(FOLDER / "record.safetensors")
+    subprocess.run([sys.executable, "-c", code, file], check=True)
 
 
 @pytest.mark.parametrize("name", PICKLES)

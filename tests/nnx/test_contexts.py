@@ -174,6 +174,18 @@ def test_a_merge_that_does_not_fit_changes_nothing():
     assert model.a is a
 
 
+def test_objects_outside_are_split_in_one_block():
+    one, two = Part(1.0), Part(2.0)
+    with nnx.update_context("own"):
+        with nnx.split_context("own") as ctx:
+            assert len([ctx.split(one), ctx.split(two)]) == 2
+        with (
+            nnx.split_context("own") as ctx,
+            pytest.raises(ValueError, match="'own' in another block"),
+        ):
+            ctx.split(two)
+
+
 # Pure trees.
 
 

@@ -204,6 +204,15 @@ def test_what_has_no_graph_updates_says_so():
     assert float(made()) == 2.0
 
 
+def test_metadata_follow_the_axis_of_a_model_with_shared_parameters():
+    model = nnx.Dict(a=nnx.Param(jnp.ones((2, 3))))
+    model.b = model.a
+    total = nnx.transform_metadata(lambda m: jnp.sum(m.b[...]), partition="x")
+    assert nnx.vmap(total)(model).tolist() == [3.0, 3.0]
+    with nnx.set_graph_mode(False), pytest.raises(tt.AliasError):
+        nnx.transform_metadata(lambda m: m, partition="x")(model)
+
+
 def test_averages_are_kept_of_shared_parameters():
     model = Tied()
     average = nnx.EMA(model, 0.5)

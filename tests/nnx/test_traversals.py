@@ -46,5 +46,16 @@ def test_what_is_no_mapping_is_refused():
         TypeError, match="unflatten_mapping: expected a mapping, got int"
     ):
         traversals.unflatten_mapping(3)
-    with pytest.raises(tt.StructureError, match="a/b goes through a value"):
-        traversals.unflatten_mapping({("a",): 1, ("a", "b"): 2})
+
+
+@pytest.mark.parametrize(
+    ("flat", "text"),
+    [
+        ({("a",): 1, ("a", "b"): 2}, "a is a value and also the start of a/b"),
+        ({("a", "b"): 2, ("a",): 1}, "a is a value and also the start of other paths"),
+        ({(): 1}, "cannot hold a value at its root"),
+    ],
+)
+def test_paths_through_a_value_are_refused_in_any_order(flat, text):
+    with pytest.raises(tt.StructureError, match=text):
+        traversals.unflatten_mapping(flat)

@@ -29,7 +29,7 @@ from jax.tree_util import tree_flatten_with_path
 from treetap._core.errors import WeightsError
 from treetap._core.paths import plain_key
 from treetap._core.trees.split import merge
-from treetap._core.trees.state import nested
+from treetap._core.trees.state import flat_items, nested
 from treetap._core.variables.values import is_ref, without_ref
 from treetap._core.variables.variable import Variable
 from treetap._io.files import needing, refusing, require_path
@@ -38,16 +38,16 @@ from treetap._io.targets import (
     NUMBERS,
     is_held,
     no_value,
+    parts_of,
     section,
     sharding_of,
-    taken_apart,
 )
 
 T = TypeVar("T")
 Names = tuple[str, ...]
 
 WAITS, WAIT = 40, 0.05  # how often, and how long, for threads that write on
-TREE_FILE = "_METADATA"  # what makes a folder a checkpoint of a tree
+TREE_FILE = "_METADATA"  # a folder with this file is a checkpoint of a tree
 
 
 class _Leaf(NamedTuple):
@@ -65,28 +65,30 @@ class _Leaf(NamedTuple):
 
 
 class _Tree:
-    """A tree taken apart into leaves, of which it can be made again."""
+    """A tree taken apart into leaves, of which it can be made again.
+
+    JAX flattens the values that stand in the tree, a Variable with a level `value`. It
+    is not given the State itself, whose keys it may not be able to sort.
+    """
 
     def __init__(self, tree: Any, name: str):
-        self._graphdef, self._targets = taken_apart(tree, name)
-        raws = [target.raw for target in self._targets]
-        pairs, self._structure = tree_flatten_with_path(raws, is_leaf=is_ref)
-        self.leaves = [self._leaf(keys, raw) for keys, raw in pairs]
+        self._graphdef, state = parts_of(tree, name)
+        self._items = list(flat_items(state.raw_mapping))
+        holders = [holder for _, holder in self._items]
+        pairs, self._structure = tree_flatten_with_path(holders, is_leaf=is_ref)
+        self.leaves = [self._leaf(keys[0].idx, keys[1:], raw) for keys, raw in pairs]
 
-    def _leaf(self, keys: Any, raw: Any) -> _Leaf:
-        path, holder, _ = self._targets[keys[0].idx]
-        start, end = tuple(map(str, path)), _names_of(keys[1:])
-        level = ("value",) if isinstance(holder, Variable) else ()
-        return _Leaf(holder, raw, start + level + end, start + end)
+    def _leaf(self, number: int, keys: Any, raw: Any) -> _Leaf:
+        path, holder = self._items[number]
+        start, level = tuple(map(str, path)), int(isinstance(holder, Variable))
+        names = start + _names_of(keys)
+        return _Leaf(holder, raw, names, start + _names_of(keys[level:]))
 
     def rebuilt(self, values: Iterable[Any]) -> Any:
         """The same tree, with other values."""
-        raws = self._structure.unflatten(values)
-        pairs = [
-            (path, holder.copy(raw) if isinstance(holder, Variable) else raw)
-            for (path, holder, _), raw in zip(self._targets, raws)
-        ]
-        return merge(self._graphdef, nested(pairs))
+        paths = (path for path, _ in self._items)
+        holders = self._structure.unflatten(values)
+        return merge(self._graphdef, nested(zip(paths, holders)))
 
 
 def _names_of(keys: Any) -> Names:
@@ -171,7 +173,7 @@ def save_checkpoint(
             checkpointer.save(beside, args=args)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
-            raise  # not what tensorstore says of files
+            raise  # not an error of tensorstore about files
         raise OSError(
             f"{name}: {place} could not be written: {error!s:.300}. What was there "
             "before is as it was; if the disk is full, make room, and save again."
@@ -215,10 +217,10 @@ def _replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _remove(folder: pathlib.Path, pattern: str, others: set[threading.Thread]) -> None:
-    """Removes what is half written.
+    """Removes half-written folders.
 
-    Threads of Orbax, which are not among the others, may write on for a moment, and
-    make anew what was removed.
+    Orbax's threads, which started after the others, may go on writing for a moment, and
+    make again a folder that was removed.
     """
     for _ in range(WAITS):
         is_writing = not others.issuperset(threading.enumerate())
@@ -316,7 +318,7 @@ def _matched(
 
 
 def _difference(raw: Any, about: Any) -> str:
-    """How what is stored differs from what the target has; empty when it does not."""
+    """How a stored value differs from the target's; empty when it does not."""
     shape, dtype = getattr(about, "shape", None), getattr(about, "dtype", None)
     if shape is None or dtype is None:
         return f"stored as {about!r:.80}"
@@ -351,7 +353,10 @@ def _request(leaf: _Leaf, name: str) -> Any:
 
 
 def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
-    """A restored value as the target has it: of the same kind, as freely placed."""
+    """A restored value as the target's: a number, numpy's or JAX's array, or a Ref.
+
+    It is committed to devices only if the target's is.
+    """
     raw = leaf.raw
     if type(raw) in NUMBERS:
         return type(raw)(value)
@@ -368,4 +373,4 @@ def _finished(value: Any, leaf: _Leaf, name: str) -> Any:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     elif isinstance(value, np.ndarray):
         value = jnp.asarray(value)
-    return jax.new_ref(value) if is_ref(raw) and leaf.holder is raw else value
+    return jax.new_ref(value) if is_ref(raw) else value

@@ -21,18 +21,17 @@ from treetap._core.wording import words_of
 
 
 @contextlib.contextmanager
-def refusing(what: str, *errors: type[Exception], end: str = "") -> Iterator[None]:
+def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
     """A block that reads a file: errors in it mean that the file is refused.
 
     Args:
         what: Public name, file, and what is wrong with it; the error's words follow.
         errors: What the block may raise.
-        end: What ends the message.
     """
     try:
         yield
     except errors as error:
-        raise WeightsError(f"{what}: {words_of(error)}{end}") from error
+        raise WeightsError(f"{what}: {words_of(error).rstrip('.')}.") from error
 
 
 @contextlib.contextmanager

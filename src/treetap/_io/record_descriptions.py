@@ -22,13 +22,14 @@ from treetap._capture.walk.spots import Axis
 from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError
 from treetap._core.paths import is_named_tuple
+from treetap._core.variables.kinds import all_kinds
 from treetap._core.variables.values import is_gone, is_ref
 from treetap._core.variables.variable import Variable
 from treetap._observe.records import FirstAxes, Record, Site
 
 PARTS = ("value", "grad", "taken", "count")
 DEEPEST = 64  # levels of a value, or of a key
-_FIELDS: dict[str, type] = {  # of a site, and what they are in JSON
+_FIELDS: dict[str, type] = {  # attributes of a site, and their types in JSON
     "path": list,
     "name": str,
     "index": int,
@@ -51,7 +52,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Malformed(Exception):
-    """What a file describes cannot be; says how."""
+    """A file describes something that cannot exist; the text says why."""
 
 
 class Leaf(NamedTuple):
@@ -86,7 +87,9 @@ def is_key(value: Any) -> bool:
 
 
 def described(record: Record, name: str) -> tuple[list[Any], list[Leaf]]:
-    """A Record as a description and its leaves, which the description counts.
+    """A Record as a description and a list of leaves.
+
+    The description refers to a leaf by its number in the list.
 
     Args:
         record: What to take apart.
@@ -103,8 +106,8 @@ def described(record: Record, name: str) -> tuple[list[Any], list[Leaf]]:
 
 
 def _own_name(text: str, taken: Container[str]) -> str:
-    """A name that no other leaf has; paths with 1 and with "1" read alike."""
-    if text == "__metadata__":  # which the format has for itself
+    """A name that no other leaf has: paths with 1 and with "1" give the same text."""
+    if text == "__metadata__":  # safetensors reserves this name
         text = "__metadata__~"
     others = (f"{text}~{number}" for number in itertools.count(2))
     return next(own for own in itertools.chain([text], others) if own not in taken)
@@ -128,7 +131,7 @@ def _site(site: Site, leaves: dict[str, Leaf], name: str) -> dict[str, Any]:
 
 
 def _axes(first: FirstAxes) -> dict[str, Any]:
-    """What first axes are, without sizes: those are the arrays'."""
+    """First axes as JSON. Sizes are left out: the shapes of the arrays have them."""
     names = [[axis.kind, axis.name] for axis in first.levels]
     grads = [[[axis.kind, axis.name] for axis in axes] for axes in first.grads]
     value, taken, count = list(map(list, first.leaves)), first.taken, first.turns
@@ -141,7 +144,7 @@ def _full_name(cls: type) -> str:
 
 
 def _refuse_statistics(site: Site, where: str) -> None:
-    """Refuses what is neither value, gradient nor flag, rather than lose it."""
+    """Refuses a site with statistics: files do not keep them, so they would be lost."""
     for field in dataclasses.fields(site):
         is_data = not field.metadata.get("static") and field.name not in PARTS
         if is_data and getattr(site, field.name) is not None:
@@ -152,7 +155,7 @@ def _refuse_statistics(site: Site, where: str) -> None:
 
 
 class _Place(NamedTuple):
-    """One tree of a site, while it is taken apart; `leaves` gathers those of all."""
+    """One tree of a site that is being described; `leaves` collects those of all."""
 
     site: Site
     part: str
@@ -160,7 +163,7 @@ class _Place(NamedTuple):
     leaves: dict[str, Leaf]
 
     def node(self, value: Any, keys: tuple[Any, ...]) -> Any:
-        """The description of a tree, or of what stands in it under some keys."""
+        """The description of a tree, or of its subtree under some keys."""
         if value is None:
             return None
         if len(keys) > DEEPEST:
@@ -218,7 +221,7 @@ def _refused(value: Any) -> str:
 
 
 def _key(key: Any, where: str) -> Any:
-    """A key of a path or a dict, as JSON that tells 1 from "1"."""
+    """A key of a path or a dict as JSON, in which 1 and "1" differ."""
     if type(key) in (str, int):
         return key
     if key is None or type(key) in (bool, float):
@@ -235,17 +238,13 @@ def _key(key: Any, where: str) -> Any:
 
 
 def rebuilt(description: Any, leaves: Sequence[Any]) -> Record:
-    """A Record from what a file says and its leaves; `Malformed` if it says too little.
+    """Builds a Record from its description and leaves; refuses it as `Malformed`.
 
-    The kind of Variable is one that this program knows: the nearest base, if it does
-    not have the very class. A named tuple is one of the same name and fields.
+    A kind of Variable is looked up by name among the classes that this program has. If
+    it does not have the class, its nearest base counts. A named tuple becomes a new
+    class of the same name and fields.
     """
-    kinds: dict[str, type] = {}
-    waiting: list[type] = [Variable]
-    while waiting:
-        cls = waiting.pop()
-        if kinds.setdefault(_full_name(cls), cls) is cls:
-            waiting += cls.__subclasses__()
+    kinds: dict[str, type] = {_full_name(kind): kind for kind in all_kinds()}
     try:
         sites = wanted(description, list, "the list of sites")
         return Record(tuple(_rebuilt_site(about, leaves, kinds) for about in sites))
@@ -261,7 +260,7 @@ def wanted(value: Any, kind: type, what: str) -> Any:
 
 
 def checked_site(about: Any) -> dict[str, Any]:
-    """What a file says of a site: each field is there, and kinds have present names."""
+    """Checks the description of a site; kinds get the names they have today."""
     wanted(about, dict, "a site")
     for field, kind in _FIELDS.items():
         wanted(about.get(field), kind, f"`{field}` of a site")
@@ -283,25 +282,19 @@ def _rebuilt_site(about: Any, leaves: Sequence[Any], kinds: dict[str, type]) -> 
 
 
 def _rebuilt_axes(about: dict[str, Any], parts: dict[str, Any]) -> FirstAxes:
-    """What first axes are; their sizes are those of the arrays, which must agree."""
+    """Builds first axes. Arrays that have an axis in common must agree on its size."""
     names = [_axis_name(name) for name in wanted(about["levels"], list, "levels")]
     sizes: dict[int, int] = {}
 
     def held(numbers: Any, array: Any) -> tuple[int, ...]:
-        shape = getattr(array, "shape", ())
-        if len(wanted(numbers, list, "levels of an array")) > len(shape):
-            raise Malformed(f"an array of shape {shape} has {len(numbers)} first axes")
-        for number, size in zip(numbers, shape):
+        for number, size in _with_sizes(numbers, array):
             if sizes.setdefault(wanted(number, int, "a level"), size) != size:
                 raise Malformed(f"level {number} has the sizes {sizes[number]}, {size}")
         return tuple(numbers)
 
     def own(axes: Any, array: Any) -> tuple[Axis, ...]:
-        shape = getattr(array, "shape", ())
-        if len(wanted(axes, list, "axes of an array")) > len(shape):
-            raise Malformed(f"an array of shape {shape} has {len(axes)} first axes")
-        kinds = map(_axis_name, axes)
-        return tuple(Axis(kind, size, n) for (kind, n), size in zip(kinds, shape))
+        found = [(*_axis_name(axis), size) for axis, size in _with_sizes(axes, array)]
+        return tuple(Axis(kind, size, name) for kind, name, size in found)
 
     leaves = _of_each(held, about["value"], parts["value"])
     grads = _of_each(own, about["grad"], parts["grad"])
@@ -310,6 +303,14 @@ def _rebuilt_axes(about: dict[str, Any], parts: dict[str, Any]) -> FirstAxes:
         raise Malformed(f"axes of {sorted(sizes)}, and {len(names)} levels")
     levels = tuple(Axis(kind, sizes[n], name) for n, (kind, name) in enumerate(names))
     return FirstAxes(levels, leaves, taken, turns, grads)
+
+
+def _with_sizes(axes: Any, array: Any) -> list[tuple[Any, int]]:
+    """What a file says of the first axes of an array, each with its length."""
+    shape = getattr(array, "shape", ())
+    if len(wanted(axes, list, "axes of an array")) > len(shape):
+        raise Malformed(f"an array of shape {shape} has {len(axes)} first axes")
+    return list(zip(axes, shape))
 
 
 def _of_each(read: Callable[..., Any], told: Any, tree: Any) -> tuple[Any, ...]:
@@ -321,9 +322,9 @@ def _of_each(read: Callable[..., Any], told: Any, tree: Any) -> tuple[Any, ...]:
 
 def _axis_name(told: Any) -> tuple[str, str | None]:
     kind, name = wanted(told, list, "an axis")
-    return wanted(kind, str, "the kind of an axis"), name and wanted(
-        name, str, "a name"
-    )
+    if name is not None:
+        wanted(name, str, "a name")
+    return wanted(kind, str, "the kind of an axis"), name
 
 
 def _rebuilt_node(node: Any, leaves: Sequence[Any], depth: int) -> Any:

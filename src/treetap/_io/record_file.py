@@ -149,7 +149,7 @@ def record_in(
     """
     about = json_object(text, path, name)
     what = f"{name}: {path} is broken, or not a Record"
-    with refusing(what, Malformed, RecursionError, end="."):
+    with refusing(what, Malformed, RecursionError):
         if about.get("version") != VERSION:
             raise Malformed("it was written by another version of this library")
         entries = wanted(about.get("leaves"), list, "the list of leaves")
@@ -157,16 +157,17 @@ def record_in(
         keys = [wanted(key, str, "the name of a tensor") for key in keys]
         if len(set(keys)) < len(keys):  # many of one would not fit in the memory
             raise Malformed("two of its leaves are the same tensor")
-        leaves = [_leaf(entry, stored, made, name) for entry in entries]
+        leaves = [
+            made(_array_of(entry, stored, name), bool(entry.get("host")))
+            for entry in entries
+        ]
         return rebuilt(about.get("sites"), leaves)
 
 
-def _leaf(
-    entry: dict[str, Any],
-    stored: Mapping[str, Stored],
-    made: Callable[[np.ndarray, bool], Any],
-    name: str,
-) -> Any:
+def _array_of(
+    entry: dict[str, Any], stored: Mapping[str, Stored], name: str
+) -> np.ndarray:
+    """The array of a leaf, mapped from the file."""
     key = entry["tensor"]
     if key not in stored:
         raise Malformed(f"it has no tensor {entry!r:.80}")
@@ -176,11 +177,11 @@ def _leaf(
     array = found.view(name)
     if "dtype" in entry:
         dtype = DTYPES.get(str(entry["dtype"]))
-        is_fit = dtype is not None and array.dtype == np.uint8 and array.ndim > 0
-        if dtype is None or not is_fit or array.shape[-1] != dtype.itemsize:
+        is_bytes = array.dtype == np.uint8
+        if dtype is None or not is_bytes or array.shape[-1:] != (dtype.itemsize,):
             raise Malformed(f"tensor {key!r:.80} holds no {entry['dtype']!r:.60}")
         array = np.require(array, requirements="C").view(dtype)[..., 0]
-    return made(array, bool(entry.get("host")))
+    return array
 
 
 def _placed(array: np.ndarray, host: bool) -> Any:

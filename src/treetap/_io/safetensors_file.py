@@ -8,6 +8,7 @@ say; `Stored.view` maps a tensor's bytes when it is asked to. `write_tensors` re
 a file in one step, or leaves it alone.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ from treetap._io.files import refusing, require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
-WHOLE = "model.safetensors"  # what programs call a model that is one file
+WHOLE = "model.safetensors"  # the usual name of a model in one file
 INDEX = ".safetensors.index.json"
 MOST_AXES = 64  # of an array of numpy
 MOST_EMPTY = 2**20  # rows of nothing
@@ -86,12 +87,8 @@ class Stored(NamedTuple):
         dtype = DTYPES[self.code]
         if self.start == self.stop:
             return np.empty(self.shape, dtype)
-        try:
+        with refusing(f"{name}: {self.file} was changed while it was read", ValueError):
             mapped = np.memmap(self.file, dtype, "r", self.start, self.shape)
-        except ValueError as error:
-            raise WeightsError(
-                f"{name}: {self.file} was changed while it was read."
-            ) from error
         return mapped.view(np.ndarray)
 
 
@@ -207,19 +204,17 @@ def _diagnosis(file: pathlib.Path, reason: str) -> str:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(32)
-        for magic, what in _STARTS.items():
-            if start.startswith(magic):
-                return f"it looks like {what}"
         length = int.from_bytes(start[:8], "little")
         opened.seek(8)
         text = opened.read(length) if length <= DIAGNOSED else b""
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        return reason
-    for key, entry in header.items() if isinstance(header, dict) else ():
-        if key != "__metadata__" and not _is_fit(entry, size - 8 - length):
-            return f"tensor {quoted(key)} is described as {entry!a:.200}: {reason}"
+    for magic, what in _STARTS.items():
+        if start.startswith(magic):
+            return f"it looks like {what}"
+    # Where the header is no object of JSON, the library's reason is all there is.
+    with contextlib.suppress(AttributeError, ValueError, RecursionError):
+        for key, entry in json.loads(text).items():
+            if key != "__metadata__" and not _is_fit(entry, size - 8 - length):
+                return f"tensor {quoted(key)} is described as {entry!a:.200}: {reason}"
     return reason
 
 
@@ -253,7 +248,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def json_object(text: str | bytes, file: Any, name: str) -> dict[str, Any]:
     """An object from JSON, whatever the text is."""
     what = f"{name}: {file} is broken: it has no readable JSON"
-    with refusing(what, ValueError, RecursionError, end="."):
+    with refusing(what, ValueError, RecursionError):
         parsed = json.loads(text, object_pairs_hook=_unique)
         if not isinstance(parsed, dict):
             raise ValueError(f"it is a {type(parsed).__name__}, not an object")
@@ -276,9 +271,8 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
         )
     if found:
         return _inside(folder, found[0], folder, name)
-    others = [n for n in names if pathlib.Path(n).suffix in _PICKLES | _OTHERS]
-    if others:
-        refuse_other_formats(folder / others[0], name)
+    for each in names:
+        refuse_other_formats(folder / each, name)
     told = first_few([*map(quoted, names)]) or "nothing"
     raise WeightsError(f"{name}: {folder} has no .safetensors file; it has {told}.")
 
@@ -294,11 +288,10 @@ def _inside(
             f"{name}: {told} names the file {quoted(entry)}; only names of files in "
             "the same folder are followed."
         )
-    home = folder.resolve()
     real = (folder / entry).resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # Hugging Face's cache links to its blobs
-        homes.append(home.parent.parent / "blobs")
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":  # Hugging Face's cache links to its blobs
+        homes.append(homes[0].parents[1] / "blobs")
     if real.parent not in homes:
         raise WeightsError(
             f"{name}: {folder / entry} is a link that leads out of its folder, to "
@@ -321,30 +314,26 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
         raise WeightsError(
             f"{name}: {index} has no `weight_map` from names of tensors to files."
         )
-    files = {
-        file: _of_file(_inside(index.parent, file, index, name), name)[0]
-        for file in sorted(set(places.values()))
-    }
-    lost = [
-        f"{quoted(key)} in {file}"
-        for key, file in places.items()
-        if key not in files[file]
-    ]
+    found: dict[str, Stored] = {}
+    for file in sorted(set(places.values())):
+        tensors, _ = _of_file(_inside(index.parent, file, index, name), name)
+        for key, stored in tensors.items():
+            if places.get(key, file) != file:
+                continue  # the index says that another file counts
+            if key in found:
+                raise WeightsError(
+                    f"{name}: {quoted(key)} is in {found[key].file.name} and in "
+                    f"{file}, and {index} does not say which counts."
+                )
+            found[key] = stored
+    rests = (key for key in places if key not in found)
+    lost = [f"{quoted(key)} in {places[key]}" for key in rests]
     if lost:
         raise WeightsError(
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
             f"{first_few(lost)}. The files belong to another index, or are incomplete."
         )
-    found = {key: files[file][key] for key, file in places.items()}
-    for file, tensors in files.items():
-        for key, stored in tensors.items():
-            known = found.setdefault(key, stored)
-            if key not in places and known is not stored:
-                raise WeightsError(
-                    f"{name}: {quoted(key)} is in {known.file.name} and in {file}, and "
-                    f"{index} does not say which counts."
-                )
-    return found
+    return {key: found[key] for key in {**places, **found}}  # in the index's order
 
 
 # Writing.

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from treetap._core.errors import MetadataError, WeightsError
 from treetap._core.paths import Path, show_path
 from treetap._core.trees.filters import Filter, predicate_of
+from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.split import split
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.placement import resolve_sharding
@@ -55,17 +56,14 @@ class Target(NamedTuple):
         return getattr(self.raw, "dtype", NUMBERS.get(type(self.raw)))
 
 
-def taken_apart(model: Any, name: str) -> tuple[Any, list[Target]]:
-    """All values of a model, and what is needed to merge others into such a model."""
+def parts_of(model: Any, name: str) -> tuple[GraphDef, State]:
+    """A model split in graph mode, so that what is shared comes once."""
     graphdef, state = split(model, graph=True)
     if not isinstance(state, State):
         raise WeightsError(
             f"{name}: a bare {type(model).__name__} has no name. Put it into a dict."
         )
-    return graphdef, [
-        Target(path, each, each.get_raw_value() if isinstance(each, Variable) else each)
-        for path, each in flat_items(state.raw_mapping)
-    ]
+    return graphdef, state
 
 
 def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[str]]:
@@ -73,9 +71,11 @@ def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[
     chosen = predicate_of(only)
     targets: list[Target] = []
     problems: list[str] = []
-    for target in taken_apart(model, name)[1]:
-        if target.raw is None or not chosen(target.path, target.holder):
+    for path, holder in flat_items(parts_of(model, name)[1].raw_mapping):
+        raw = holder.get_raw_value() if isinstance(holder, Variable) else holder
+        if raw is None or not chosen(path, holder):
             continue
+        target = Target(path, holder, raw)
         place, dtype = target.text, target.dtype
         if dtype is None:
             problems.append(

@@ -24,7 +24,7 @@ from treetap._core.paths import Path, show_path
 
 MOST = 100_000  # tensors in one stack
 Shape = tuple[int, ...]
-Bound = Mapping[str, str]  # what the names in braces stand for
+Bound = Mapping[str, str]  # values of the names in braces
 Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merged
 
 
@@ -43,7 +43,7 @@ Pieces = Sequence[tuple[Bound, Shape]]
 
 
 class Misfit(Exception):
-    """A layout cannot give the shape that is wanted; says how."""
+    """A file cannot give the shape or the numbers that are wanted; says why."""
 
 
 def _axis_in(axis: int, shape: Shape, step: Any) -> int:
@@ -244,7 +244,7 @@ def needs(
 def assembled(
     steps: Sequence[Step], shape: Shape, tensors: Iterator[np.ndarray]
 ) -> np.ndarray:
-    """A value made from what it `needs`; a view of that where that can be."""
+    """A value made from the tensors it `needs`; a view of them where possible."""
     if not steps:
         return next(tensors)
     *first, last = steps
@@ -432,7 +432,7 @@ def fields_in(text: str, name: str) -> list[str]:
 
 
 def filled(template: str, bound: Bound) -> str:
-    """A name with what the names in braces stand for."""
+    """A name with the values of the names in braces filled in."""
 
     def value(match: re.Match[str]) -> str:
         return bound[match[1]].replace("/", ".") if match[1] else match[0][0]
@@ -459,7 +459,7 @@ def _compiled(pattern: str, name: str) -> re.Pattern[str]:
 
 
 class Source(NamedTuple):
-    """Where one Variable's value is: a Tensor, and what its names in braces are."""
+    """Where one Variable's value is: a Tensor, and values of its names in braces."""
 
     tensor: Tensor
     bound: Bound

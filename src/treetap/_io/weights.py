@@ -58,7 +58,7 @@ from treetap._io.weight_rules import (
     needs,
 )
 
-LASTING = Not((RngState, Cache, Intermediate))  # what is not made anew by each run
+LASTING = Not((RngState, Cache, Intermediate))  # each run makes those anew
 
 
 # Saving.
@@ -175,7 +175,7 @@ class OutgoingTensors:
             self._put(earlier._replace(bound=bound), piece, path)
 
     def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
-        """Takes a part, which is told apart from those of other tensors and cuts."""
+        """Keeps a part until the others of its tensor, cut the same way, are here."""
         cut = _cut_of(part, array.ndim)
         bound = tuple(sorted(whole.bound.items()))
         key = whole.tensor.names, whole.tensor.steps, bound, cut
@@ -317,7 +317,7 @@ class LoadPlan:
     def __init__(self, stored: dict[str, Stored], cast: bool, problems: list[str]):
         self.stored = stored
         self.cast = cast
-        self.problems = problems  # what is wrong in any case
+        self.problems = problems  # errors, whether loading is strict or not
         # With its tensors, in the order of `needs`.
         self.ready: list[tuple[Target, Source, list[Stored]]] = []
         self.missing: list[tuple[Target, list[str]]] = []
@@ -392,7 +392,7 @@ class LoadPlan:
             arrays = (_converted(view, target.dtype) for view in views)
             try:
                 array = assembled(source.tensor.steps, target.shape, arrays)
-            except _LostValues as lost:
+            except Misfit as lost:
                 problems.append(f"{target.text}: {lost}")
             else:
                 if not problems:
@@ -403,10 +403,6 @@ class LoadPlan:
                 + section("values that cannot be converted", problems)
             )
         return values
-
-
-class _LostValues(Exception):
-    """A conversion would lose a number, not just round it."""
 
 
 def _cut_of(part: Part, rank: int) -> Part:
@@ -425,7 +421,7 @@ def _use_of(steps: Sequence[Step], shape: Shape) -> tuple[Any, int]:
 
 
 def _left_over(name: str, uses: Mapping[Any, set[int]] | None) -> list[str]:
-    """What of a tensor nobody wants: all of it, parts, or nothing."""
+    """The tensor, or the parts of it, that no Variable wants; often nothing."""
     if uses is None:
         return [name]
     rests: list[str] = []
@@ -444,10 +440,8 @@ def _misfit_error(
     lines: list[str] = []
     spare = [name for name in unused if name in plan.stored]
     for place, (target, absent) in enumerate(plan.missing):
-        hint = ""
-        if place < SHOWN:
-            near = near_to(absent[0], spare, 1)
-            hint = f"; did you mean {quoted(near[0])}?" if near else ""
+        near = near_to(absent[0], spare if place < SHOWN else (), 1)
+        hint = f"; did you mean {quoted(near[0])}?" if near else ""
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
     left = [
@@ -481,12 +475,12 @@ def _converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         new = array.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         is_lost = (new.astype(array.dtype) != array) | ((new < 0) != (array < 0))
-    elif float(jnp.finfo(dtype).max) < float(jnp.finfo(array.dtype).max):
+    elif dtype.itemsize < 4 or dtype.itemsize < array.dtype.itemsize:
         is_lost = np.isfinite(array) & ~np.isfinite(new)
-    else:
+    else:  # float32 and float64 have all numbers of shorter types
         return new
     if is_lost.any():
-        raise _LostValues(f"{array.dtype} with values that {dtype} does not have")
+        raise Misfit(f"{array.dtype} with values that {dtype} does not have")
     return new
 
 
@@ -507,7 +501,7 @@ def _placed(array: np.ndarray, target: Target) -> Any:
 
 
 def _own(array: np.ndarray) -> np.ndarray:
-    """An array that does not lie in the file: JAX may keep what it is given."""
-    if array.flags.writeable:  # made here; what is mapped is not
+    """An array in memory of its own: JAX may keep it, and the file may change."""
+    if array.flags.writeable:  # it was made here; mapped arrays are read-only
         return np.require(array, requirements="C")
     return np.array(array, order="C")

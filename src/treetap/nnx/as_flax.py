@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standing in for flax: programs that import `flax.nnx` run on treetap, unedited.
 
-While `as_flax` is in force, a finder answers every import of `flax` and of what is
+While `as_flax` is in force, `sys.modules` has a stand-in for `flax` and for each module
 below it. `flax.nnx` and its submodules have the names of `treetap.nnx`; the few other
-parts that NNX programs use come from `flax_parts`. Whatever else is asked for is an
-ImportError that says what is not there, and why. The modules are stand-ins, made at
-import: nothing that a program sets on them reaches treetap.
+parts that NNX programs use come from `flax_parts`. Imports of anything else reach a
+finder, and it raises an ImportError that says what is not there, and why. Stand-ins are
+made anew each time: nothing that a program sets on them reaches treetap.
 """
 
 import difflib
-import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import jax
-import numpy as np
 
 from treetap import initializers, metrics, nnx
 from treetap._core import errors, settings
@@ -54,18 +52,13 @@ OPTIONS = {  # they concern Linen, checkpoints or displays
 FIXED = ("flax_array_ref", "flax_hijax_variable", "flax_pytree_module")
 
 
-class Config:
+class Config(types.SimpleNamespace):
     """`flax.config`: the options that mean something here are settings of treetap."""
-
-    def __init__(self) -> None:
-        self._values = dict(OPTIONS)
 
     def __getattr__(self, name: str) -> Any:
         if name in SETTINGS:
             return SETTINGS[name].current_value()
-        if name not in OPTIONS:
-            raise AttributeError(f"flax.config has no option {name!r}.")
-        return self._values[name]
+        raise AttributeError(f"flax.config has no option {name!r}.")
 
     def update(self, name: str, value: Any, /) -> None:
         """Sets an option from now on.
@@ -83,52 +76,40 @@ class Config:
                 "Leave the option alone."
             )
         else:
-            self._values[name] = value
+            setattr(self, name, value)
 
 
-CONFIG = Config()
+CONFIG = Config(**OPTIONS)
 
-Array = jax.Array | Any
-Precision = None | str | jax.lax.Precision | tuple[Any, Any]
-TYPES = {  # of `flax.typing`: names for annotations, which nobody checks
-    "Array": Array,
-    "ArrayPytree": Any,
-    "Axes": int | Sequence[int],
+# Of `flax.typing`: names for annotations. Nobody checks these, so most are `Any`.
+ANNOTATIONS = """
+    Array ArrayPytree Axes Collection ConvGeneralDilatedT DotGeneralT Dtype EinsumT
+    LaxPadding LogicalNames LogicalRules PaddingLike PathParts PrecisionLike
+    PromoteDtypeFn Shape Sharding VariableDict
+"""
+TYPES = {
+    **dict.fromkeys(ANNOTATIONS.split(), Any),
     "Axis": int | None,
-    "Collection": Mapping[str, Any],
-    "ConvGeneralDilatedT": Callable[..., Array],
-    "DotGeneralT": Callable[..., Array],
-    "Dtype": str | type[Any] | np.dtype | Any,
-    "EinsumT": Callable[..., Array],
     "Initializer": initializers.Initializer,
     "Key": Hashable,
-    "LaxPadding": str | Sequence[tuple[int, int]],
-    "LogicalNames": tuple[str | None, ...],
-    "LogicalRules": Sequence[tuple[str, Any]],
     "PRNGKey": jax.Array,
-    "PaddingLike": str | int | Sequence[int | tuple[int, int]],
     "Path": str,
-    "PathParts": tuple[Hashable, ...],
-    "PrecisionLike": Precision,
-    "PromoteDtypeFn": Callable[..., Any],
-    "Shape": Sequence[int],
-    "Sharding": tuple[str | tuple[str, ...] | None, ...],
-    "VariableDict": Mapping[str, Mapping[str, Any]],
 }
 
 
-def _named(module: Any, names: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names.split()}
+def _named(module: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
 
 
 def _public(module: types.ModuleType) -> dict[str, Any]:
     return {name: held for name, held in vars(module).items() if name[0] != "_"}
 
 
-NNX = {name: getattr(nnx, name) for name in nnx.__all__ if name != "compat"}
-FROZEN_DICTS = _named(flax_parts, "FrozenDict copy freeze pop unfreeze")
-LAYERS = NNX | TYPES  # the modules of layers have flax's names for types as well
-DEFAULTS = {
+NNX = _named(nnx, *(name for name in nnx.__all__ if name != "compat"))
+FROZEN_DICTS = _named(flax_parts, "FrozenDict", "copy", "freeze", "pop", "unfreeze")
+LAYERS = {  # the modules of layers have flax's names for types and defaults as well
+    **NNX,
+    **TYPES,
     "default_bias_init": initializers.zeros_init(),
     "default_embed_init": default_embed_init,
     "default_kernel_init": default_kernel_init,
@@ -141,7 +122,6 @@ WITH_NNX = """
     variablelib visualization
 """
 WITH_LAYERS = "activations attention linear lora normalization recurrent stochastic"
-WITH_DEFAULTS = "attention linear lora recurrent"
 # What each module has, besides the modules below it.
 MODULES: dict[str, dict[str, Any]] = {
     "flax": {"__version__": FOLLOWED_VERSION, "config": CONFIG},
@@ -152,11 +132,11 @@ MODULES: dict[str, dict[str, Any]] = {
         "FlaxError": errors.TreetapError,
         "TraceContextError": errors.TraceContextError,
     },
-    "flax.struct": _named(flax_parts, "PyTreeNode dataclass field"),
+    "flax.struct": _named(flax_parts, "PyTreeNode", "dataclass", "field"),
     "flax.training": {},
     "flax.training.train_state": _named(flax_parts, "TrainState"),
     "flax.traverse_util": _named(
-        flax_parts, "empty_node flatten_dict path_aware_map unflatten_dict"
+        flax_parts, "empty_node", "flatten_dict", "path_aware_map", "unflatten_dict"
     ),
     "flax.typing": TYPES | _named(flax_parts, "FrozenDict"),
     "flax.version": {"__version__": FOLLOWED_VERSION},
@@ -164,19 +144,17 @@ MODULES: dict[str, dict[str, Any]] = {
     "flax.nnx.compat": _public(compat),
     "flax.nnx.nn": {},
     "flax.nnx.nn.dtypes": {"promote_dtype": promote_dtype},
-    "flax.nnx.nn.initializers": _named(initializers, " ".join(initializers.__all__)),
+    "flax.nnx.nn.initializers": _named(initializers, *initializers.__all__),
     "flax.nnx.training": {},
-    "flax.nnx.training.metrics": _named(metrics, " ".join(metrics.__all__)),
+    "flax.nnx.training.metrics": _named(metrics, *metrics.__all__),
     "flax.nnx.traversals": _public(traversals),
     **{f"flax.nnx.{name}": {**NNX} for name in WITH_NNX.split()},
     **{f"flax.nnx.nn.{name}": {**LAYERS} for name in WITH_LAYERS.split()},
 }
-for _name in WITH_DEFAULTS.split():
-    MODULES[f"flax.nnx.nn.{_name}"] |= DEFAULTS
 MODULES["flax.nnx.nn.recurrent"]["flip_sequences"] = flip_sequences
 MODULES["flax.nnx.rnglib"]["backup_keys"] = random_rules.backup_keys
 MODULES["flax.nnx.filterlib"] |= {
-    **_named(filters, "Filter PathIn Predicate"),
+    **_named(filters, "Filter", "PathIn", "Predicate"),
     "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
     "to_predicate": filters.predicate_of,
 }
@@ -208,82 +186,59 @@ REASONS = {
 }
 
 
-def _reason(name: str) -> str | None:
-    """Why a name is not here; the reason of the nearest thing around it."""
-    while name.count("."):
-        if name in REASONS:
-            return REASONS[name]
-        name = name.rpartition(".")[0]
-    return None
+def _explain(path: str, known: list[str]) -> str:
+    """The text of the error for a path that is not here.
 
-
-def _below(path: str) -> set[str]:
-    """The names of the modules right below one."""
-    start = f"{path}."
-    below = (each.removeprefix(start) for each in MODULES if each.startswith(start))
-    return {name for name in below if "." not in name}
-
-
-def _explain(name: str) -> str:
-    """The text of the error for a full name that is not here."""
-    parent, _, last = name.rpartition(".")
-    text = f"treetap, standing in for flax, has no {name}"
-    reason = _reason(name)
-    if reason is not None:
-        return f"{text}: {reason}."
-    known = [*MODULES.get(parent, ()), *_below(parent)]
-    near = difflib.get_close_matches(last, known, n=1)
+    Args:
+        path: What was asked for.
+        known: The names there are in the same module.
+    """
+    text = f"treetap, standing in for flax, has no {path}"
+    around = path
+    while around and around not in REASONS:
+        around = around.rpartition(".")[0]
+    if around:  # the nearest thing around it for which there is a reason
+        return f"{text}: {REASONS[around]}."
+    parent, _, name = path.rpartition(".")
+    near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"{text}. The nearest name is {parent}.{near[0]}."
     return f"{text}. `dir({parent})` lists what there is."
 
 
 class StandIn(types.ModuleType):
-    """A module under flax's name. What it has not is explained when asked for."""
+    """A module under flax's name. A missing name is an error that says why."""
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self.__name__}.{name}"
-        if path in MODULES:
-            return _module_at(path)
         if name.startswith("__"):  # asked for by Python, which takes no for an answer
             raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
-        raise AttributeError(_explain(path), name=name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *_below(self.__name__)})
+        raise AttributeError(_explain(path, dir(self)), name=name)
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for `flax` and everything below it, with stand-ins."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
-        return StandIn(spec.name, "treetap, under the name of a module of flax.")
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        vars(module).update(MODULES[module.__name__])
-        if module.__name__ == "flax.nnx":
-            for name, path in ALIASES.items():
-                setattr(module, name, _module_at(path))
-
-    def find_spec(
-        self, fullname: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "flax":
-            return None
-        if fullname not in MODULES:  # also `from flax.nnx import x` of a missing x
-            raise ImportError(_explain(fullname), name=fullname)
-        return importlib.machinery.ModuleSpec(
-            fullname, self, origin="treetap", is_package=True
-        )
+def _stand_ins() -> dict[str, StandIn]:
+    """New modules by their paths; each is an attribute of the one around it."""
+    made: dict[str, StandIn] = {}
+    for path, names in MODULES.items():  # in which the one around it comes first
+        made[path] = StandIn(path, "treetap, under the name of a module of flax.")
+        vars(made[path]).update(names, __path__=[])
+        made[path].__spec__ = ModuleSpec(path, None, origin="treetap", is_package=True)
+        parent, _, name = path.rpartition(".")
+        if parent:
+            setattr(made[parent], name, made[path])
+    for name, path in ALIASES.items():
+        setattr(made["flax.nnx"], name, made[path])
+    return made
 
 
-def _module_at(path: str) -> types.ModuleType:
-    """A stand-in; a program may still ask for one when they are out of force."""
-    if _in_force:
-        return importlib.import_module(path)
-    module = StandIn(path)
-    FINDER.exec_module(module)
-    return module
+class _Finder(MetaPathFinder):
+    """Says why a module of flax is not here; those that are need no finder."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        parent, _, _ = fullname.rpartition(".")
+        if fullname.partition(".")[0] == "flax":  # or `from flax.nnx import Missing`
+            known = dir(sys.modules.get(parent))
+            raise ImportError(_explain(fullname, known), name=fullname)
 
 
 FINDER = _Finder()
@@ -323,6 +278,7 @@ class as_flax:
                     name=name,
                 )
         if not _in_force:
+            sys.modules.update(_stand_ins())
             sys.meta_path.insert(0, FINDER)
         _in_force.append(self)
 

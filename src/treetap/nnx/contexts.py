@@ -68,11 +68,12 @@ class UpdateContext:
 
     def __init__(self, tag: Hashable):
         self.tag = tag
-        self.outside: list[Any] | None = None  # by number
-        self._inside: dict[int, tuple[Any, int]] = {}  # known for as long as they live
+        self.outside: list[Any] = []  # by number
+        # By `id`; the weak reference shows whether the object is still the same.
+        self._inside: dict[int, tuple[Any, int]] = {}
 
     def put_inside(self, made: dict[int, Any]) -> None:
-        """Takes note of objects that were made inside, by number."""
+        """Notes objects that were made inside, with their numbers."""
         self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
 
     def number_inside(self, member: Any) -> int | None:
@@ -89,21 +90,26 @@ class UpdateContext:
 class SplitContext:
     """Splits objects in one numbering; see `split_context`."""
 
-    def __init__(self, context: UpdateContext | None):
+    def __init__(self, context: UpdateContext):
         self._context = context
         self._walk = Flattening(None, True, "split_context")
 
     def split(self, node: Any, *filters: Filter) -> Any:
-        """As `treetap.split`; what was split before in this block is a reference."""
+        """As `treetap.split`; an object split before in this block is a reference."""
         walk, context = self._walk, self._context
         walk.root = node
         met = len(walk.members)
         graphdef, found = walk.apart(node)
-        if context is not None and context.is_inside:
+        if context.is_inside:
             known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
             graphdef = LinkedDef(graphdef, origins)
-        elif context is not None:
+        elif context.outside and context.outside is not walk.members:
+            raise StructureError(
+                f"split_context: objects were split under {context.tag!r} in another "
+                "block, with numbers of its own. Split all of them in one block."
+            )
+        else:
             context.outside = walk.members
         return graphdef, *state_groups(found, filters, "split_context")
 
@@ -111,7 +117,7 @@ class SplitContext:
 class MergeContext:
     """Merges what was split in one block; see `merge_context`."""
 
-    def __init__(self, context: UpdateContext | None):
+    def __init__(self, context: UpdateContext):
         self._context = context
         self._made: dict[int, Any] = {}
 
@@ -119,14 +125,13 @@ class MergeContext:
         """As `treetap.merge`; outside, the caller's own objects are filled."""
         context, made = self._context, self._made
         whole = merge_state(state, *states) if states else state
-        owners: dict[int | None, Any] = {}
-        if context is not None and isinstance(graphdef, LinkedDef):
-            outside = context.outside or []
-            owners = {n: outside[origin] for n, origin in graphdef.origins}
-        node = put_together(graphdef, whole, "merge_context", made=made, owners=owners)
-        if context is not None and not isinstance(graphdef, LinkedDef):
+        if not isinstance(graphdef, LinkedDef):  # it comes from outside
+            node = put_together(graphdef, whole, "merge_context", made=made)
             context.put_inside(made)
-        return node
+            return node
+        outside = dict(enumerate(context.outside))
+        owners = {n: outside[o] for n, o in graphdef.origins if o in outside}
+        return put_together(graphdef, whole, "merge_context", made=made, owners=owners)
 
 
 _contexts: ContextVar[tuple[UpdateContext, ...]] = ContextVar("contexts", default=())
@@ -155,10 +160,15 @@ def current_update_context(tag: Hashable) -> UpdateContext:
     )
 
 
+def _context_of(tag: Hashable | None) -> UpdateContext:
+    """The context that is open for a tag; without a tag, one of its own."""
+    return UpdateContext(None) if tag is None else current_update_context(tag)
+
+
 @contextmanager
 def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
     """A block in which objects are split in one numbering."""
-    yield SplitContext(None if ctxtag is None else current_update_context(ctxtag))
+    yield SplitContext(_context_of(ctxtag))
 
 
 @contextmanager
@@ -172,7 +182,7 @@ def merge_context(
         inner: Accepted for NNX; the GraphDef tells.
     """
     del inner
-    yield MergeContext(None if ctxtag is None else current_update_context(ctxtag))
+    yield MergeContext(_context_of(ctxtag))
 
 
 @partial(
@@ -246,22 +256,19 @@ def _visited(
         visit: Makes what takes their place.
     """
 
-    def below(path: Any, part: Any, entry: Any) -> Any:
+    def below(path: Any, entry: Any, part: Any) -> Any:
         def one(inner: Any, leaf: Any) -> Any:
             if not wanted(leaf):
                 return leaf
-            keys = (*path, *inner)
-            return visit(tuple(map(plain_key, keys)), entry, leaf)
+            return visit(tuple(map(plain_key, (*path, *inner))), entry, leaf)
 
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=is_leaf)
 
-    if prefix is MISSING:
-        return below((), tree, None)
     return jax.tree_util.tree_map_with_path(
-        lambda path, entry, part: below(path, part, entry),
-        prefix,
+        below,
+        None if prefix is MISSING else prefix,  # a single entry, for the whole tree
         tree,
-        is_leaf=lambda x: is_entry(x) or isinstance(x, NodeStates),
+        is_leaf=lambda x: is_entry(x) or is_tree_node(x),
     )
 
 

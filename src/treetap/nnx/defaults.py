@@ -9,24 +9,14 @@ is when a call leaves it out.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, get_args
 
 from treetap._core import settings
 from treetap._core.variables.kinds import Param
 from treetap._train import ema, optimizer
-
-# The functions that take `graph`, and those that take `graph_updates` too.
-GRAPH = """
-    abstract_with_sharding as_abstract backup_keys clone flatten get_abstract_model
-    graphdef iter_children iter_graph iter_modules map prefix recursive_map reseed split
-    state unpack view view_info with_attributes with_rngs
-"""
-UPDATES = """
-    cached_partial checkify cond custom_vjp eval_shape fori_loop fork_rngs grad jit
-    jit_partial jvp make_jaxpr pmap remat scan shard_map split_rngs switch
-    value_and_grad vjp vmap while_loop
-"""
 
 Default = Callable[[], bool]
 
@@ -45,16 +35,26 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
     """Wraps the functions of a namespace that take a mode, in place.
 
     Args:
-        namespace: Functions by name; those of the two lists that are there are wrapped.
+        namespace: Functions by name; those whose signature has `graph` are wrapped.
         graph: What `graph` is in a call that leaves it out, or gives None.
         updates: The same for `graph_updates`.
     """
-    for names, given in (
-        (GRAPH, {"graph": graph}),
-        (UPDATES, {"graph": graph, "graph_updates": updates}),
-    ):
-        for name in namespace.keys() & set(names.split()):
-            namespace[name] = _with_defaults(namespace[name], given)
+    modes = {"graph": graph, "graph_updates": updates}
+    for name, fn in list(namespace.items()):
+        if isinstance(fn, FunctionType) and name[0] != "_":
+            given = {mode: modes[mode] for mode in _keywords_of(fn) & modes.keys()}
+            if given:
+                namespace[name] = _with_defaults(fn, given)
+
+
+def _keywords_of(fn: FunctionType) -> set[str]:
+    """What can be given to a function by name, also as `**options: Unpack[...]`."""
+    found: set[str] = set()
+    for name, parameter in inspect.signature(fn).parameters.items():
+        unpacked = get_args(parameter.annotation)
+        is_open = parameter.kind is parameter.VAR_KEYWORD and unpacked
+        found |= unpacked[0].__annotations__.keys() if is_open else {name}
+    return found
 
 
 def _with_defaults(

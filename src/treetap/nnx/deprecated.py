@@ -79,7 +79,7 @@ _STATE_METHODS = {
 
 
 def _give_methods() -> None:
-    """Gives the classes what NNX has deprecated of theirs."""
+    """Gives the classes their deprecated methods and properties."""
     given: dict[tuple[type, str], Any] = {(GraphDef, "apply"): _apply}
     raw = _value_property("raw_value", "`v.get_raw_value()`")
     given[Variable, "raw_value"] = raw

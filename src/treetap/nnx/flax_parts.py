@@ -43,13 +43,12 @@ def dataclass(cls: Any = None, **kwargs: Any) -> Any:
     if "_is_flax_dataclass" in vars(cls):
         return cls
     made = dataclasses.dataclass(frozen=True, **kwargs)(cls)
-    groups: dict[bool, list[str]] = {True: [], False: []}
-    for item in dataclasses.fields(made):
-        if item.init:
-            groups[item.metadata.get("pytree_node", True)].append(item.name)
+    given = [item for item in dataclasses.fields(made) if item.init]
+    nodes = [item.name for item in given if item.metadata.get("pytree_node", True)]
+    static = [item.name for item in given if item.name not in nodes]
     made._is_flax_dataclass = True
     made.replace = _replace
-    return jax.tree_util.register_dataclass(made, groups[True], groups[False])
+    return jax.tree_util.register_dataclass(made, nodes, static)
 
 
 @dataclass_transform(field_specifiers=(field,))

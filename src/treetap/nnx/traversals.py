@@ -4,8 +4,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from treetap._core.errors import StructureError
-from treetap._core.paths import Key, Path, show_path
+from treetap._core.paths import Key, Path
+from treetap._core.trees.state import nested
 
 
 class _EmptyNode:
@@ -88,16 +88,10 @@ def unflatten_mapping(
         sep: What joined paths are split at.
     """
     _check_mapping(xs, "unflatten_mapping")
-    root: dict[Key, Any] = {}
-    for path, value in xs.items():
-        keys = tuple(path.split(sep)) if sep is not None else tuple(path)
-        *parents, last = keys
-        inner = root
-        for key in parents:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise StructureError(
-                    f"unflatten_mapping: {show_path(keys)} goes through a value."
-                )
-        inner[last] = {} if value is empty_node else value
-    return root
+    return nested(
+        (
+            tuple(path if sep is None else path.split(sep)),
+            {} if value is empty_node else value,
+        )
+        for path, value in xs.items()
+    )

@@ -497,8 +497,9 @@ def rewrite(file, number, change):
 def test_journals_that_lie_are_refused(number, change, message, tmp_path):
     filled(tmp_path / "runs", 2)
     rewrite(tmp_path / "runs/journal-0.jsonl", number, change)
-    with pytest.raises(tt.WeightsError, match=message):
-        Store(tmp_path / "runs")
+    for kind in (Store, StoreWriter):
+        with pytest.raises(tt.WeightsError, match=message):
+            kind(tmp_path / "runs")
 
 
 def test_any_number_of_processes_may_be_told(tmp_path):

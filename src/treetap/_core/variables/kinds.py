@@ -58,6 +58,14 @@ _by_name: dict[str, type[Variable[Any]]] = {
 }
 
 
+def all_kinds() -> list[type[Variable[Any]]]:
+    """Variable and every kind that this program has, bases before what derives."""
+    found: list[type[Variable[Any]]] = [Variable]
+    for kind in found:  # which grows while it is gone through
+        found += [each for each in kind.__subclasses__() if each not in found]
+    return found
+
+
 def kind_of_name(
     name: str, *, base: type[Variable[Any]] = Variable, allow_register: bool = False
 ) -> type[Variable[Any]]:

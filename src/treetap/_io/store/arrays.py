@@ -11,7 +11,8 @@ the Record, so a shard's own index says where it belongs.
 
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from treetap._core.errors import WeightsError
 from treetap._core.wording import quoted, shown
 from treetap._io.files import needing, refusing
 from treetap._io.record_descriptions import DTYPES
-from treetap._io.store.contents import Column, row_shape
+from treetap._io.store.contents import Column, JournalContents, row_shape
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
 PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
@@ -47,19 +48,19 @@ def column_for(text: str, value: Any, axis: int | None) -> Column:
 
 
 def _spec(column: Column, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
-    """What tensorstore is to make; or to find, where it refuses anything else."""
+    """The spec by which tensorstore creates an array, or opens one that fits it."""
     grid = {"name": "regular", "configuration": {"chunk_shape": [*column.chunk]}}
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
-        "store_data_equal_to_fill_value": True,  # zeros are data
-        "fill_missing_data_reads": False,  # and what is lost is not zeros
+        "store_data_equal_to_fill_value": True,  # chunks of zeros are written
+        "fill_missing_data_reads": False,  # a missing chunk is an error
         "metadata": {"data_type": column.stored.name, "chunk_grid": grid, **more},
     }
 
 
 def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
-    """An empty array; what a killed program left there goes. A future of it."""
+    """A future of an empty array; it replaces one that a killed program left."""
     import tensorstore as ts
 
     squeezed = [{"name": "zstd", "configuration": {"level": compression}}]
@@ -72,8 +73,21 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
     return ts.open(spec, create=True, delete_existing=True)
 
 
-def opened(column: Column, folder: pathlib.Path, name: str) -> Any:
-    """An array that is there, as tensorstore has it; it is what the column says."""
+def opened_all(contents: JournalContents, store: pathlib.Path, name: str) -> list[Any]:
+    """Opens the arrays of a store, and compares each with what the journal says."""
+    found: list[Any] = []
+    for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
+        held = _opened(column, column.folder(store, number), name)
+        if held.shape[0] < rows:
+            raise WeightsError(
+                f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} "
+                f"were appended: {store} was changed by something else."
+            )
+        found.append(held)
+    return found
+
+
+def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
     import tensorstore as ts
 
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
@@ -94,7 +108,7 @@ def opened(column: Column, folder: pathlib.Path, name: str) -> Any:
 
 
 def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
-    """Refuses what memory cannot hold; for tensorstore that is the program's end."""
+    """Refuses what memory cannot hold; tensorstore would end the program."""
     size = math.prod(shape) * column.stored.itemsize
     try:
         np.empty(size, np.uint8)  # takes no memory as long as nothing is written
@@ -106,7 +120,7 @@ def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
 
 
 def resized(held: Any, rows: int) -> Any:
-    """Makes room for rows, or takes it back; a future of the array as it is then."""
+    """A future of the array with another number of rows."""
     end = [rows, *held.shape[1:]]
     return held.resize(exclusive_max=end, resize_metadata_only=True)
 
@@ -132,8 +146,7 @@ def written(held: Any, column: Column, value: Any, start: int) -> Iterator[Any]:
 
 
 def _write(rows: Any, column: Column, data: Any) -> Any:
-    data = np.require(data, requirements="C")
-    return rows.write(data if data.dtype == column.stored else data.view(column.stored))
+    return rows.write(np.require(data, requirements="C").view(column.stored))
 
 
 class StoredArray:
@@ -180,10 +193,10 @@ class StoredArray:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Reads rows."""
-        return self.finished(self.begun(index))
+        return self.begun(index)()
 
-    def begun(self, index: Any) -> Any:
-        """Begins to read; `finished` waits for it."""
+    def begun(self, index: Any) -> Callable[[], np.ndarray]:
+        """Begins to read; what it returns waits for the rows, and gives them."""
         items = (list(index) or [...]) if isinstance(index, tuple) else [index]
         dots = [place for place, item in enumerate(items) if item is Ellipsis]
         if len(dots) > 1 or len(items) - len(dots) > self.ndim:
@@ -194,17 +207,16 @@ class StoredArray:
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
-    def begun_value(self, start: int, stop: int) -> Any:
+    def begun_value(self, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read the value of a batch, with the axes that it had."""
         rows = view(self._held, self.column.axis, start, stop)
         return self._reading(rows, f"{start}:{stop}")
 
-    def _reading(self, rows: Any, index: str) -> Any:
+    def _reading(self, rows: Any, index: str) -> Callable[[], np.ndarray]:
         _refuse_size(self.column, rows.shape, f"StoredArray: [{index}]")
-        return rows.read()
+        return partial(self._finished, rows.read())
 
-    def finished(self, future: Any) -> np.ndarray:
-        """What was begun."""
+    def _finished(self, future: Any) -> np.ndarray:
         what = f"Store: rows of {shown(self.text)} are broken or missing"
         with refusing(what, ValueError, OSError):
             data = future.result()
@@ -223,15 +235,13 @@ class StoredArray:
         found = np.asarray(item)
         if found.dtype == np.bool_ and found.shape == (length,) and axis == 0:
             found = np.flatnonzero(found)
-        is_number = found.dtype.kind in "iu" or found.size == 0
-        if not is_number or found.ndim > (axis == 0):
+        is_index = found.dtype.kind in "iu" or found.size == 0
+        is_index = is_index and found.ndim <= (axis == 0)
+        if not (is_index and np.all((-length <= found) & (found < length))):
             raise IndexError(
-                f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}."
+                f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}, or "
+                "is outside of it."
             )
         found = found.astype(np.int64)
-        if found.size and not (-length <= found.min() and found.max() < length):
-            raise IndexError(
-                f"StoredArray: {item!r:.60} is outside of axis {axis} of {self}."
-            )
         found = np.where(found < 0, found + length, found)
         return int(found) if found.ndim == 0 else found

@@ -21,7 +21,7 @@ from treetap._io.store.journals import read_journal
 
 
 class Column(NamedTuple):
-    """One leaf of all batches: what it is called, and what a row of it is.
+    """One leaf of all batches: its name, and the shape and type of its rows.
 
     Attributes:
         text: The leaf's name.

@@ -20,7 +20,7 @@ from treetap._core.errors import WeightsError
 
 if sys.platform != "win32":
     import fcntl
-else:  # where nothing tells a second writer to wait
+else:  # no locks: a second writer is not noticed
     fcntl = None
 
 FORMAT = "treetap store"
@@ -29,12 +29,12 @@ AGAIN = (
     "All that was appended before is there: if the disk is full, make room, and append "
     "this one again."
 )
-_START = f'{{"format":"{FORMAT}"'.encode()  # of what the first line says
+_START = f'{{"format":"{FORMAT}"'.encode()  # how the JSON of the first line starts
 _TORN = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} [^\n]*")
 
 
 class Line(NamedTuple):
-    """A good line of a journal: what it says, and where it ends."""
+    """A good line of a journal: its JSON, and the byte after it."""
 
     entry: Any
     end: int
@@ -71,18 +71,15 @@ def read_journal(file: pathlib.Path, name: str) -> list[Line]:
         lines.append(Line(entry, stop))
         end = stop
     rest = data[end:]
-    is_torn_header = _TORN.fullmatch(rest) and _START.startswith(
-        rest[9:][: len(_START)]
-    )
-    if not lines and rest and not is_torn_header:
+    if lines:
+        _refuse_other(lines[0].entry, file, name)
+    elif not (_TORN.fullmatch(rest) and _START.startswith(rest[9 : 9 + len(_START)])):
         raise WeightsError(f"{name}: {file} is not the journal of a store.")
     if b"\n" in rest[:-1]:
         raise WeightsError(
             f"{name}: {file} is broken at line {len(lines) + 1}: its checksum is "
             "wrong, and more lines follow. It was changed by something else."
         )
-    if lines:
-        _refuse_other(lines[0].entry, file, name)
     return lines
 
 
@@ -163,7 +160,7 @@ class Journal:
         """Appends a line; it is on the disk when this returns, or does not count."""
         line = _line(entry)
         try:
-            self.cut(len(self._lines))  # what a write that failed has left
+            self.cut(len(self._lines))  # a write that failed may have left a part
             os.lseek(self._handle, self._end, os.SEEK_SET)
             rest = memoryview(line)
             while rest:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from treetap._core import display
-from treetap._core.errors import CaptureError, StructureError, WeightsError
+from treetap._core.errors import CaptureError, StructureError
 from treetap._core.wording import near_to, quoted, shown, typed
 from treetap._io.files import refusing, require_path
 from treetap._io.record_descriptions import Malformed, rebuilt
-from treetap._io.store.arrays import StoredArray, opened, require_tensorstore
+from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstore
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
 
@@ -57,16 +57,8 @@ class Store:
         self.metadata: tuple[dict[str, Any], ...] = tuple(b.metadata for b in batches)
         self._sites = contents.sites
         self._starts = [[0] * len(contents.columns), *(b.ends for b in batches)]
-        self._arrays: list[StoredArray] = []
-        for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
-            held = opened(column, column.folder(self._folder, number), name)
-            if (found := held.shape[0]) < rows:
-                raise WeightsError(
-                    f"{name}: {shown(column.text)} has {found} rows, and "
-                    f"{rows} were appended: {self._folder} was changed by something "
-                    "else."
-                )
-            self._arrays.append(StoredArray(column, held, rows))
+        arrays = opened_all(contents, self._folder, name)
+        self._arrays = [*map(StoredArray, contents.columns, arrays, contents.ends)]
         self._by_text = {array.text: array for array in self._arrays}
 
     @property
@@ -97,13 +89,11 @@ class Store:
         if not -count <= number < count:
             raise IndexError(f"Store: there is no batch {number}; there are {count}.")
         number %= count
-        spans = zip(self._starts[number], self._starts[number + 1])
-        pairs = [
-            (array, array.begun_value(start, stop))
-            for array, (start, stop) in zip(self._arrays, spans)
-        ]
-        leaves = [array.finished(future) for array, future in pairs]
-        with refusing(f"Store: {self._folder} is broken", Malformed, end="."):
+        starts, stops = self._starts[number : number + 2]
+        begun = map(StoredArray.begun_value, self._arrays, starts, stops)
+        reads = list(begun)  # all, before the first is waited for
+        leaves = [read() for read in reads]
+        with refusing(f"Store: {self._folder} is broken", Malformed):
             return rebuilt(self._sites, leaves)
 
     def __iter__(self) -> Iterator[Record]:
@@ -172,13 +162,13 @@ def _mixed(
         return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
 
     # `pairwise` asks for the next group before it gives one: it is read meanwhile.
-    reads = itertools.pairwise(itertools.chain(map(begun, groups), [None]))
+    reads = itertools.pairwise(itertools.chain(map(begun, groups), [[]]))
     held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
     for reading, following in reads:
-        for n, (array, futures) in enumerate(zip(arrays, reading or [])):
-            held[n] = np.concatenate([held[n], *map(array.finished, futures)])
+        for n, parts in enumerate(reading):
+            held[n] = np.concatenate([held[n], *(read() for read in parts)])
         order = random.permutation(len(held[0]))
         held = [values[order] for values in held]
-        while len(held[0]) >= rows or (following is None and len(held[0])):
+        while len(held[0]) >= rows or (len(held[0]) and not following):
             yield tuple(values[:rows] for values in held)
             held = [values[rows:] for values in held]

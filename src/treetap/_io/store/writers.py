@@ -28,7 +28,7 @@ from treetap._io.record_descriptions import Leaf, described
 from treetap._io.store.arrays import (
     column_for,
     created,
-    opened,
+    opened_all,
     require_tensorstore,
     resized,
     written,
@@ -89,7 +89,7 @@ class StoreWriter:
                 f"{name}: `compression` is 0 to 22, and is {compression!r}."
             )
         self._compression = compression
-        self._pending: list[Any] = []  # futures of what tensorstore is at
+        self._pending: list[Any] = []  # futures of unfinished work of tensorstore
         self._is_first = jax.process_index() == 0
         if self._is_first:
             _refuse_place(self._folder, name)
@@ -102,7 +102,7 @@ class StoreWriter:
             self._contents = read_contents(self._folder, name)
             self._meet("read")  # all have looked before one cuts
             self._journal.cut(self._contents.lines)
-            self._open_arrays(name)
+            self._arrays = opened_all(self._contents, self._folder, name)
             if sys.platform != "win32":  # where folders cannot be
                 to_disk(self._folder)
                 to_disk(self._folder.parent)
@@ -110,19 +110,13 @@ class StoreWriter:
             self._journal.close()
             raise
 
-    def _open_arrays(self, name: str) -> None:
-        """Opens the arrays, as they are now."""
-        self._arrays = [
-            opened(column, column.folder(self._folder, number), name)
-            for number, column in enumerate(self._contents.columns)
-        ]
-
     def _finish(self, futures: Iterable[Any]) -> list[Any]:
-        """Waits for what is begun; what fails in one process fails in all.
+        """Waits for futures and returns their results.
 
-        The futures are noted before any is waited for. If an interrupt comes, or one
-        fails, the others are still at work, and would write where the next batch does;
-        so that waits for them first (`_settle`).
+        If work fails in one process, all raise. All futures are put into `_pending`
+        before the first is waited for. If an interrupt comes or one of them fails, the
+        others go on writing, to rows that the next batch is going to use. So the next
+        `append` waits for them first, in `_settle`.
         """
         what = f"StoreWriter.append: a batch for {self._folder} was not kept"
         self._pending.extend(futures)
@@ -145,9 +139,9 @@ class StoreWriter:
         return found
 
     def _settle(self) -> None:
-        """Waits for what a batch that failed or was interrupted has left at work."""
+        """Waits for unfinished work of a batch that failed or was interrupted."""
         for future in self._pending:
-            with contextlib.suppress(ValueError, OSError):  # told when it failed
+            with contextlib.suppress(ValueError, OSError):  # was raised before
                 future.result()
         self._pending.clear()
 
@@ -207,7 +201,7 @@ class StoreWriter:
         return len(self) - 1
 
     def _catch_up(self) -> None:
-        """Takes note of what the journal says."""
+        """Reads the lines of the journal that are not in the contents yet."""
         self._contents.take(self._journal.entries_after(self._contents.lines))
 
     def _begin(
@@ -234,14 +228,15 @@ class StoreWriter:
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
         self._catch_up()
-        self._open_arrays(name)
+        self._arrays = opened_all(self._contents, self._folder, name)
 
     def _resize(self, ends: Sequence[int]) -> None:
-        """Makes room for rows, or takes back what a batch that failed had made."""
+        """Gives each array its number of rows; a failed batch may have left more."""
         futures = map(resized, self._arrays, ends) if self._is_first else ()
         self._arrays = self._finish(futures)
         if not self._is_first:
-            self._open_arrays("StoreWriter.append")
+            name = "StoreWriter.append"
+            self._arrays = opened_all(self._contents, self._folder, name)
 
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
@@ -285,7 +280,7 @@ def _refuse_other_sites(known: list[Any], sites: list[Any], name: str) -> None:
 
 
 def _difference(old: Any, new: Any) -> str:
-    """In what two sites differ; the class of a Module may be another."""
+    """The fields in which two sites differ; the class of the Module does not count."""
     if _text_of(old) != _text_of(new):
         return " in its place"
     fields = {key: None for key in (*old, *new) if old.get(key) != new.get(key)}
