@@ -9,7 +9,7 @@ and state in one go: when anything does not fit, nothing is changed.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from treetap._core.trees.build import as_pure
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree
 from treetap._core.trees.split import is_variable
-from treetap._core.trees.state import FlatState, State, is_branch, nested
+from treetap._core.trees.state import FlatState, State, from_items, is_branch, nested
 from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
@@ -36,6 +36,7 @@ from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
+    Leaves,
     gathered,
     leaves_of,
     misfit_of_arrays,
@@ -77,29 +78,26 @@ class _Wrapping:
         raw = map(raw_value, params.values())
         self.taken = {id(leaf): leaf for leaf in jax.tree.leaves(list(raw))}
 
-    def any(self, value: Any) -> Any:
-        """Wrap anything that optax keeps."""
-        if isinstance(value, State) and _is_like(value, self.params):
-            return State(self.like(value.raw_mapping, self.params))
+    def any(self, value: Any, params: Any = None) -> Any:
+        """Wrap anything that optax keeps.
+
+        Args:
+            value: What to wrap.
+            params: The parameter, or mapping of parameters, that it belongs to.
+        """
+        if params is None and isinstance(value, State) and _is_like(value, self.params):
+            value, params = value.raw_mapping, self.params
+        if is_branch(params) and is_branch(value):
+            pairs = value.items()
+            return State({key: self.any(inner, params[key]) for key, inner in pairs})
+        if isinstance(params, Variable) and jax.tree.leaves(value):
+            return self.of_parameter(params, jax.tree.map(self.own, value))
         if is_container(value):
             opened = open_container(value)
             return opened.close([self.any(child) for child in opened.children])
         if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct)):
             return OptArray(self.own(value))
         return value
-
-    def like(self, values: Mapping[Any, Any], params: Mapping[Any, Any]) -> Any:
-        """Wrap a tree like the parameters."""
-        made = {}
-        for key, value in values.items():
-            param = params[key]
-            if is_branch(param) and is_branch(value):
-                made[key] = self.like(value, param)
-            elif isinstance(param, Variable) and jax.tree.leaves(value):
-                made[key] = self.of_parameter(param, jax.tree.map(self.own, value))
-            else:
-                made[key] = self.any(value)
-        return made
 
     def own(self, value: Any) -> Any:
         """Return an array that nobody else has, of a type that stays the same."""
@@ -219,31 +217,28 @@ class Optimization(Pytree, Generic[M]):
         """The filter that chooses what is trained."""
         return self._wrt.value
 
-    def _parameters(self, model: Any, name: str) -> tuple[dict[Path, Any], list[Path]]:
-        """Return what of the model is trained, by path, and the paths of the rest."""
+    def _parameters(self, model: Any, name: str) -> tuple[Leaves, Leaves]:
+        """Return what of the model is trained, and all that it has, by path."""
         leaves = leaves_of(model, self.graph, name)
         wanted = predicate_of(self.wrt)
         chosen = {path: leaf for path, leaf in leaves.items() if wanted(path, leaf)}
-        return chosen, [path for path in leaves if path not in chosen]
+        return chosen, leaves
 
-    def _matched(
-        self, grads: Any, params: Mapping[Path, Any], others: Iterable[Path], name: str
-    ) -> Any:
+    def _matched(self, grads: Any, params: Leaves, known: Leaves, name: str) -> Any:
         """Return the gradients of the parameters, as optax wants them.
 
         Args:
             grads: A Module, State, dict or other tree of Variables or arrays.
             params: The parameters' values by path.
-            others: Paths of the model that are not trained; gradients there are left
-                out.
+            known: What the model has, by path; gradients of what is not trained are
+                left out.
             name: The public method at work.
         """
         grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
         leaves = leaves_of(grads, self.graph, name)
-        tree = leaves[()] if () in leaves else nested(leaves.items())
+        tree = from_items(leaves.items())
         inside = {path: _inside(tree, path) for path in params}
         found = {path: raw_value(g) for path, g in inside.items() if g is not MISSING}
-        known = {*params, *others}
         refuse_misfits(
             f"{name}: the gradients do not fit the parameters",
             params,
@@ -260,7 +255,7 @@ class Optimization(Pytree, Generic[M]):
         import optax
 
         name = f"{type(self).__name__}.update"
-        params, others = self._parameters(model, name)
+        params, leaves = self._parameters(model, name)
         known = dict.fromkeys(self._paths)
         refuse_misfits(
             f"{name}: the model does not have the parameters that the optimizer was "
@@ -274,14 +269,14 @@ class Optimization(Pytree, Generic[M]):
         pure = gathered(raw)
         options = {
             # A line search wants the gradient in the form of the parameters.
-            key: self._matched(value, raw, others, name)
+            key: self._matched(value, raw, leaves, name)
             if key == "grad"
             else as_pure(value)
             for key, value in options.items()
         }
         held, structure = self._held(name)
         state = structure.unflatten(map(raw_value, held))
-        grads = self._matched(grads, raw, others, name)
+        grads = self._matched(grads, raw, leaves, name)
         updates, state = self.tx.update(grads, state, pure, **options)
         changed = optax.apply_updates(pure, updates)
         changed = jax.tree.map(
@@ -337,7 +332,7 @@ def _inside(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _is_below(path: Path, known: set[Path]) -> bool:
+def _is_below(path: Path, known: Leaves) -> bool:
     """Whether a path is one of those known, or goes on from one."""
     return any(path[:end] in known for end in range(len(path) + 1))
 
