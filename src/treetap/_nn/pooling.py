@@ -15,7 +15,7 @@ from jax import lax
 
 from treetap._core.errors import StructureError
 from treetap._core.wording import typed
-from treetap._nn.parameters import Array
+from treetap._nn.parameters import Array, as_static, is_positive
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -69,18 +69,13 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Return sizes given as any sequence."""
-    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
-    if not is_list or not all(map(_is_size, value)):
+    sizes = as_static(value)
+    if not isinstance(sizes, tuple) or not all(map(is_positive, sizes)):
         raise StructureError(
             f"pool: `{name}` must be a sequence of positive integers, one for each "
             f"window axis; got {value!r}."
         )
-    return tuple(int(size) for size in value)
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a value is a positive integer."""
-    return isinstance(value, int | np.integer) and bool(value >= 1)
+    return sizes
 
 
 def _padding(padding: Any, axes: int, batch: int) -> Any:
