@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent cells: one step in time, from a carry and an input to both anew.
+"""Recurrent cells: one step in time, from a carry and inputs to the next carry.
 
 A cell says how its carry begins, and `RNN` runs it over a sequence. The cells here have
 a carry of one or two vectors, and linear maps of the inputs and of the carry; what they
@@ -130,7 +130,7 @@ class Cell(RNNCellBase, Layer):
         ]
 
     def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
-        """Refuse a carry that is not for inputs of a batch.
+        """Refuse a carry whose shapes do not fit the inputs.
 
         Args:
             carry: The carry.

@@ -280,7 +280,7 @@ class Conv(Convolution):
         return self._finished(outputs, bias, batch)
 
     def _padded(self, inputs: jax.Array) -> tuple[jax.Array, Any]:
-        """Return inputs padded as only we can, and the padding left to JAX."""
+        """Pad in ways that JAX does not know; also return the padding left to it."""
         padding, dilation = self._checked_padding(), self._per_axis("kernel_dilation")
         if padding not in OWN_NAMES:
             return inputs, padding

@@ -112,7 +112,7 @@ class Embed(Layer):
 
 
 def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | None:
-    """Return how rows lie if each device can look up its own; None where JAX decides.
+    """Return the sharding of rows that each device can look up; None if JAX decides.
 
     As soon as the numbers are split, JAX asks for the sharding of the result. There is
     only one choice if the table is not split along its rows, and its features not over
@@ -131,7 +131,7 @@ def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | N
 
 
 def _rows(table: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Look rows up; the one row of a table of one needs no looking up."""
+    """Look rows up; a table of one row is broadcast instead."""
     if table.shape[0] == 1:
         row = jnp.reshape(table, (1,) * numbers.ndim + (-1,))
         return jnp.broadcast_to(row, (*numbers.shape, table.shape[1]))

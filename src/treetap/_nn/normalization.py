@@ -141,7 +141,7 @@ class Normalizing(Layer):
     def _normalized(
         self, x: jax.Array, moments: list[Any], inputs: Array, shape: Sequence[int]
     ) -> jax.Array:
-        """Take the steps after the moments.
+        """Subtract the mean, divide by the deviation, scale, add the bias, and cast.
 
         Args:
             x: The inputs in the dtype of the moments.

@@ -10,7 +10,7 @@ does not depend on what the initializers do.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def where(layer: Any) -> str:
     return f"{name} at {'/'.join(keys)}" if keys else name
 
 
-def is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer of at least 1."""
     return isinstance(value, int | np.integer) and bool(value >= 1)
 
@@ -86,7 +86,7 @@ def check_all_sizes(layer: Any, name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def check_rate(layer: Any, name: str, rate: Any) -> float:
-    """Return a rate as Python's number; one that is no share is refused."""
+    """Return a rate as Python's number; it must be between 0 and 1."""
     if not isinstance(rate, int | float | np.number) or not 0 <= rate <= 1:
         raise StructureError(
             f"{where(layer)}: `{name}` must be a number from 0 to 1, got {rate!r}."

@@ -253,7 +253,7 @@ class WeightNorm(Reparametrized):
         self.scales = data(self._scales(check_rngs(self, rngs)) if use_scale else None)
 
     def _scales(self, rngs: Rngs) -> dict[Path, Any]:
-        """Make scales, from keys beside the stream: layers that follow keep theirs."""
+        """Make scales, with keys from a copy of the stream, which stays as it is."""
         key = rngs.params.copy()()
         scales: dict[Path, Any] = {}
         found = parameters_of(self.layer_instance, self.variable_filter)

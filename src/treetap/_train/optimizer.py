@@ -78,14 +78,16 @@ class _Wrapping:
         raw = map(raw_value, params.values())
         self.taken = {id(leaf): leaf for leaf in jax.tree.leaves(list(raw))}
 
-    def any(self, value: Any, params: Any = None) -> Any:
+    def any(self, value: Any, params: Any = MISSING) -> Any:
         """Wrap anything that optax keeps.
 
         Args:
             value: What to wrap.
-            params: The parameter, or mapping of parameters, that it belongs to.
+            params: The parameter, or mapping of parameters, that it belongs to, if that
+                is known.
         """
-        if params is None and isinstance(value, State) and _is_like(value, self.params):
+        is_start = params is MISSING and isinstance(value, State)
+        if is_start and _is_like(value, self.params):
             value, params = value.raw_mapping, self.params
         if is_branch(params) and is_branch(value):
             pairs = value.items()
@@ -100,7 +102,7 @@ class _Wrapping:
         return value
 
     def own(self, value: Any) -> Any:
-        """Return an array that nobody else has, of a type that stays the same."""
+        """Return an array in a buffer of its own, whose type is not weak."""
         if isinstance(value, jax.ShapeDtypeStruct):
             return value
         value = strong(value)
@@ -113,16 +115,14 @@ class _Wrapping:
         """Wrap what optax keeps for one parameter, placed as it or its metadata say."""
         raw = raw_value(param)
         metadata = param.get_metadata()
-        is_told = "optimizer_sharding" in metadata
-        if is_told:
+        has_own = "optimizer_sharding" in metadata
+        if has_own:
             metadata["out_sharding"] = metadata.pop("optimizer_sharding")
         is_alike = _shape(value) == _shape(raw)
         if metadata.get("out_sharding") and not is_alike:
-            metadata["out_sharding"] = _annotation(metadata["out_sharding"], value, raw)
-            if metadata["out_sharding"] is None:
-                del metadata["out_sharding"]
-        sharding = _sharding_of(raw) if is_alike and not is_told else None
-        if sharding is None and (is_told or mesh_of(metadata) is not None):
+            metadata |= _annotation(metadata.pop("out_sharding"), value, raw)
+        sharding = _sharding_of(raw) if is_alike and not has_own else None
+        if sharding is None and (has_own or mesh_of(metadata) is not None):
             return OptVariable(value, **metadata)
         if isinstance(value, jax.ShapeDtypeStruct) and sharding is not None:
             value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
@@ -155,13 +155,13 @@ def _is_like(values: Any, params: Any) -> bool:
     return not is_branch(params) or not jax.tree.leaves(values)
 
 
-def _annotation(annotation: Any, value: Any, param: Any) -> Any:
-    """Return a parameter's sharding for an array of another shape, if there is one."""
+def _annotation(annotation: Any, value: Any, param: Any) -> dict[str, Any]:
+    """Return a parameter's sharding as metadata of an array with more axes, if any."""
     extra = len(_shape(value)) - len(_shape(param))
     is_names = isinstance(annotation, tuple | list | PartitionSpec)
     if extra < 0 or not is_names or _shape(value)[extra:] != _shape(param):
-        return None
-    return PartitionSpec(*(None,) * extra, *annotation)
+        return {}
+    return {"out_sharding": PartitionSpec(*(None,) * extra, *annotation)}
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
@@ -172,7 +172,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 def _left_in_place(leaf: Any, value: Any) -> Any:
-    """Return a new value that lies as the Variable that it is for."""
+    """Constrain a new value to the sharding that its Variable is annotated with."""
     if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
         return value
     constrain = partial(constrain_to_annotation, metadata=leaf._metadata)
@@ -267,17 +267,13 @@ class Optimization(Pytree, Generic[M]):
         )
         raw = {path: raw_value(leaf) for path, leaf in params.items()}
         pure = gathered(raw)
-        options = {
-            # A line search wants the gradient in the form of the parameters.
-            key: self._matched(value, raw, leaves, name)
-            if key == "grad"
-            else as_pure(value)
-            for key, value in options.items()
-        }
+        pure_options = {key: as_pure(value) for key, value in options.items()}
+        if "grad" in options:  # a line search wants it in the form of the parameters
+            pure_options["grad"] = self._matched(options["grad"], raw, leaves, name)
         held, structure = self._held(name)
         state = structure.unflatten(map(raw_value, held))
         grads = self._matched(grads, raw, leaves, name)
-        updates, state = self.tx.update(grads, state, pure, **options)
+        updates, state = self.tx.update(grads, state, pure, **pure_options)
         changed = optax.apply_updates(pure, updates)
         changed = jax.tree.map(
             _left_in_place, gathered(params), changed, is_leaf=is_variable
