@@ -32,7 +32,7 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
     Args:
         inputs: `[batch..., window axes..., features]`.
-        init: What the reduction begins with.
+        init: What the reduction begins with; the dtype of the inputs must hold it.
         reduce_fn: The reduction, of two arrays.
         window_shape: The size of the window on each of its axes.
         strides: How far the window moves on each; by 1 without it.
@@ -56,10 +56,15 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
             f"pool: a window of {window} needs inputs with {len(window)} axes and the "
             f"features after them, got {typed(inputs)}."
         )
+    start = np.asarray(init, inputs.dtype)
+    if not jnp.issubdtype(inputs.dtype, jnp.inexact) and start != init:
+        raise StructureError(
+            f"pool: `init` is {init}, which {inputs.dtype} cannot hold."
+        )
     ahead = (1,) * batch
     return lax.reduce_window(
         inputs,
-        np.asarray(init, inputs.dtype),
+        start,
         reduce_fn,
         (*ahead, *window, 1),
         (*ahead, *steps, 1),
