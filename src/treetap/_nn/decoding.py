@@ -27,7 +27,7 @@ class Step(NamedTuple):
         values: All values, with the new one.
         following: Where the next position goes.
         seen: Which of them the query sees.
-        has_room: Whether there was room; the step is to have no effect otherwise.
+        has_room: Whether there was room; a traced step has no effect otherwise.
     """
 
     keys: jax.Array
@@ -64,9 +64,10 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
     axis = len(batch)  # of positions
 
     def put(cached: Any, new: jax.Array) -> jax.Array:
-        old = cached.get_value()
-        kept = lax.dynamic_slice_in_dim(old, index, 1, axis)
-        new = jnp.where(has_room, new.astype(cached.dtype), kept)
+        old, new = cached.get_value(), new.astype(cached.dtype)
+        if has_room is not True:
+            kept = lax.dynamic_slice_in_dim(old, index, 1, axis)
+            new = jnp.where(has_room, new, kept)
         return lax.dynamic_update_slice_in_dim(old, new, index, axis)
 
     shape = (*(1,) * (axis + 2), length)

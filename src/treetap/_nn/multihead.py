@@ -306,7 +306,7 @@ class MultiHeadAttention(Layer):
         if step is None:
             return out
         step.write(self)
-        return jnp.where(step.has_room, out, jnp.nan)
+        return out if step.has_room is True else jnp.where(step.has_room, out, jnp.nan)
 
     def _checked_inputs(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the inputs for keys and values."""

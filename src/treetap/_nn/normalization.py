@@ -495,8 +495,8 @@ class GroupNorm(Normalizing):
         """
         inputs = wide(x)
         check_features(self, inputs, self.num_groups * self.group_size)
-        given = self.reduction_axes
-        given = tuple(range(1, inputs.ndim)) if given is None else given
+        last = inputs.ndim - 1
+        given = range(1, last) if self.reduction_axes is None else self.reduction_axes
         axes = canonical_axes(self, given, inputs.ndim)
         if inputs.ndim < 2:
             raise StructureError(
@@ -508,7 +508,6 @@ class GroupNorm(Normalizing):
         grouped = jnp.reshape(inputs, split)
         if counted is not None:
             counted = jnp.reshape(counted, split)
-        last = inputs.ndim - 1
         taken = [*(axis for axis in axes if axis != last), last + 1]
         shape = (1,) * last + (self.num_groups, self.group_size)
         moments = self._moments(grouped, taken, counted)
