@@ -72,13 +72,12 @@ class Reparametrized(Layer):
         Args:
             weights: What stands in the place of a Variable, by the identity of that.
         """
+
+        def weight(variable: Variable[Any]) -> Variable[Any]:
+            return weights.get(id(variable), variable)
+
         layer = self.layer_instance
-        copy = rebuilt(
-            layer,
-            True,
-            type(self).__name__,
-            variable=lambda variable: weights.get(id(variable), variable),
-        )
+        copy = rebuilt(layer, True, type(self).__name__, variable=weight)
         copy._pytree__place[:2] = layer._pytree__place[:2]  # it stands where that does
         return copy
 
