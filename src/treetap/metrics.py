@@ -18,6 +18,7 @@ from treetap._core.errors import StructureError
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.pytree import Pytree, variables_below
 from treetap._core.trees.split import split
+from treetap._core.variables.operators import unboxed
 from treetap._core.variables.variable import A, Variable, get_box, write_boxes
 
 __all__ = [
@@ -85,11 +86,6 @@ def _not_defined(metric: Metric, method: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: Must override `{method}()` method.")
 
 
-def _value_of(given: Any) -> Any:
-    """Return what a Variable holds; other values as they are."""
-    return given.get_value() if isinstance(given, Variable) else given
-
-
 class _Batch:
     """The entries of a batch in at least float32, and which of them count.
 
@@ -100,7 +96,7 @@ class _Batch:
     """
 
     def __init__(self, name: str, values: Any, mask: Any):
-        values, mask = _value_of(values), _value_of(mask)
+        values, mask = unboxed(values), unboxed(mask)
         is_number = isinstance(values, bool | int | float)
         if not (is_number or isinstance(values, jax.Array | np.ndarray | np.generic)):
             raise TypeError(
@@ -117,7 +113,7 @@ class _Batch:
             raise TypeError(f"{name}: the values are {values.dtype}; give real ones.")
         is_wide = values.dtype == jnp.float64
         self.values = values if is_wide else values.astype(jnp.float32)
-        self.keep: Any = True
+        self.keep: Any = None  # for all
         self.size: Any = values.size
         if mask is None:
             return
@@ -133,7 +129,7 @@ class _Batch:
 
     def sum(self, values: jax.Array) -> jax.Array:
         """Return the sum of those values that count."""
-        return jnp.where(self.keep, values, 0).sum()
+        return values.sum(where=self.keep)
 
 
 def _zero(dtype: Any) -> MetricState[Any]:
@@ -142,7 +138,7 @@ def _zero(dtype: Any) -> MetricState[Any]:
 
 
 def _batch_of(name: str, argname: str, kwargs: Mapping[str, Any]) -> _Batch:
-    """Return the batch in the keyword argument that a metric was told to look at."""
+    """Return the batch in the keyword argument of a metric's `argname`."""
     if argname not in kwargs:
         raise TypeError(
             f"{name}: Expected keyword argument {argname!r}, got {sorted(kwargs)}."
@@ -156,37 +152,15 @@ def _write(metric: Metric, **values: Any) -> None:
         getattr(metric, name)[...] = value
 
 
-class _Mean(Metric):
-    """Base of metrics that are the mean of something.
-
-    Attributes:
-        total: The sum so far.
-        count: How many entries it is the sum of.
-    """
-
-    def __init__(self) -> None:
-        self.total = _zero(jnp.float32)
-        self.count = _zero(jnp.int32)
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        _write(self, total=0.0, count=0)
-
-    def compute(self) -> jax.Array:
-        """Return the mean; nan when nothing was counted."""
-        return self.total / self.count
-
-    def _add(self, batch: _Batch) -> None:
-        """Add a batch."""
-        total = self.total + batch.sum(batch.values)
-        _write(self, total=total, count=self.count + batch.size)
-
-
-class Average(_Mean):
+class Average(Metric):
     """Average all values.
 
     Args:
         argname: The keyword argument of `update` that has the values.
+
+    Attributes:
+        total: The sum so far.
+        count: How many entries it is the sum of.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -198,8 +172,13 @@ class Average(_Mean):
     """
 
     def __init__(self, argname: str = "values") -> None:
-        super().__init__()
         self.argname = argname
+        self.total = _zero(jnp.float32)
+        self.count = _zero(jnp.int32)
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        _write(self, total=0.0, count=0)
 
     def update(self, **kwargs: Any) -> None:
         """Add values.
@@ -210,9 +189,17 @@ class Average(_Mean):
         """
         self._add(_batch_of("Average.update", self.argname, kwargs))
 
+    def _add(self, batch: _Batch) -> None:
+        total = self.total + batch.sum(batch.values)
+        _write(self, total=total, count=self.count + batch.size)
 
-class Accuracy(_Mean):
-    """Count how often the prediction is right, as a share.
+    def compute(self) -> jax.Array:
+        """Return the mean; nan when nothing was counted."""
+        return self.total / self.count
+
+
+class Accuracy(Average):
+    """Average how often the prediction is right.
 
     Args:
         threshold: For binary classification: logits from here on mean yes. Without it
@@ -373,8 +360,7 @@ class MultiMetric(Metric):
 
     def __init__(self, **metrics: Metric) -> None:
         for name, metric in metrics.items():
-            is_taken = any(name in vars(base) for base in MultiMetric.__mro__)
-            if is_taken or name.startswith("_"):
+            if name in dir(MultiMetric) or name.startswith("_"):
                 raise StructureError(
                     f"MultiMetric: {name!r} cannot be the name of a metric: it is, or "
                     "may become, an attribute of MultiMetric itself. Choose another."

@@ -12,7 +12,7 @@ from formulas import Model, array, made, placed
 import treetap as tt
 from treetap._core.wording import typed
 from treetap._nn.convolution import FixedArray
-from treetap._nn.parameters import broadcastable, canonical_axes, told, where
+from treetap._nn.parameters import broadcastable, canonical_axes, mode_of_call, where
 
 
 def linear():
@@ -200,14 +200,14 @@ def test_arrays_get_an_axis_for_each_of_a_shape():
     ids=["dropout", "norm"],
 )
 def test_a_mode_is_that_of_the_call_or_else_of_the_layer(layer, name):
-    assert told(layer, name, True) is True
-    assert told(layer, name, False) is False
+    assert mode_of_call(layer, name, True) is True
+    assert mode_of_call(layer, name, False) is False
     message = f"{type(layer).__name__} at blocks/1/up: `{name}` is given neither"
     with pytest.raises(tt.StructureError, match=message):
         placed(layer)(array(2, 3))
     setattr(layer, name, False)
-    assert told(layer, name, None) is False
-    assert told(layer, name, True) is True
+    assert mode_of_call(layer, name, None) is False
+    assert mode_of_call(layer, name, True) is True
 
 
 def test_arrays_that_are_part_of_a_structure_compare_by_value():

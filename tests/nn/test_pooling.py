@@ -170,6 +170,15 @@ def test_other_things_that_do_not_fit_are_refused(args, word):
         tt.max_pool(array(*X), *args)
 
 
+@pytest.mark.parametrize("reduce_fn", [lax.add, lax.max])
+def test_a_reduction_of_integers_does_not_begin_with_a_part_of_a_number(reduce_fn):
+    x = jnp.arange(4).reshape(1, 4, 1)
+    with pytest.raises(tt.StructureError, match=r"`init` is 2\.5, which int32 cannot"):
+        tt.pool(x, 2.5, reduce_fn, (2,))
+    found = tt.pool(x, 2.0, reduce_fn, (2,))
+    np.testing.assert_array_equal(found, tt.pool(x, 2, reduce_fn, (2,)))
+
+
 def test_windows_strides_and_padding_of_pools_may_be_lists():
     x = array(1, 4, 4, 2)
     for pool in (tt.max_pool, tt.min_pool, tt.avg_pool):

@@ -4,13 +4,13 @@
 Signatures, attribute names, shapes, initial values and the order of random keys are
 those of NNX, so a model gets the same parameters from the same seed.
 
-What all layers share comes first. `parameters` has how a layer checks what it is told,
-describes its parameters and makes them; `dtypes`, to which dtype it brings inputs and
-parameters before it computes. `initializers` are the public starting values. The road
-through a layer is the same everywhere: `__init__` names its arguments and hands them on
-as `locals()`, so that what is done with many of them is written once: it checks, makes
-the parameters in the order in which NNX draws their keys, and keeps the options as
-static attributes. `__call__` checks the inputs, promotes, computes. The families:
+What all layers share comes first. `parameters` checks arguments, makes parameters and
+keeps options; `dtypes` brings inputs and parameters to the dtype to compute in.
+`initializers` are the public starting values. All layers work alike. `__init__` names
+its arguments and hands them on as `locals()`, so that what is done with many of them is
+written once: it checks them, makes the parameters in the order in which NNX draws their
+keys, and keeps the options as static attributes. `__call__` checks the inputs,
+promotes, computes. The families:
 
 - `activations`: the one activation with a parameter.
 - `linear`: linear maps, and the base they share with `convolution`; `adapters` put maps

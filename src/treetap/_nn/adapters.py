@@ -94,22 +94,20 @@ class LoRA(Layer):
         b_metadata: Metadata = NO_METADATA,
     ):
         sizes = chosen(locals(), "in_features", "lora_rank", "out_features")
-        in_features, rank, out_features = check_sizes(self, **sizes)
+        self.in_features, rank, self.out_features = check_sizes(self, **sizes)
         if base_module is not None and not callable(base_module):
             raise StructureError(
                 "LoRA: `base_module` must be callable, got "
                 f"{type(base_module).__name__}."
             )
-        self.in_features = in_features
-        self.out_features = out_features
         self._keep_options(locals())
         self.lora_param_type = lora_param_type
         self.base_module = data(base_module)
         draw = check_rngs(self, rngs).params
         make = partial(make_parameter, self, dtype=param_dtype, kind=lora_param_type)
-        shape = (in_features, rank)
+        shape = (self.in_features, rank)
         self.lora_a = make("lora_a", a_initializer, draw(), shape, metadata=a_metadata)
-        shape = (rank, out_features)
+        shape = (rank, self.out_features)
         self.lora_b = make("lora_b", b_initializer, draw(), shape, metadata=b_metadata)
 
     def __call__(self, x: Array, **kwargs: Any) -> jax.Array:

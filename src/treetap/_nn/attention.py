@@ -97,7 +97,7 @@ def dot_product_attention(  # noqa: PLR0917 - the arguments are those of NNX
     if is_causal:
         causal = jnp.tri(*shape[-2:], dtype=bool)  # to its own position, and before
         causal = jnp.reshape(causal, (1,) * (len(shape) - 2) + shape[-2:])
-        mask = causal if mask is None else jnp.logical_and(mask, causal)
+        mask = combine_masks(mask, causal, dtype=bool)
     weights = _weights(query, key, bias, mask, precision, shape)
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent cells: one step in time, from a carry and an input to both anew.
+"""Recurrent cells: one step in time, from a carry and inputs to the next carry.
 
 A cell says how its carry begins, and `RNN` runs it over a sequence. The cells here have
 a carry of one or two vectors, and linear maps of the inputs and of the carry; what they
@@ -88,11 +88,9 @@ class Cell(RNNCellBase, Layer):
     """A cell whose carry is one or more vectors of `hidden_features`."""
 
     _carries = 1
-    _layer_options = (*Layer._layer_options, "residual", "gate_fn", "activation_fn")
 
     carry_init: Initializer | None
     rngs: RngStream | None
-    activation_fn: Activation
 
     @property
     def num_feature_axes(self) -> int:
@@ -117,20 +115,22 @@ class Cell(RNNCellBase, Layer):
             _deprecated(f"`{name}(carry_init=...)`", "`carry_init` of the call")
         self.rngs = forked(self, rngs if keep_rngs else None, "carry")
         self.carry_init = carry_init
+        self.activation_fn: Activation = arguments["activation_fn"]
         self._keep_options(arguments)
-        alike = ("rngs", "bias_init", "bias_metadata", *Layer._layer_options)
+        alike = ("bias_init", "bias_metadata", "rngs")
+        types = ("dtype", "param_dtype", "promote_dtype")
         return [
             functools.partial(
                 Linear,
                 kernel_init=arguments[f"{kernel}_init"],
                 kernel_metadata=arguments[f"{kernel}_metadata"],
-                **chosen(arguments, *alike),
+                **chosen(arguments, *alike, *types),
             )
             for kernel in ("kernel", "recurrent_kernel")
         ]
 
     def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
-        """Refuse a carry that is not for inputs of a batch.
+        """Refuse a carry whose shapes do not fit the inputs.
 
         Args:
             carry: The carry.
@@ -220,8 +220,6 @@ class LSTMCell(Cell):
 
     _carries = 2
 
-    gate_fn: Activation
-
     def __init__(
         self,
         in_features: int,
@@ -243,6 +241,7 @@ class LSTMCell(Cell):
         bias_metadata: Metadata = NO_METADATA,
     ):
         of_inputs, of_carry = self._begin(locals())
+        self.gate_fn = gate_fn
         size = hidden_features
         self.ii, self.if_, self.ig, self.io = (
             of_inputs(in_features, size, use_bias=False) for _ in range(4)
@@ -277,8 +276,6 @@ class FusedCell(Cell):
     _gates = 0
     _bias_of_inputs = False
 
-    gate_fn: Activation
-
     def __init__(
         self,
         in_features: int,
@@ -300,6 +297,7 @@ class FusedCell(Cell):
         bias_metadata: Metadata = NO_METADATA,
     ):
         of_inputs, of_carry = self._begin(locals())
+        self.gate_fn = gate_fn
         width = self._gates * self.hidden_features
         bias = self._bias_of_inputs
         self.dense_i = of_inputs(self.in_features, width, use_bias=bias)
@@ -420,8 +418,6 @@ class SimpleCell(Cell):
         bias_metadata: Metadata of the bias.
     """
 
-    residual: bool
-
     def __init__(
         self,
         in_features: int,
@@ -443,6 +439,7 @@ class SimpleCell(Cell):
         bias_metadata: Metadata = NO_METADATA,
     ):
         of_inputs, of_carry = self._begin(locals())
+        self.residual = residual
         self.dense_h = of_carry(hidden_features, hidden_features, use_bias=False)
         self.dense_i = of_inputs(in_features, hidden_features, use_bias=True)
 

@@ -34,11 +34,12 @@ from treetap._nn.parameters import (
     Precision,
     Promote,
     Shape,
+    as_static,
     check_all_sizes,
     check_features,
     check_sizes,
     default_kernel_init,
-    make_parameters,
+    is_positive,
     where,
 )
 from treetap.initializers import zeros
@@ -78,7 +79,7 @@ class Convolution(Affine):
     def _set_up(
         self, arguments: Arguments, sizes: tuple[int, ...], channels: Sequence[int]
     ) -> None:
-        """Check and keep what all convolutions are told, and make kernel and bias.
+        """Check and keep the arguments of all convolutions; make kernel and bias.
 
         Args:
             arguments: Those of the constructor.
@@ -86,15 +87,14 @@ class Convolution(Affine):
             channels: Those of the kernel, its last two axes.
         """
         window = arguments["kernel_size"]
-        window = window if isinstance(window, Sequence) else (window,)
         self.kernel_size = check_all_sizes(self, "kernel_size", window)
         self.kernel_shape = (*self.kernel_size, *channels)
         self._mask = static(self._checked_mask(arguments["mask"]))
-        make_parameters(self, arguments, kernel=self.kernel_shape, bias=sizes[1:])
+        self._make_parameters(arguments, kernel=self.kernel_shape, bias=sizes[1:])
         self.in_features, self.out_features = sizes
-        self.strides: Numbers = _hashable(arguments["strides"])
-        self.padding: Padding = _hashable(arguments["padding"])
-        self.kernel_dilation: Numbers = _hashable(arguments["kernel_dilation"])
+        self.strides: Numbers = as_static(arguments["strides"])
+        self.padding: Padding = as_static(arguments["padding"])
+        self.kernel_dilation: Numbers = as_static(arguments["kernel_dilation"])
 
     def _checked_mask(self, mask: Any) -> FixedArray | None:
         """Return a mask of the kernel in a form that can be part of the structure."""
@@ -149,8 +149,7 @@ class Convolution(Affine):
         """Return a setting by window axis; one number, or None for 1, is for all."""
         value, axes = getattr(self, name), len(self.kernel_size)
         numbers = self._for_all_axes(1 if value is None else value)
-        is_good = all(isinstance(n, int | np.integer) and n >= 1 for n in numbers)
-        if not is_good or len(numbers) != axes:
+        if not all(map(is_positive, numbers)) or len(numbers) != axes:
             raise StructureError(
                 f"{where(self)}: `{name}` must be a positive integer, or {axes} of "
                 f"them, one for each axis of the window; got {value!r}."
@@ -251,11 +250,9 @@ class Conv(Convolution):
                 f"{in_features} and out_features={out_features}."
             )
         self._set_up(locals(), sizes, (sizes[0] // groups, sizes[1]))
-        self.input_dilation = _hashable(input_dilation)
+        self.input_dilation = as_static(input_dilation)
         self.feature_group_count = groups
-        self.use_bias = use_bias
         self.conv_general_dilated = conv_general_dilated
-        self._keep_options(locals())
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Convolve `inputs`.
@@ -283,7 +280,7 @@ class Conv(Convolution):
         return self._finished(outputs, bias, batch)
 
     def _padded(self, inputs: jax.Array) -> tuple[jax.Array, Any]:
-        """Return inputs padded as only we can, and the padding left to JAX."""
+        """Pad in ways that JAX does not know; also return the padding left to it."""
         padding, dilation = self._checked_padding(), self._per_axis("kernel_dilation")
         if padding not in OWN_NAMES:
             return inputs, padding
@@ -293,13 +290,6 @@ class Conv(Convolution):
         pairs = [(0, 0), *((s // 2, (s + 1) // 2) for s in spans), (0, 0)]
         mode = "wrap" if padding == "CIRCULAR" else "reflect"
         return jnp.pad(inputs, pairs, mode=mode), "VALID"
-
-
-def _hashable(value: Any) -> Any:
-    """Return numbers, pairs of numbers or a name with tuples for lists."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_hashable, value))
-    return int(value) if isinstance(value, np.integer) else value
 
 
 class ConvTranspose(Convolution):
@@ -363,9 +353,7 @@ class ConvTranspose(Convolution):
     ):
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
         self._set_up(locals(), sizes, sizes[::-1] if transpose_kernel else sizes)
-        self.use_bias = use_bias
         self.transpose_kernel = transpose_kernel
-        self._keep_options(locals())
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Convolve `inputs` transposed.

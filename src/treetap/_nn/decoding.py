@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.experimental import checkify
 
 from treetap._core.errors import StructureError
-from treetap._nn.attention import over_weights
+from treetap._nn.attention import combine_masks, over_weights
 from treetap._nn.parameters import where
 
 
@@ -27,7 +27,7 @@ class Step(NamedTuple):
         values: All values, with the new one.
         following: Where the next position goes.
         seen: Which of them the query sees.
-        has_room: Whether there was room, if that is known only when the program runs.
+        has_room: Whether there was room; a traced step has no effect otherwise.
     """
 
     keys: jax.Array
@@ -59,40 +59,33 @@ def decoded(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Step:
             f"{query.shape}."
         )
     index = layer.cache_index.get_value()
-    has_room = _has_room(layer, index, length)
+    has_room = index < length if isinstance(index, Tracer) else int(index) < length
+    _check_room(layer, has_room, length)
     axis = len(batch)  # of positions
 
     def put(cached: Any, new: jax.Array) -> jax.Array:
         old, new = cached.get_value(), new.astype(cached.dtype)
-        if has_room is not None:
+        if has_room is not True:
             kept = lax.dynamic_slice_in_dim(old, index, 1, axis)
             new = jnp.where(has_room, new, kept)
         return lax.dynamic_update_slice_in_dim(old, new, index, axis)
 
     shape = (*(1,) * (axis + 2), length)
-    seen = lax.broadcasted_iota(jnp.int32, shape, axis + 2) <= index
-    if mask is not None:
-        weights = (*batch, layer.num_heads, 1, length)
-        mask = over_weights(layer, "mask", mask, weights)
-        seen = jnp.logical_and(seen, mask)
-    step = 1 if has_room is None else has_room.astype(index.dtype)
+    written = lax.broadcasted_iota(jnp.int32, shape, axis + 2) <= index
+    mask = over_weights(layer, "mask", mask, (*batch, layer.num_heads, 1, length))
+    seen = combine_masks(written, mask, dtype=bool)
+    following = index + jnp.asarray(has_room, index.dtype)
     keys, values = put(layer.cached_key, key), put(layer.cached_value, value)
-    return Step(keys, values, index + step, seen, has_room)
+    return Step(keys, values, following, seen, has_room)
 
 
-def _has_room(layer: Any, index: Any, length: int) -> Any:
-    """Refuse a step past the end; return whether there is room, if not known yet."""
-    if isinstance(index, Tracer):
-        has_room = index < length
-        checkify.debug_check(
-            has_room,
-            f"{where(layer)}: the cache of {length} positions is full.",
-        )
-        return has_room
-    if int(index) >= length:
+def _check_room(layer: Any, has_room: Any, length: int) -> None:
+    """Refuse a step past the end; a traced one is refused under `checkify`."""
+    message = f"{where(layer)}: the cache of {length} positions is full."
+    if isinstance(has_room, Tracer):
+        checkify.debug_check(has_room, message)
+    elif not has_room:
         raise StructureError(
-            f"{where(layer)}: the cache of {length} positions is full. Make a "
-            "longer one with `view(model, decode=True, batch_size=..., "
-            "max_length=...)`."
+            f"{message} Make a longer one with `view(model, decode=True, "
+            "batch_size=..., max_length=...)`."
         )
-    return None

@@ -20,7 +20,7 @@ from treetap._nn.parameters import (
     Array,
     canonical_axes,
     check_rate,
-    told,
+    mode_of_call,
     where,
 )
 
@@ -29,22 +29,20 @@ def forked(layer: Any, rngs: Any, name: str) -> Any:
     """Return a stream of the layer's own, from streams or a stream; None from None."""
     if rngs is None:
         return data(None)
-    if isinstance(rngs, Rngs):
-        return rngs[name].fork()
-    if isinstance(rngs, RngStream):
-        return rngs.fork()
-    raise TypeError(
-        f"{type(layer).__name__}: `rngs` must be an Rngs, an RngStream or None, got "
-        f"{type(rngs).__name__}."
-    )
+    stream = rngs[name] if isinstance(rngs, Rngs) else rngs
+    if not isinstance(stream, RngStream):
+        raise TypeError(
+            f"{type(layer).__name__}: `rngs` must be an Rngs, an RngStream or None, "
+            f"got {type(rngs).__name__}."
+        )
+    return stream.fork()
 
 
 def next_key(layer: Any, rngs: Any, name: str) -> Any:
     """Return the key to use, from streams, a stream, or a key itself."""
-    if isinstance(rngs, Rngs):
-        return rngs[name]()
-    if isinstance(rngs, RngStream):
-        return rngs()
+    stream = rngs[name] if isinstance(rngs, Rngs) else rngs
+    if isinstance(stream, RngStream):
+        return stream()
     dtype: Any = rngs.dtype if isinstance(rngs, jax.Array) else None
     if dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return rngs  # a key, as raw data or typed
@@ -115,7 +113,7 @@ class Dropout(Module):
             deterministic: Instead of the layer's own.
             rngs: Random streams, a stream, or a key, instead of the layer's own.
         """
-        if told(self, "deterministic", deterministic) or self.rate == 0:
+        if mode_of_call(self, "deterministic", deterministic) or self.rate == 0:
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
@@ -145,10 +143,9 @@ def _kept(
 ) -> jax.Array:
     """Return which elements to keep, sharded as the inputs are."""
     shape = tuple(1 if i in shared else n for i, n in enumerate(inputs.shape))
-    sharding = getattr(jax.typeof(inputs), "sharding", None)
-    spec = tuple(getattr(sharding, "spec", ()))
-    if sharding is None or all(name is None for name in spec):
+    sharding: Any = jax.typeof(inputs).sharding
+    if not any(sharding.spec):
         return jax.random.bernoulli(key, keep, shape)
-    names = (None if i in shared else name for i, name in enumerate(spec))
+    names = (None if i in shared else name for i, name in enumerate(sharding.spec))
     placed = NamedSharding(sharding.mesh, PartitionSpec(*names))
     return jax.random.bernoulli(key, keep, shape, out_sharding=placed)

@@ -25,7 +25,6 @@ from treetap._nn.parameters import (
     Promote,
     check_features,
     check_sizes,
-    make_parameters,
     where,
 )
 from treetap.initializers import variance_scaling
@@ -71,10 +70,10 @@ class Embed(Layer):
         embedding_metadata: Metadata = NO_METADATA,
     ):
         shape = check_sizes(self, num_embeddings=num_embeddings, features=features)
-        make_parameters(self, locals(), embedding=shape)
+        self._make_parameters(locals(), embedding=shape)
         self.num_embeddings, self.features = shape
-        dtype = self.embedding.dtype if dtype is None else dtype
-        self._keep_options(locals())
+        if dtype is None:
+            self.dtype = self.embedding.dtype
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Return the rows that `inputs` names.
@@ -113,10 +112,11 @@ class Embed(Layer):
 
 
 def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | None:
-    """Return how rows lie if each device can look up its own; None where JAX decides.
+    """Return the sharding of rows that each device can look up; None if JAX decides.
 
-    JAX wants to be told as soon as the numbers are split, though there is no choice
-    when the table is not split along its rows, and not in the same way as the numbers.
+    As soon as the numbers are split, JAX asks for the sharding of the result. There is
+    only one choice if the table is not split along its rows, and its features not over
+    an axis that the numbers are split over.
     """
     held, asked = jax.typeof(table).sharding, jax.typeof(numbers).sharding
     kinds = (*held.mesh.axis_types, *asked.mesh.axis_types)
@@ -131,7 +131,7 @@ def _sharding_of_rows(table: jax.Array, numbers: jax.Array) -> PartitionSpec | N
 
 
 def _rows(table: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Look rows up; the one row of a table of one needs no looking up."""
+    """Look rows up; a table of one row is broadcast instead."""
     if table.shape[0] == 1:
         row = jnp.reshape(table, (1,) * numbers.ndim + (-1,))
         return jnp.broadcast_to(row, (*numbers.shape, table.shape[1]))

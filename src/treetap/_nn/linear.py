@@ -35,7 +35,6 @@ from treetap._nn.parameters import (
     check_features,
     check_sizes,
     default_kernel_init,
-    make_parameters,
     where,
 )
 from treetap.initializers import zeros
@@ -57,15 +56,12 @@ def with_bias(outputs: jax.Array, bias: jax.Array | None) -> jax.Array:
 class Affine(Layer):
     """Base of layers that multiply inputs by a kernel, and may add a bias.
 
-    A layer makes `kernel` and `bias` and says how it computes. A call takes what its
-    operation is told from `_options`.
+    A layer makes `kernel` and `bias` and says how it computes. The operation of a call
+    gets its keywords from `_options`.
     """
 
     kernel: Param[Any]
     bias: Param[Any] | None
-    precision: Precision
-    preferred_element_type: Dtype | None
-    _layer_options = (*Layer._layer_options, "precision", "preferred_element_type")
 
     def _options(self, out_sharding: Any = None) -> dict[str, Any]:
         """Return the keywords of the operation that multiplies."""
@@ -122,11 +118,9 @@ class Linear(Affine):
         bias_metadata: Metadata = NO_METADATA,
     ):
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
-        make_parameters(self, locals(), kernel=sizes, bias=sizes[1:])
+        self._make_parameters(locals(), kernel=sizes, bias=sizes[1:])
         self.in_features, self.out_features = sizes
-        self.use_bias = use_bias
         self.dot_general = dot_general
-        self._keep_options(locals())
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Map `inputs`.
@@ -222,8 +216,8 @@ class LinearGeneral(Affine):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.in_features = as_tuple(in_features)
-        self.out_features = as_tuple(out_features)
+        self.in_features = check_all_sizes(self, "in_features", in_features)
+        self.out_features = check_all_sizes(self, "out_features", out_features)
         self.axis = as_tuple(axis)
         self.batch_axis = FrozenMapping(batch_axis)
         batch = self._checked_batch()
@@ -231,16 +225,12 @@ class LinearGeneral(Affine):
         sums = (*batch, *self.out_features)
         matrix = (math.prod((*batch, *self.in_features)), math.prod(self.out_features))
         flat = {"kernel": matrix, "bias": (math.prod(sums),)}
-        make_parameters(self, locals(), flat, kernel=sizes, bias=sums)
-        self.use_bias = use_bias
+        self._make_parameters(locals(), flat, kernel=sizes, bias=sums)
         self.dot_general = dot_general
         self.dot_general_cls = dot_general_cls
-        self._keep_options(locals())
 
     def _checked_batch(self) -> Shape:
         """Return the sizes of the batch axes, if all sizes fit together."""
-        check_all_sizes(self, "in_features", self.in_features)
-        check_all_sizes(self, "out_features", self.out_features)
         check_all_sizes(self, "batch_axis", self.batch_axis.values())
         if len(self.in_features) != len(self.axis):
             raise StructureError(
@@ -341,15 +331,13 @@ class Einsum(Affine):
     ):
         if einsum_str is not None:
             _terms(self, einsum_str)
-        check_all_sizes(self, "kernel_shape", kernel_shape)
-        kernel_shape = as_tuple(kernel_shape)
+        kernel_shape = check_all_sizes(self, "kernel_shape", kernel_shape)
         bias_shape = None if bias_shape is None else tuple(bias_shape)
-        make_parameters(self, locals(), kernel=kernel_shape, bias=bias_shape)
+        self._make_parameters(locals(), kernel=kernel_shape, bias=bias_shape)
         self.einsum_str = einsum_str
         self.kernel_shape = kernel_shape
         self.bias_shape = bias_shape
         self.einsum_op = einsum_op
-        self._keep_options(locals())
 
     def __call__(
         self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -378,15 +366,12 @@ class Einsum(Affine):
     def _check(self, text: str, terms: tuple[str, str, str], inputs: Any) -> None:
         """Refuse operands that do not have the axes that the string says."""
         sizes: dict[str, int] = {}
-        shapes = (np.shape(inputs), self.kernel_shape)
         fits = all(letter in terms[0] + terms[1] for letter in terms[2])
-        for letters, shape in zip(terms, shapes):
-            before, dots, after = letters.partition("...")
-            fits &= len(before + after) <= len(shape)
-            fits &= bool(dots) or len(letters) == len(shape)
-            ends = (*shape[: len(before)], *shape[len(shape) - len(after) :])
-            for letter, size in zip(before + after, ends):
-                fits &= sizes.setdefault(letter, size) == size
+        for letters, shape in zip(terms, (np.shape(inputs), self.kernel_shape)):
+            axes = _axes(letters, len(shape))
+            fits &= len(axes) == len(shape)
+            for axis, size in zip(axes, shape):
+                fits &= axis.isdigit() or sizes.setdefault(axis, size) == size
         if not fits:
             raise StructureError(
                 f"{where(self)}: {text!r} does not fit inputs {typed(inputs)} and a "
@@ -398,20 +383,28 @@ class Einsum(Affine):
     ) -> jax.Array:
         """Return the bias, with size 1 on axes that are not from the kernel."""
         _, kernel, result = terms
-        # What "..." stands for gets letters of its own, the last ones for the kernel's.
-        unnamed = [chr(0x3B1 + i) for i in range(rank - len(result) + 3)]
-        count = len(self.kernel_shape) - len(kernel) + 3
-        kernel = kernel.replace("...", "".join(unnamed[len(unnamed) - count :]))
-        result = result.replace("...", "".join(unnamed))
-        sizes = dict(zip(kernel, self.kernel_shape))
-        shape = tuple(sizes.get(letter, 1) for letter in result)
+        sizes = dict(zip(_axes(kernel, len(self.kernel_shape)), self.kernel_shape))
+        axes = _axes(result, rank)
+        shape = tuple(sizes.get(axis, 1) for axis in axes)
         if math.prod(shape) != bias.size:
-            kept = tuple(sizes[letter] for letter in result if letter in sizes)
+            kept = tuple(sizes[axis] for axis in axes if axis in sizes)
             raise StructureError(
                 f"{where(self)}: the result of {','.join(terms[:2])}->{result} has "
                 f"the axes {kept} from the kernel, but bias_shape={self.bias_shape}."
             )
         return jnp.reshape(bias, shape)
+
+
+def _axes(letters: str, rank: int) -> list[str]:
+    """Name each axis of an array: by its letter, and where "..." stands by a number.
+
+    Numbers count from the last axis back, because that is how einsum lines up what
+    stands for "..." in several operands. There are more names than axes, or fewer, if
+    an array of this rank does not fit the letters.
+    """
+    before, dots, after = letters.partition("...")
+    unnamed = range(rank - len(before + after)) if dots else ()
+    return [*before, *map(str, reversed(unnamed)), *after]
 
 
 def _terms(layer: Any, text: str) -> tuple[str, str, str]:

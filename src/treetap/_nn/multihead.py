@@ -17,7 +17,6 @@ from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Cache
 from treetap._core.wording import typed
-from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.attention import (
     Implementation,
@@ -36,6 +35,7 @@ from treetap._nn.parameters import (
     Array,
     Dtype,
     Initializer,
+    Layer,
     Metadata,
     Precision,
     Promote,
@@ -45,13 +45,13 @@ from treetap._nn.parameters import (
     check_sizes,
     chosen,
     default_kernel_init,
-    told,
+    mode_of_call,
     where,
 )
 from treetap.initializers import zeros
 
 
-class MultiHeadAttention(Module):
+class MultiHeadAttention(Layer):
     """Attend with several heads at once.
 
     Args:
@@ -164,13 +164,10 @@ class MultiHeadAttention(Module):
         }
         for name, size in zip(sizes, check_sizes(self, **sizes)):
             setattr(self, name, size)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self._keep_options(locals())
         self.broadcast_dropout = broadcast_dropout
         self.dropout_rate = check_rate(self, "dropout_rate", dropout_rate)
         self.deterministic = deterministic
-        self.precision = precision
-        self.use_bias = use_bias
         self.attention_fn = attention_fn
         self.decode = decode
         self.normalize_qk = normalize_qk
@@ -309,7 +306,7 @@ class MultiHeadAttention(Module):
         if step is None:
             return out
         step.write(self)
-        return out if step.has_room is None else jnp.where(step.has_room, out, jnp.nan)
+        return out if step.has_room is True else jnp.where(step.has_room, out, jnp.nan)
 
     def _checked_inputs(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the inputs for keys and values."""
@@ -333,7 +330,7 @@ class MultiHeadAttention(Module):
 
     def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Any:
         """Return the key to drop weights with; None for dropping none."""
-        if self.dropout_rate == 0 or told(self, "deterministic", deterministic):
+        if self.dropout_rate == 0 or mode_of_call(self, "deterministic", deterministic):
             return None
         return key_of_call(self, rngs, "dropout")
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from treetap._core.errors import StructureError
 from treetap._core.variables.kinds import BatchStat, Param
+from treetap._core.variables.operators import unboxed
 from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import common_dtype
@@ -31,14 +32,13 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
+    as_static,
     broadcastable,
     canonical_axes,
     check_features,
     check_sizes,
-    held,
-    make_parameters,
-    static_axes,
-    told,
+    is_positive,
+    mode_of_call,
     where,
 )
 from treetap.initializers import ones, zeros
@@ -84,24 +84,21 @@ class Normalizing(Layer):
     reduction_axes: Any  # of `LayerNorm`, `RMSNorm` and `GroupNorm`
     scale: Param[Any] | None
     bias: Param[Any] | None
-    use_scale: bool
-    use_bias: bool  # but for `RMSNorm`
-    _layer_options = (*Layer._layer_options, "use_bias", "use_scale")
 
-    def _set_up(self, arguments: Arguments, features: int) -> None:
+    def _set_up(self, arguments: Arguments) -> None:
         """Keep how to take moments, as static attributes; make scale and bias."""
-        self._keep_options(arguments)
+        features = check_sizes(self, num_features=arguments["num_features"])
+        (self.num_features,) = features
         for name in ("reduction_axes", "feature_axes"):
             if name in arguments:
-                axes = arguments[name]
-                setattr(self, name, None if axes is None else static_axes(axes))
-        groups = arguments["axis_index_groups"]
+                setattr(self, name, as_static(arguments[name]))
+        self.use_scale: bool = arguments["use_scale"]
         self.epsilon = float(arguments["epsilon"])
         self.axis_name: str | None = arguments["axis_name"]
-        self.axis_index_groups = None if groups is None else tuple(map(tuple, groups))
+        self.axis_index_groups: Any = as_static(arguments["axis_index_groups"])
         self.use_fast_variance: bool = arguments["use_fast_variance"]
-        bias = (features,) if "use_bias" in arguments else None
-        make_parameters(self, arguments, scale=(features,), bias=bias)
+        bias = features if "use_bias" in arguments else None
+        self._make_parameters(arguments, scale=features, bias=bias)
 
     def _over_mapping(self, *means: jax.Array) -> list[jax.Array]:
         """Return means over the named axis as well, in one collective."""
@@ -125,16 +122,26 @@ class Normalizing(Layer):
         return [mean, *self._over_mapping(_mean(_square(x - mean), axes, mask))]
 
     def _normalized_over(
-        self, axes: Sequence[int], x: jax.Array, inputs: Array, shape: Any, mask: Any
+        self, inputs: Array, reduced: Axes, features: Axes, mask: Any
     ) -> jax.Array:
-        """Take moments over axes, of the elements that count, and the steps after."""
+        """Normalize inputs by their moments over axes.
+
+        Args:
+            inputs: The inputs, as they were given.
+            reduced: The axes to take moments over.
+            features: The axes that scale and bias are for.
+            mask: Which elements count.
+        """
+        x = wide(inputs)
+        shape = self._feature_shape(x, features)
+        axes = canonical_axes(self, reduced, x.ndim)
         counted = checked_mask(self, mask, x.shape)
         return self._normalized(x, self._moments(x, axes, counted), inputs, shape)
 
     def _normalized(
         self, x: jax.Array, moments: list[Any], inputs: Array, shape: Sequence[int]
     ) -> jax.Array:
-        """Take the steps after the moments.
+        """Subtract the mean, divide by the deviation, scale, add the bias, and cast.
 
         Args:
             x: The inputs in the dtype of the moments.
@@ -143,7 +150,7 @@ class Normalizing(Layer):
             shape: The shape of scale and bias against `x`.
         """
         mean, var = moments
-        scale, bias = held((self.scale, self.bias))
+        scale, bias = unboxed(self.scale), unboxed(self.bias)
         dtype = self._result_dtype((inputs, scale, bias))
         factor = lax.rsqrt(var + jnp.asarray(self.epsilon, var.dtype))
         if scale is not None:
@@ -231,19 +238,17 @@ class BatchNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        shape = check_sizes(self, num_features=num_features)
-        stored = jnp.promote_types(jnp.float32, param_dtype)
-        self.mean = BatchStat(jnp.zeros(shape, stored))
-        self.var = BatchStat(jnp.ones(shape, stored))
-        (self.num_features,) = shape
-        self.use_running_average = use_running_average
         if not isinstance(axis, int | np.integer):
             raise StructureError(
                 f"BatchNorm: `axis` must be the one axis of the features, got {axis!r}."
             )
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self._set_up(locals(), self.num_features)
+        self.use_running_average = use_running_average
+        self._set_up(locals())
+        stored = jnp.promote_types(jnp.float32, param_dtype)
+        self.mean = BatchStat(jnp.zeros(self.num_features, stored))
+        self.var = BatchStat(jnp.ones(self.num_features, stored))
 
     def __call__(
         self,
@@ -259,13 +264,13 @@ class BatchNorm(Normalizing):
             use_running_average: Instead of the layer's own.
             mask: Which elements count.
         """
-        use_average = told(self, "use_running_average", use_running_average)
+        use_average = mode_of_call(self, "use_running_average", use_running_average)
         check_features(self, x, self.num_features, self.axis)
         inputs = wide(x)
         (axis,) = canonical_axes(self, self.axis, inputs.ndim)
         shape = self._feature_shape(inputs, self.axis)
         if use_average:
-            remembered = held((self.mean, self.var))
+            remembered = (self.mean.get_value(), self.var.get_value())
             moments = [jnp.reshape(n.astype(inputs.dtype), shape) for n in remembered]
         else:
             axes = [i for i in range(inputs.ndim) if i != axis]
@@ -345,8 +350,7 @@ class LayerNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._set_up(locals(), self.num_features)
+        self._set_up(locals())
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -355,10 +359,7 @@ class LayerNorm(Normalizing):
             x: An array with the features on the feature axes.
             mask: Which elements count.
         """
-        inputs = wide(x)
-        shape = self._feature_shape(inputs, self.feature_axes)
-        axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        return self._normalized_over(axes, inputs, x, shape, mask)
+        return self._normalized_over(x, self.reduction_axes, self.feature_axes, mask)
 
 
 class RMSNorm(Normalizing):
@@ -407,8 +408,7 @@ class RMSNorm(Normalizing):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._set_up(locals(), self.num_features)
+        self._set_up(locals())
 
     def __call__(self, x: Array, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -417,10 +417,7 @@ class RMSNorm(Normalizing):
             x: An array with the features on the feature axes.
             mask: Which elements count.
         """
-        inputs = wide(x)
-        shape = self._feature_shape(inputs, self.feature_axes)
-        axes = canonical_axes(self, self.reduction_axes, inputs.ndim)
-        return self._normalized_over(axes, inputs, x, shape, mask)
+        return self._normalized_over(x, self.reduction_axes, self.feature_axes, mask)
 
     def _moments(self, x: jax.Array, axes: Sequence[int], mask: Any) -> list[Any]:
         """Return no mean, and the mean of the squares, over axes."""
@@ -487,7 +484,7 @@ class GroupNorm(Normalizing):
         (features,) = check_sizes(self, num_features=num_features)
         self.feature_axis = -1
         self.num_groups, self.group_size = _groups(features, num_groups, group_size)
-        self._set_up(locals(), features)
+        self._set_up(locals())
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -498,8 +495,8 @@ class GroupNorm(Normalizing):
         """
         inputs = wide(x)
         check_features(self, inputs, self.num_groups * self.group_size)
-        given = self.reduction_axes
-        given = tuple(range(1, inputs.ndim)) if given is None else given
+        last = inputs.ndim - 1
+        given = range(1, last) if self.reduction_axes is None else self.reduction_axes
         axes = canonical_axes(self, given, inputs.ndim)
         if inputs.ndim < 2:
             raise StructureError(
@@ -511,7 +508,6 @@ class GroupNorm(Normalizing):
         grouped = jnp.reshape(inputs, split)
         if counted is not None:
             counted = jnp.reshape(counted, split)
-        last = inputs.ndim - 1
         taken = [*(axis for axis in axes if axis != last), last + 1]
         shape = (1,) * last + (self.num_groups, self.group_size)
         moments = self._moments(grouped, taken, counted)
@@ -527,8 +523,7 @@ def _groups(features: int, groups: int | None, size: int | None) -> tuple[int, i
             f"got num_groups={groups}, group_size={size}."
         )
     name, number = ("num_groups", groups) if size is None else ("group_size", size)
-    is_whole = isinstance(number, int | np.integer)
-    if not is_whole or number < 1 or features % number:
+    if not is_positive(number) or features % number:
         raise StructureError(
             f"GroupNorm: {name}={number} does not divide num_features={features}."
         )
@@ -588,8 +583,7 @@ class InstanceNorm(Normalizing):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        (self.num_features,) = check_sizes(self, num_features=num_features)
-        self._set_up(locals(), self.num_features)
+        self._set_up(locals())
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> jax.Array:
         """Normalize `x`.
@@ -598,18 +592,17 @@ class InstanceNorm(Normalizing):
             x: `[batch, axes..., features]`.
             mask: Which elements count.
         """
-        inputs = wide(x)
-        features = canonical_axes(self, self.feature_axes, inputs.ndim)
+        rank = np.ndim(x)
+        features = canonical_axes(self, self.feature_axes, rank)
         if 0 in features:
             raise StructureError(
                 f"{where(self)}: the first axis is the batch and cannot hold features, "
                 f"but feature_axes={self.feature_axes} of {typed(x)}."
             )
-        shape = self._feature_shape(inputs, features)
-        axes = [i for i in range(1, inputs.ndim) if i not in features]
+        axes = [axis for axis in range(1, rank) if axis not in features]
         if not axes:
             raise StructureError(
                 f"{where(self)}: {typed(x)} has no axis between batch and features "
                 "to normalize over."
             )
-        return self._normalized_over(axes, inputs, x, shape, mask)
+        return self._normalized_over(x, axes, self.feature_axes, mask)

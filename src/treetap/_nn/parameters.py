@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters: how layers make their Variables, and how their errors name them.
 
-A constructor names all its arguments, for who reads it, and hands them on together, as
-`locals()`: `Layer` keeps the options that many layers have, and `make_parameters` makes
-the parameters, in the order given. Every initializer is called with a key of its own,
-constants too: the number of keys drawn, and so every value that follows, does not
-depend on what the initializers do.
+A constructor names all its arguments, for people who read it, and hands them on as
+`locals()`: `Layer._make_parameters` makes the parameters, in the order given, and
+keeps the options that many layers have. Every initializer is called with a key of its
+own, constants too: so the number of keys drawn, and with it every value that follows,
+does not depend on what the initializers do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import VariableMetadata
+from treetap._core.variables.operators import unboxed
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import typed
 from treetap._modules.module import Module
@@ -39,7 +40,7 @@ NO_METADATA: Metadata = MappingProxyType({})
 default_kernel_init = lecun_normal()
 
 
-# What a layer is told.
+# Checks of arguments and inputs.
 
 
 def where(layer: Any) -> str:
@@ -58,6 +59,11 @@ def where(layer: Any) -> str:
     return f"{name} at {'/'.join(keys)}" if keys else name
 
 
+def is_positive(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer of at least 1."""
+    return isinstance(value, int | np.integer) and bool(value >= 1)
+
+
 def check_sizes(layer: Any, **sizes: Any) -> tuple[int, ...]:
     """Return sizes as Python's integers; others, and negative ones, are refused.
 
@@ -73,13 +79,14 @@ def check_sizes(layer: Any, **sizes: Any) -> tuple[int, ...]:
     return tuple(map(int, sizes.values()))
 
 
-def check_all_sizes(layer: Any, name: str, sizes: Iterable[Any]) -> tuple[int, ...]:
-    """Return the sizes under one name as Python's integers, as `check_sizes` does."""
-    return tuple(size for each in sizes for size in check_sizes(layer, **{name: each}))
+def check_all_sizes(layer: Any, name: str, sizes: Any) -> tuple[int, ...]:
+    """Return one size or several under one name, as `check_sizes` does."""
+    given = as_tuple(sizes)
+    return tuple(size for each in given for size in check_sizes(layer, **{name: each}))
 
 
 def check_rate(layer: Any, name: str, rate: Any) -> float:
-    """Return a rate as Python's number; one that is no share is refused."""
+    """Return a rate as Python's number; it must be between 0 and 1."""
     if not isinstance(rate, int | float | np.number) or not 0 <= rate <= 1:
         raise StructureError(
             f"{where(layer)}: `{name}` must be a number from 0 to 1, got {rate!r}."
@@ -108,15 +115,20 @@ def check_rngs(layer: Any, rngs: Any) -> Rngs:
     )
 
 
+def as_static(value: Any) -> Any:
+    """Return numbers, nested at will, in a form that can be part of a structure.
+
+    Sequences become tuples, integers of numpy become Python's; the rest stays.
+    """
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(map(as_static, value))
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
     """Return one number or several as a tuple."""
-    numbers = (value,) if isinstance(value, int | np.integer) else value
-    return tuple(int(n) if isinstance(n, np.integer) else n for n in numbers)
-
-
-def static_axes(axes: int | Sequence[int]) -> int | tuple[int, ...]:
-    """Return one axis or several in a form that can be part of a layer's structure."""
-    return int(axes) if isinstance(axes, int | np.integer) else as_tuple(axes)
+    numbers = as_static(value)
+    return numbers if isinstance(numbers, tuple) else (numbers,)
 
 
 def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -153,7 +165,7 @@ def broadcastable(
     return jnp.reshape(array, sizes)
 
 
-def told(layer: Any, name: str, given: Any) -> Any:
+def mode_of_call(layer: Any, name: str, given: Any) -> Any:
     """Return an option of a call, or else its layer's own: one must be given."""
     value = getattr(layer, name) if given is None else given
     if value is None:
@@ -164,7 +176,7 @@ def told(layer: Any, name: str, given: Any) -> Any:
     return value
 
 
-# What a layer makes and keeps.
+# Parameters and options.
 
 
 def chosen(arguments: Arguments, *names: str) -> dict[str, Any]:
@@ -173,76 +185,78 @@ def chosen(arguments: Arguments, *names: str) -> dict[str, Any]:
 
 
 class Layer(Module):
-    """Base of layers with parameters: which dtype these have, and which results.
+    """Base of layers with parameters: what many constructors have in common.
+
+    What is declared here are the options that layers keep as they are given. Each layer
+    has those of them that its constructor has.
 
     Attributes:
         dtype: The dtype to compute in; None for the one that values promote to.
         param_dtype: The dtype of the parameters.
         promote_dtype: What brings values to one dtype, called as `promote_dtype`.
+        precision: As for `jax.lax.dot_general`.
+        preferred_element_type: As for `jax.lax.dot_general`.
+        use_bias: Whether to add a bias.
     """
 
     dtype: Dtype | None
     param_dtype: Dtype
     promote_dtype: Promote
-
-    _layer_options: tuple[str, ...] = ("dtype", "param_dtype", "promote_dtype")
+    precision: Precision
+    preferred_element_type: Dtype | None
+    use_bias: bool
 
     def _keep_options(self, arguments: Arguments) -> None:
-        """Keep those options that layers of this family have, as given."""
-        for name in self._layer_options:
+        """Keep those of a constructor's arguments that are declared in `Layer`."""
+        for name in Layer.__annotations__:
             if name in arguments:
                 setattr(self, name, arguments[name])
 
+    def _make_parameters(
+        self,
+        arguments: Arguments,
+        drawn_as: Mapping[str, Shape] = NO_METADATA,
+        **shapes: Shape | None,
+    ) -> None:
+        """Make parameters, set them as attributes, and keep the common options.
+
+        Args:
+            arguments: Those of the constructor. `kernel_init`, `kernel_metadata` and,
+                if there is one, `use_kernel` are for the parameter `kernel`,
+                `param_dtype` is for all; `rngs` gives one key of the stream `params` to
+                each.
+            drawn_as: Shapes that initializers are asked for, where the parameter is of
+                another.
+            **shapes: The shapes by the names of the parameters, in the order of keys;
+                None for one that this layer does not have.
+        """
+        dtype = arguments["param_dtype"]
+        for name, shape in shapes.items():
+            if shape is None or not arguments.get(f"use_{name}", True):
+                setattr(self, name, data(None))
+                continue
+            key = check_rngs(self, arguments["rngs"]).params()
+            init, metadata = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
+            asked = drawn_as.get(name, shape)
+            made = make_parameter(self, name, init, key, shape, dtype, metadata, asked)
+            setattr(self, name, made)
+        self._keep_options(arguments)
+
     def _promoted(self, *values: Any) -> tuple[Any, ...]:
         """Return arrays, and what Variables hold, in the dtype to compute in."""
-        return self.promote_dtype(held(values), dtype=self.dtype)
+        return self.promote_dtype(tuple(map(unboxed, values)), dtype=self.dtype)
 
 
-def held(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what Variables hold; arrays and None as they are."""
-    return tuple(v.get_value() if isinstance(v, Variable) else v for v in values)
-
-
-def make_parameters(
-    layer: Any,
-    arguments: Arguments,
-    drawn_as: Mapping[str, Shape] = NO_METADATA,
-    **shapes: Shape | None,
-) -> None:
-    """Make a layer's parameters, and set them as its attributes.
-
-    Args:
-        layer: The layer.
-        arguments: Those of its constructor. `kernel_init`, `kernel_metadata` and, if
-            there is one, `use_kernel` are for the parameter `kernel`, `param_dtype` is
-            for all; `rngs` gives one key of the stream `params` to each.
-        drawn_as: Shapes that initializers are asked for, where the parameter is of
-            another.
-        **shapes: The shapes by the names of the parameters, in the order of keys; None
-            for one that this layer does not have.
-    """
-    dtype = arguments["param_dtype"]
-    for name, shape in shapes.items():
-        made = data(None)
-        if shape is not None and arguments.get(f"use_{name}", True):
-            key = check_rngs(layer, arguments["rngs"]).params()
-            init, metadata = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
-            options = {"drawn_as": drawn_as.get(name), "metadata": metadata}
-            made = make_parameter(layer, name, init, key, shape, dtype, **options)
-        setattr(layer, name, made)
-
-
-def make_parameter(  # noqa: PLR0917 - the last three as initializers have them
+def make_parameter(  # noqa: PLR0917 - all that there is to say of one
     layer: Any,
     name: str,
     init: Initializer,
     key: Any,
     shape: Shape,
     dtype: Dtype,
-    *,
+    metadata: Metadata = NO_METADATA,
     drawn_as: Shape | None = None,
     kind: type[Variable[Any]] = Param,
-    metadata: Metadata = NO_METADATA,
 ) -> Variable[Any]:
     """Return a new parameter; its initializer must give the shape that it is asked for.
 
@@ -253,11 +267,11 @@ def make_parameter(  # noqa: PLR0917 - the last three as initializers have them
         key: The key to draw with.
         shape: The shape of the parameter.
         dtype: The dtype that the initializer is asked for.
+        metadata: Metadata of the Variable, beside those that the initializer gives.
         drawn_as: The shape that it is asked for, if that is another.
         kind: The kind of Variable.
-        metadata: Metadata of the Variable, beside those that the initializer gives.
     """
-    asked = tuple(shape if drawn_as is None else drawn_as)
+    asked = shape if drawn_as is None else drawn_as
     try:
         value = init(key, asked, dtype)
     except ZeroDivisionError as error:
@@ -271,7 +285,7 @@ def make_parameter(  # noqa: PLR0917 - the last three as initializers have them
             f"{type(layer).__name__}: the initializer of `{name}` returned "
             f"{typed(made)}; asked for was the shape {asked}."
         )
-    if drawn_as is not None:
+    if asked != shape:
         made = jnp.reshape(made, shape)
     if isinstance(value, VariableMetadata):
         made = VariableMetadata(made, value.metadata)

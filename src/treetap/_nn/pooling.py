@@ -15,7 +15,7 @@ from jax import lax
 
 from treetap._core.errors import StructureError
 from treetap._core.wording import typed
-from treetap._nn.parameters import Array
+from treetap._nn.parameters import Array, as_static, is_positive
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -32,7 +32,7 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
     Args:
         inputs: `[batch..., window axes..., features]`.
-        init: What the reduction begins with.
+        init: What the reduction begins with; the dtype of the inputs must hold it.
         reduce_fn: The reduction, of two arrays.
         window_shape: The size of the window on each of its axes.
         strides: How far the window moves on each; by 1 without it.
@@ -56,10 +56,15 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
             f"pool: a window of {window} needs inputs with {len(window)} axes and the "
             f"features after them, got {typed(inputs)}."
         )
+    start = np.asarray(init, inputs.dtype)
+    if not jnp.issubdtype(inputs.dtype, jnp.inexact) and start != init:
+        raise StructureError(
+            f"pool: `init` is {init}, which {inputs.dtype} cannot hold."
+        )
     ahead = (1,) * batch
     return lax.reduce_window(
         inputs,
-        np.asarray(init, inputs.dtype),
+        start,
         reduce_fn,
         (*ahead, *window, 1),
         (*ahead, *steps, 1),
@@ -69,18 +74,13 @@ def pool(  # noqa: PLR0917 - the arguments are those of NNX
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Return sizes given as any sequence."""
-    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
-    if not is_list or not all(map(_is_size, value)):
+    sizes = as_static(value)
+    if not isinstance(sizes, tuple) or not all(map(is_positive, sizes)):
         raise StructureError(
             f"pool: `{name}` must be a sequence of positive integers, one for each "
             f"window axis; got {value!r}."
         )
-    return tuple(int(size) for size in value)
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a value is a positive integer."""
-    return isinstance(value, int | np.integer) and bool(value >= 1)
+    return sizes
 
 
 def _padding(padding: Any, axes: int, batch: int) -> Any:

@@ -6,9 +6,9 @@ major. Sequences may be shorter than the array that holds them (`seq_lengths`): 
 carry that is returned is then the one of each sequence's own last step.
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.trees.filters import Filter, predicate_of
-from treetap._core.trees.traverse import iter_graph
+from treetap._core.trees.traverse import nodes_below
 from treetap._core.wording import typed
 from treetap._modules.module import Module
+from treetap._modules.random_rules import SplitBackups, StreamBackup
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.cells import Cell, RNNCellBase
 from treetap._nn.dropout import forked
@@ -56,11 +56,12 @@ def flip_sequences(
     axis = 0 if time_major else num_batch_dims
     if seq_lengths is None:
         return jnp.flip(inputs, axis=axis)
-    steps = inputs.shape[axis]
-    backwards = jnp.arange(steps - 1, -1, -1, dtype=jnp.int32)
+    shape = inputs.shape[: num_batch_dims + 1]
     lengths = jnp.expand_dims(jnp.asarray(seq_lengths, jnp.int32), axis)
-    shape = (1,) * axis + (steps,) + (1,) * (num_batch_dims - axis)
-    source = (jnp.reshape(backwards, shape) + lengths) % steps
+    # What is put at a position comes from as far before the end of its sequence. The
+    # padding, which that does not reach, is counted from the end of the array.
+    position = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    source = (lengths - 1 - position) % shape[axis]
     source = jnp.reshape(source, source.shape + (1,) * (inputs.ndim - source.ndim))
     return jnp.take_along_axis(inputs, source, axis=axis)
 
@@ -184,9 +185,8 @@ class RNN(Module):
                 f"{where(self)}: `seq_lengths` must be an integer for each sequence of "
                 f"the batch {batch}, got {typed(lengths)}."
             )
-        is_known = not isinstance(lengths, Tracer) and lengths.size
-        known = np.asarray(lengths) if is_known else None  # also while tracing
-        if known is not None and not 0 <= known.min() <= known.max() <= steps:
+        known = np.asarray([] if isinstance(lengths, Tracer) else lengths)
+        if np.any((known < 0) | (known > steps)):
             raise StructureError(
                 f"{where(self)}: `seq_lengths` must be from 0 to the {steps} steps "
                 f"there are, got {lengths}."
@@ -197,28 +197,32 @@ class RNN(Module):
         """Return the last carry and all outputs."""
         settings = (axis, self.unroll, self.broadcast_rngs, self.state_axes)
         try:
-            run = _SCANS.made(settings, lambda: _scanned(*settings))
-        except TypeError:  # a filter without a hash
             run = _scanned(*settings)
+        except TypeError:  # a filter without a hash
+            run = _scanned.__wrapped__(*settings)
         steps = jnp.arange(inputs.shape[axis], dtype=jnp.int32)
         carry = jax.tree.map(jnp.asarray, carry)
-        with _same_keys(_streams_of(self.cell, self.broadcast_rngs)):
+        streams = _streams_of(self.cell, self.broadcast_rngs)
+        with streams:
+            for stream, _, count in streams:
+                stream.key.set_value(jax.random.split(stream(), 1)[0])
+                stream.count.set_value(jnp.zeros_like(count))
             (_, last), outputs = run(self.cell, (carry, carry), lengths, steps, inputs)
+        for stream, _, count in streams:  # of which a call that fails draws nothing
+            stream.count.set_value(count + jnp.uint32(1))
         return last, outputs
 
 
-# Scans by the settings of an RNN: JAX traces a function that it knows only once.
-_SCANS: BoundedCache[Any, Any] = BoundedCache(128)
-
-
+# JAX traces a function that it knows only once, so the functions are kept.
+@functools.lru_cache(128, typed=True)
 def _scanned(axis: int, unroll: int, broadcast: Filter, axes: StateAxes) -> Any:
     """Return the scan of an RNN with these settings."""
 
     def step(cell: Any, carries: Any, lengths: Any, at: Any, x: Any) -> Any:
         running, last = carries
-        new, out = cell(running, x)
+        with _streams_of(cell, broadcast):
+            new, out = cell(running, x)
         new = jax.tree.map(lambda n, r: jnp.asarray(n, r.dtype), new, running)
-        _rewind(_streams_of(cell, broadcast))
         last = new if lengths is None else _kept(at < lengths, new, last)
         return (new, last), out
 
@@ -243,39 +247,19 @@ def _kept(is_valid: jax.Array, new: Any, last: Any) -> Any:
     return jax.tree.map(choose, new, last)
 
 
-def _streams_of(cell: Any, filter: Filter) -> list[RngStream]:
-    """Return the streams of a cell that give every step of a sequence the same keys."""
+def _streams_of(cell: Any, filter: Filter) -> SplitBackups:
+    """Return the streams of a cell that give every step of a sequence the same keys.
+
+    At the end of a `with` block they get back the keys and counts that they have now.
+    """
     if filter is None:
-        return []
+        return SplitBackups()
     wanted = predicate_of(filter)
-    return [
-        value
-        for path, value in iter_graph(cell, graph=True)
-        if isinstance(value, RngStream) and wanted(path, value)
-    ]
-
-
-def _rewind(streams: list[RngStream]) -> None:
-    """Make the next step draw the keys of this one."""
-    for stream in streams:
-        stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
-
-
-@contextmanager
-def _same_keys(streams: list[RngStream]) -> Iterator[None]:
-    """Give streams new keys for a sequence; they go on from their old ones after."""
-    before = [(each, each.key.get_value(), each.count.get_value()) for each in streams]
-    for stream in streams:
-        stream.key.set_value(jax.random.split(stream(), 1)[0])
-    _rewind(streams)
-    drawn = 0  # by a call that failed
-    try:
-        yield
-        drawn = 1
-    finally:
-        for stream, key, count in before:
-            stream.key.set_value(key)
-            stream.count.set_value(count + jnp.asarray(drawn, count.dtype))
+    return SplitBackups(
+        StreamBackup(stream, stream.key.get_value(), stream.count.get_value())
+        for path, stream in nodes_below(cell, RngStream, True, "RNN")
+        if wanted(path, stream)
+    )
 
 
 def concatenate(first: jax.Array, second: jax.Array) -> jax.Array:

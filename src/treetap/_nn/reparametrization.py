@@ -11,16 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import data
+from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import Filter, PathContains
 from treetap._core.trees.split import state
 from treetap._core.trees.state import to_flat_state
-from treetap._core.trees.traverse import recursive_map
 from treetap._core.variables.kinds import BatchStat, Param
 from treetap._core.variables.variable import Variable
 from treetap._modules.module import Module
@@ -28,14 +27,17 @@ from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import promote_dtype as default_promote
 from treetap._nn.normalization import wide
 from treetap._nn.parameters import (
+    Arguments,
     Array,
     Dtype,
     Initializer,
+    Layer,
     Promote,
+    as_static,
     canonical_axes,
     check_rngs,
+    is_positive,
     make_parameter,
-    static_axes,
     where,
 )
 from treetap.initializers import normal, ones
@@ -49,33 +51,33 @@ def parameters_of(layer: Any, filter: Filter) -> dict[Path, Variable[Any]]:
     return {path: value for path, value in found if isinstance(value, Variable)}
 
 
-class Reparametrized(Module):
+class Reparametrized(Layer):
     """Base of layers that run another with weights made from its own."""
 
-    def _wrap(
-        self, layer: Any, epsilon: float, dtype: Dtype | None, param_dtype: Dtype
-    ) -> None:
-        """Keep the layer, and what it computes its weights in."""
+    def _wrap(self, arguments: Arguments) -> None:
+        """Keep the layer, and what its weights are computed in."""
+        layer = arguments["layer_instance"]
         if not isinstance(layer, Module) or not callable(layer):
             raise TypeError(
                 f"{type(self).__name__}: `layer_instance` must be a Module that can be "
                 f"called, got {type(layer).__name__}."
             )
         self.layer_instance = layer
-        self.epsilon = epsilon
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self.epsilon: float = arguments["epsilon"]
+        self._keep_options(arguments)
 
-    def _with_values(self, values: dict[Path, Any]) -> Any:
-        """Return a copy of the layer that shares its Variables, except those given."""
+    def _with_weights(self, weights: dict[int, Variable[Any]]) -> Any:
+        """Return a copy of the layer that shares its Variables, except some weights.
 
-        def replaced(path: Path, value: Any) -> Any:
-            if path in values and isinstance(value, Variable):
-                return value.replace(values[path])
-            return value
+        Args:
+            weights: What stands in the place of a Variable, by the identity of that.
+        """
+
+        def weight(variable: Variable[Any]) -> Variable[Any]:
+            return weights.get(id(variable), variable)
 
         layer = self.layer_instance
-        copy = recursive_map(replaced, layer, graph=True)
+        copy = rebuilt(layer, True, type(self).__name__, variable=weight)
         copy._pytree__place[:2] = layer._pytree__place[:2]  # it stands where that does
         return copy
 
@@ -127,8 +129,8 @@ class SpectralNorm(Reparametrized):
         update_stats: bool = True,
         rngs: Rngs,
     ):
-        self._wrap(layer_instance, epsilon, dtype, param_dtype)
-        if not isinstance(n_steps, int | np.integer) or n_steps < 1:
+        self._wrap(locals())
+        if not is_positive(n_steps):
             raise StructureError(
                 f"SpectralNorm: `n_steps` must be a positive integer, got {n_steps!r}."
             )
@@ -158,15 +160,16 @@ class SpectralNorm(Reparametrized):
         """
         if update_stats is None:
             update_stats = not self.use_running_average
-        values: dict[Path, Any] = {}
-        found: dict[Path, Any] = {}
+        weights: dict[int, Variable[Any]] = {}
+        stats: dict[Path, Any] = {}
         for path, variable in parameters_of(self.layer_instance, Param).items():
             if (*path, "u") in self.batch_stats:
-                values[path], u, sigma = self._normalized(path, variable)
-                found |= {(*path, "u"): u, (*path, "sigma"): sigma}
-        out = self._with_values(values)(x, **kwargs)
+                value, u, sigma = self._normalized(path, variable)
+                weights[id(variable)] = variable.replace(value)
+                stats |= {(*path, "u"): u, (*path, "sigma"): sigma}
+        out = self._with_weights(weights)(x, **kwargs)
         if update_stats:
-            for path, value in found.items():
+            for path, value in stats.items():
                 stat = self.batch_stats[path]
                 stat.set_value(lax.stop_gradient(value).astype(stat.dtype))
         return out
@@ -241,16 +244,15 @@ class WeightNorm(Reparametrized):
         promote_dtype: Promote = default_promote,
         rngs: Rngs,
     ):
-        self._wrap(layer_instance, epsilon, dtype, param_dtype)
-        self.feature_axes = () if feature_axes is None else static_axes(feature_axes)
+        self._wrap(locals())
+        self.feature_axes = () if feature_axes is None else as_static(feature_axes)
         self.use_scale = use_scale
         self.scale_init = scale_init
         self.variable_filter = variable_filter
-        self.promote_dtype = promote_dtype
         self.scales = data(self._scales(check_rngs(self, rngs)) if use_scale else None)
 
     def _scales(self, rngs: Rngs) -> dict[Path, Any]:
-        """Make scales, from keys beside the stream: layers that follow keep theirs."""
+        """Make scales, with keys from a copy of the stream, which stays as it is."""
         key = rngs.params.copy()()
         scales: dict[Path, Any] = {}
         found = parameters_of(self.layer_instance, self.variable_filter)
@@ -272,8 +274,11 @@ class WeightNorm(Reparametrized):
             **kwargs: For the layer.
         """
         found = parameters_of(self.layer_instance, self.variable_filter)
-        values = {path: self._normalized(path, each) for path, each in found.items()}
-        return self._with_values(values)(x, *args, **kwargs)
+        weights = {
+            id(variable): variable.replace(self._normalized(path, variable))
+            for path, variable in found.items()
+        }
+        return self._with_weights(weights)(x, *args, **kwargs)
 
     def _normalized(self, path: Path, variable: Any) -> jax.Array:
         """Return a weight of length one times its scale."""

@@ -47,7 +47,7 @@ class EqualFunctions(FunctionHolder):
         return self is other or Snapshot(self).key == Snapshot(other).key
 
     def __hash__(self) -> int:
-        """Of what cannot change: the code of the functions, if they are in a tuple."""
+        """Hash what cannot change: the code of functions, if they are in a tuple."""
         parts = self.value if isinstance(self.value, tuple) else (self.value,)
         codes = [x.__code__ for x in parts if isinstance(x, types.FunctionType)]
         return hash((type(self.value), *codes))

@@ -176,7 +176,7 @@ def _check_variable(name: str, path: Path, leaf: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """Return an array of its own, of a type that stays; abstract ones as they are."""
+    """Copy an array, to one whose type is not weak; abstract ones stay as they are."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     return jnp.array(value, jnp.result_type(value), copy=True)

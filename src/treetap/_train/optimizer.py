@@ -9,7 +9,7 @@ and state in one go: when anything does not fit, nothing is changed.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from treetap._core.trees.build import as_pure
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree
 from treetap._core.trees.split import is_variable
-from treetap._core.trees.state import FlatState, State, is_branch, nested
+from treetap._core.trees.state import FlatState, State, from_items, is_branch, nested
 from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
@@ -36,6 +36,7 @@ from treetap._core.variables.values import is_buffer
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
+    Leaves,
     gathered,
     leaves_of,
     misfit_of_arrays,
@@ -77,10 +78,22 @@ class _Wrapping:
         raw = map(raw_value, params.values())
         self.taken = {id(leaf): leaf for leaf in jax.tree.leaves(list(raw))}
 
-    def any(self, value: Any) -> Any:
-        """Wrap anything that optax keeps."""
-        if isinstance(value, State) and _is_like(value, self.params):
-            return State(self.like(value.raw_mapping, self.params))
+    def any(self, value: Any, params: Any = MISSING) -> Any:
+        """Wrap anything that optax keeps.
+
+        Args:
+            value: What to wrap.
+            params: The parameter, or mapping of parameters, that it belongs to, if that
+                is known.
+        """
+        is_start = params is MISSING and isinstance(value, State)
+        if is_start and _is_like(value, self.params):
+            value, params = value.raw_mapping, self.params
+        if is_branch(params) and is_branch(value):
+            pairs = value.items()
+            return State({key: self.any(inner, params[key]) for key, inner in pairs})
+        if isinstance(params, Variable) and jax.tree.leaves(value):
+            return self.of_parameter(params, jax.tree.map(self.own, value))
         if is_container(value):
             opened = open_container(value)
             return opened.close([self.any(child) for child in opened.children])
@@ -88,21 +101,8 @@ class _Wrapping:
             return OptArray(self.own(value))
         return value
 
-    def like(self, values: Mapping[Any, Any], params: Mapping[Any, Any]) -> Any:
-        """Wrap a tree like the parameters."""
-        made = {}
-        for key, value in values.items():
-            param = params[key]
-            if is_branch(param) and is_branch(value):
-                made[key] = self.like(value, param)
-            elif isinstance(param, Variable) and jax.tree.leaves(value):
-                made[key] = self.of_parameter(param, jax.tree.map(self.own, value))
-            else:
-                made[key] = self.any(value)
-        return made
-
     def own(self, value: Any) -> Any:
-        """Return an array that nobody else has, of a type that stays the same."""
+        """Return an array in a buffer of its own, whose type is not weak."""
         if isinstance(value, jax.ShapeDtypeStruct):
             return value
         value = strong(value)
@@ -115,16 +115,14 @@ class _Wrapping:
         """Wrap what optax keeps for one parameter, placed as it or its metadata say."""
         raw = raw_value(param)
         metadata = param.get_metadata()
-        is_told = "optimizer_sharding" in metadata
-        if is_told:
+        has_own = "optimizer_sharding" in metadata
+        if has_own:
             metadata["out_sharding"] = metadata.pop("optimizer_sharding")
         is_alike = _shape(value) == _shape(raw)
         if metadata.get("out_sharding") and not is_alike:
-            metadata["out_sharding"] = _annotation(metadata["out_sharding"], value, raw)
-            if metadata["out_sharding"] is None:
-                del metadata["out_sharding"]
-        sharding = _sharding_of(raw) if is_alike and not is_told else None
-        if sharding is None and (is_told or mesh_of(metadata) is not None):
+            metadata |= _annotation(metadata.pop("out_sharding"), value, raw)
+        sharding = _sharding_of(raw) if is_alike and not has_own else None
+        if sharding is None and (has_own or mesh_of(metadata) is not None):
             return OptVariable(value, **metadata)
         if isinstance(value, jax.ShapeDtypeStruct) and sharding is not None:
             value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
@@ -157,13 +155,13 @@ def _is_like(values: Any, params: Any) -> bool:
     return not is_branch(params) or not jax.tree.leaves(values)
 
 
-def _annotation(annotation: Any, value: Any, param: Any) -> Any:
-    """Return a parameter's sharding for an array of another shape, if there is one."""
+def _annotation(annotation: Any, value: Any, param: Any) -> dict[str, Any]:
+    """Return a parameter's sharding as metadata of an array with more axes, if any."""
     extra = len(_shape(value)) - len(_shape(param))
     is_names = isinstance(annotation, tuple | list | PartitionSpec)
     if extra < 0 or not is_names or _shape(value)[extra:] != _shape(param):
-        return None
-    return PartitionSpec(*(None,) * extra, *annotation)
+        return {}
+    return {"out_sharding": PartitionSpec(*(None,) * extra, *annotation)}
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
@@ -174,7 +172,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 def _left_in_place(leaf: Any, value: Any) -> Any:
-    """Return a new value that lies as the Variable that it is for."""
+    """Constrain a new value to the sharding that its Variable is annotated with."""
     if not isinstance(leaf, Variable) or leaf._metadata.get("out_sharding") is None:
         return value
     constrain = partial(constrain_to_annotation, metadata=leaf._metadata)
@@ -219,31 +217,28 @@ class Optimization(Pytree, Generic[M]):
         """The filter that chooses what is trained."""
         return self._wrt.value
 
-    def _parameters(self, model: Any, name: str) -> tuple[dict[Path, Any], list[Path]]:
-        """Return what of the model is trained, by path, and the paths of the rest."""
+    def _parameters(self, model: Any, name: str) -> tuple[Leaves, Leaves]:
+        """Return what of the model is trained, and all that it has, by path."""
         leaves = leaves_of(model, self.graph, name)
         wanted = predicate_of(self.wrt)
         chosen = {path: leaf for path, leaf in leaves.items() if wanted(path, leaf)}
-        return chosen, [path for path in leaves if path not in chosen]
+        return chosen, leaves
 
-    def _matched(
-        self, grads: Any, params: Mapping[Path, Any], others: Iterable[Path], name: str
-    ) -> Any:
+    def _matched(self, grads: Any, params: Leaves, known: Leaves, name: str) -> Any:
         """Return the gradients of the parameters, as optax wants them.
 
         Args:
             grads: A Module, State, dict or other tree of Variables or arrays.
             params: The parameters' values by path.
-            others: Paths of the model that are not trained; gradients there are left
-                out.
+            known: What the model has, by path; gradients of what is not trained are
+                left out.
             name: The public method at work.
         """
         grads = grads.to_nested_state() if isinstance(grads, FlatState) else grads
         leaves = leaves_of(grads, self.graph, name)
-        tree = leaves[()] if () in leaves else nested(leaves.items())
+        tree = from_items(leaves.items())
         inside = {path: _inside(tree, path) for path in params}
         found = {path: raw_value(g) for path, g in inside.items() if g is not MISSING}
-        known = {*params, *others}
         refuse_misfits(
             f"{name}: the gradients do not fit the parameters",
             params,
@@ -260,7 +255,7 @@ class Optimization(Pytree, Generic[M]):
         import optax
 
         name = f"{type(self).__name__}.update"
-        params, others = self._parameters(model, name)
+        params, leaves = self._parameters(model, name)
         known = dict.fromkeys(self._paths)
         refuse_misfits(
             f"{name}: the model does not have the parameters that the optimizer was "
@@ -272,17 +267,13 @@ class Optimization(Pytree, Generic[M]):
         )
         raw = {path: raw_value(leaf) for path, leaf in params.items()}
         pure = gathered(raw)
-        options = {
-            # A line search wants the gradient in the form of the parameters.
-            key: self._matched(value, raw, others, name)
-            if key == "grad"
-            else as_pure(value)
-            for key, value in options.items()
-        }
+        pure_options = {key: as_pure(value) for key, value in options.items()}
+        if "grad" in options:  # a line search wants it in the form of the parameters
+            pure_options["grad"] = self._matched(options["grad"], raw, leaves, name)
         held, structure = self._held(name)
         state = structure.unflatten(map(raw_value, held))
-        grads = self._matched(grads, raw, others, name)
-        updates, state = self.tx.update(grads, state, pure, **options)
+        grads = self._matched(grads, raw, leaves, name)
+        updates, state = self.tx.update(grads, state, pure, **pure_options)
         changed = optax.apply_updates(pure, updates)
         changed = jax.tree.map(
             _left_in_place, gathered(params), changed, is_leaf=is_variable
@@ -337,7 +328,7 @@ def _inside(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _is_below(path: Path, known: set[Path]) -> bool:
+def _is_below(path: Path, known: Leaves) -> bool:
     """Whether a path is one of those known, or goes on from one."""
     return any(path[:end] in known for end in range(len(path) + 1))
 
