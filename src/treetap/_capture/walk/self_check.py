@@ -155,7 +155,7 @@ def check_newer_jax(version: tuple[int, ...]) -> None:
     if found := failures():
         running, tested = (".".join(map(str, x)) for x in (version, NEWEST_TESTED))
         raise CaptureError(
-            f"A capture cannot be trusted on JAX {running}: this version of treetap was "
-            f"tested up to JAX {tested}, and these no longer hold. {' '.join(found)} "
-            f"Use JAX {tested}, or a newer treetap."
+            f"A capture cannot be trusted on JAX {running}: this version of treetap "
+            f"was tested up to JAX {tested}, and these no longer hold. "
+            f"{' '.join(found)} Use JAX {tested}, or a newer treetap."
         )
