@@ -15,7 +15,6 @@ from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select
 from treetap._capture.session import Call
-from treetap._capture.walk.operations import stacked_by
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._observe.handlers import value_of
@@ -69,7 +68,7 @@ class _Edited(Selecting):
             found += edits
         if not found:
             return None
-        target = _target(call, site.text)
+        target = Target(site.text, call.label.tree, call.spot)
         fitted = [edit.fitted(target) for edit in found]
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
         axes = tuple(one for _, axes in fitted for one in axes)
@@ -87,14 +86,6 @@ class _Edited(Selecting):
                     "their result."
                 )
             raise self.refuse(chosen, "edit", look)
-
-
-def _target(call: Call, text: str) -> Target:
-    spot = call.spot
-    rows = len(spot.own[0].shape) - len(spot.bases[0]) if spot.own else 0
-    # As (name, size): mappings are not among them, and a `while` has no axis.
-    loops = tuple(axis[:2] for axis in spot.levels if stacked_by([axis.kind]))
-    return Target(text, call.label.tree, spot.own, spot.avals, rows, spot.wraps, loops)
 
 
 class _Stop(BaseException):
