@@ -42,7 +42,13 @@ def _as_edits(given: Any) -> list[Edit]:
 
 
 class _Edited(Selecting):
-    """One run: the edits, and what they were for."""
+    """One edited run.
+
+    Attributes:
+        edits: Selectors, and what is done to the sites that each takes.
+        used: Which of them took a site, by number.
+        sown: Which of them took a sown value, by number: that site.
+    """
 
     def __init__(self, edits: list[tuple[Select, list[Edit]]]):
         self.edits = edits
@@ -75,7 +81,7 @@ class _Edited(Selecting):
         return Fed(Editing(site.text, tree, axes), arrays)
 
     def check(self, look: Callable[[], Record]) -> None:
-        """Refuses edits that were for nothing; `look` gives all sites there are."""
+        """Refuses selectors that took no site; `look` lists all sites."""
         for n, (chosen, _) in enumerate(self.edits):
             if n in self.used:
                 continue
