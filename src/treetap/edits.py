@@ -17,11 +17,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
-from treetap._capture.walk.operations import SCAN, WHILE, stacked_by
+from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
-from treetap._observe.records import Site
+from treetap._core.wording import typed
+from treetap._observe.records import Site, is_loop
 
 Shape = tuple[int, ...]
 
@@ -42,7 +43,7 @@ class Target(NamedTuple):
     @property
     def loops(self) -> list[Axis]:
         """The loops and shards that give it axes; a `while` gives none."""
-        return [axis for axis in self.spot.levels if stacked_by([axis.kind])]
+        return [axis for axis in self.spot.levels if is_loop(axis)]
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
@@ -51,13 +52,20 @@ class Target(NamedTuple):
         sizes = tuple(axis.size for axis in self.loops)
         if _fits(shape, base):
             return Axes()
+        inner = shape[len(sizes) :]
+        is_by_turn = shape[: len(sizes)] == sizes and len(inner) == len(base)
+        is_by_turn = is_by_turn and _fits(inner, base)
+        if shape == mapped and is_by_turn:
+            raise CaptureError(
+                f"edit: at {self.text} as many rows are mapped as a loop has "
+                f"iterations, so which of them an array of shape {shape} is for cannot "
+                f"be told. Give it the axes of both: {whole}."
+            )
         if shape == whole:
             return Axes(rows=mapped != base, loops=bool(sizes))
         if shape == mapped:
             return Axes(rows=True)
-        inner = shape[len(sizes) :]
-        is_by_turn = shape[: len(sizes)] == sizes and len(inner) == len(base)
-        if is_by_turn and _fits(inner, base):
+        if is_by_turn:
             return Axes(loops=True)
         raise CaptureError(
             f"edit: the value at {self.text} has the shape {base}, {whole} with the "
@@ -87,36 +95,52 @@ class Target(NamedTuple):
                     "where that has no meaning. Say what is meant with `edits.apply`."
                 )
 
-    def axes_of_tree(self, value: Any, is_mask: bool = False) -> list[Axes]:
-        """The same for a tree like the value, or for one array for all leaves."""
+    def spread(self, value: Any) -> tuple[Any, list[Axes]]:
+        """A tree like the value, of such a one or one array, and its arrays' axes."""
         leaves, tree = jax.tree.flatten(value)
-        places = range(self.tree.num_leaves)
-        if tree != self.tree and not jax.tree_util.treedef_is_leaf(tree):
+        is_for_all = jax.tree_util.treedef_is_leaf(tree)
+        if is_for_all:
+            leaves, tree = leaves * self.tree.num_leaves, self.tree
+        if tree != self.tree:
             raise CaptureError(
                 f"edit: the value at {self.text} is {self.tree}, and the edit has "
                 f"{tree}. Give the same structure, or one array."
             )
-        # For which leaves of the value each array is.
-        parts = [[n] for n in places] if tree == self.tree else [places]
-        found = []
-        for array, numbers in zip(leaves, parts):
-            kinds = {self.axes_of(array, n) for n in numbers}
-            if len(kinds) > 1:
-                raise CaptureError(
-                    f"edit: one array of shape {jnp.shape(array)} cannot stand for all "
-                    f"leaves at {self.text}. Give one for each leaf."
-                )
-            if not is_mask:
-                for n in numbers:
-                    self.check_type(array, n)
-            found += kinds
-        return found
+        axes = [self.axes_of(array, n) for n, array in enumerate(leaves)]
+        if is_for_all and len(set(axes)) > 1:
+            raise CaptureError(
+                f"edit: one array of shape {jnp.shape(value)} cannot stand for all "
+                f"leaves at {self.text}. Give one for each leaf."
+            )
+        return tree.unflatten(leaves), axes
+
+    def spread_numbers(self, value: Any) -> tuple[Any, list[Axes]]:
+        """The same, of numbers that the value can hold."""
+        tree, axes = self.spread(value)
+        for n, array in enumerate(jax.tree.leaves(tree)):
+            self.check_type(array, n)
+        return tree, axes
 
 
 def _fits(shape: Shape, base: Shape) -> bool:
     """Whether an array of a shape broadcasts to another."""
     pairs = zip(reversed(shape), reversed(base))
     return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
+
+
+def _on_leaves(fn: Callable[..., Any], array: Any, *values: Any) -> Any:
+    """A function of an array and each leaf of values alike.
+
+    Args:
+        fn: From an array of the leaf's shape, and the leaf of each value.
+        array: One for all leaves, or a tree of one for each.
+        *values: The values.
+    """
+
+    def on_part(array: Any, *parts: Any) -> Any:
+        return jax.tree.map(lambda *x: fn(_broadcast(array, x[0]), *x), *parts)
+
+    return jax.tree.map(on_part, array, *values)
 
 
 def _broadcast(array: Any, value: Any) -> jax.Array:
@@ -181,17 +205,16 @@ class _Combined(Edit):
     arithmetic: str = field(default="", metadata={"static": True})  # its name, if it is
 
     def __call__(self, value: Any) -> Any:
-        def one(old: Any, other: Any) -> Any:
-            return _cast(self.combine(old, _broadcast(other, old)), old)
+        def one(other: Any, old: Any) -> Any:
+            return _cast(self.combine(old, other), old)
 
-        if jax.tree.structure(value) == jax.tree.structure(self.other):
-            return jax.tree.map(one, value, self.other)
-        return jax.tree.map(lambda old: one(old, self.other), value)
+        return _on_leaves(one, self.other, value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         if self.arithmetic:
             target.check_kinds(self.arithmetic, np.number, np.bool_)
-        return self, target.axes_of_tree(self.other)
+        other, axes = target.spread_numbers(self.other)
+        return _Combined(other, self.combine, self.arithmetic), axes
 
 
 def _other(_: Any, other: Any) -> Any:
@@ -231,20 +254,15 @@ class _Apply(Edit):
 @dataclass(frozen=True, eq=False)
 class _Where(Edit):
     edit: Edit
-    mask: jax.Array
+    mask: Any
 
     def __call__(self, value: Any) -> Any:
-        new = self.edit(value)
-
-        def chosen(old: Any, new: Any) -> Any:
-            return jnp.where(_broadcast(self.mask, old), new, old)
-
-        return jax.tree.map(chosen, value, new)
+        return _on_leaves(jnp.where, self.mask, self.edit(value), value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        mask = target.axes_of_tree(self.mask, is_mask=True)
-        return _Where(edit, self.mask), [*axes, *mask]
+        mask, more = target.spread(self.mask)
+        return _Where(edit, mask), [*axes, *more]
 
 
 @register_dataclass
@@ -271,7 +289,7 @@ class _At(Edit):
                 "numbers."
             )
         for number, size in zip(self.iteration, scans):
-            _refuse_outside(number, size, target.text)
+            _check_iteration(number, size, target.text)
         # On all shards at once; a traced number outside of the loop is no iteration.
         mask = jnp.zeros(scans, bool).at[self.iteration].set(True, mode="drop")
         shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
@@ -279,8 +297,12 @@ class _At(Edit):
         return _Where(edit, mask), [*axes, Axes(loops=True)]
 
 
-def _refuse_outside(number: jax.Array, size: int, text: str) -> None:
+def _check_iteration(number: jax.Array, size: int, text: str) -> None:
     """Refuses an iteration that a loop does not have; of a traced one nobody knows."""
+    if not jnp.issubdtype(number.dtype, jnp.integer):
+        raise CaptureError(
+            f"Edit.at: the iteration of {text} is {typed(number)}. Give an integer."
+        )
     if not isinstance(number, Tracer) and not -size <= int(number) < size:
         raise CaptureError(
             f"Edit.at: {text} has {size} iterations, and number {int(number)} is not "

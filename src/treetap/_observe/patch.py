@@ -16,12 +16,12 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from treetap import edits
-from treetap._capture.walk.operations import SCAN, stacked_by
+from treetap._capture.walk.operations import SCAN
 from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
 from treetap._observe.observe import sites as sites_of
-from treetap._observe.records import Record, Site
+from treetap._observe.records import Record, Site, is_loop
 
 
 @register_dataclass
@@ -90,7 +90,7 @@ class _Part:
         self.axis = None if axis is None else axis % len(base)
         self.size = None if axis is None else base[axis]
         self.cut = tuple(n if i == self.axis else 1 for i, n in enumerate(base))
-        self.loops = [axis for axis in here.axes if stacked_by([axis.kind])]
+        self.loops = [axis for axis in here.axes if is_loop(axis)]
         self.scans = tuple(x.size for x in self.loops if x.kind == SCAN.name)
         self.places = [
             f"{clean.text}[{','.join(map(str, index))}]" if index else clean.text
@@ -176,7 +176,7 @@ class _Blend(edits.Edit):
 
     def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
         weights = Axes(loops=bool(target.loops))
-        return self, [*target.axes_of_tree(self.value), weights]
+        return self, [*target.spread_numbers(self.value)[1], weights]
 
 
 def patch_grid(
