@@ -99,11 +99,11 @@ class Blame:
         """A paragraph for people."""
         if not self:
             return "All is finite."
-        what = "NaN" if self.kind == "nan" else "infinity"
+        article, what = ("A", "NaN") if self.kind == "nan" else ("An", "infinity")
         if self.argument:
-            text = f"A {what} came in with the argument {self.argument}"
+            text = f"{article} {what} came in with the argument {self.argument}"
         elif not self.operation:
-            text = f"A {what} is among the constants that the function brought along"
+            text = f"{article} {what} is among the function's own constants"
         else:
             text = f"The first {what} was made by `{self.operation}`"
             text += " in the backward pass" if self.backward else ""
