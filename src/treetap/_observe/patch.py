@@ -90,7 +90,7 @@ class _Part:
         self.axis = None if axis is None else axis % len(base)
         self.size = None if axis is None else base[axis]
         self.cut = tuple(n if i == self.axis else 1 for i, n in enumerate(base))
-        self.loops = [axis for axis in here.axes if is_loop(axis)]
+        self.loops = [one for one in here.axes if is_loop(one)]
         self.scans = tuple(x.size for x in self.loops if x.kind == SCAN.name)
         self.places = [
             f"{clean.text}[{','.join(map(str, index))}]" if index else clean.text

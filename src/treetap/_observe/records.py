@@ -419,13 +419,10 @@ class Record:
             >>> value.norm, grad.abs_max
             (10.0, 1.0)
         """
-        wanted = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
-        flat = [one for pair in wanted for one in pair if one is not None]
-        found = iter(figures_of_all(flat))
-        return {
-            site.text: (next(found), None if grad is None else next(found))
-            for site, (_, grad) in zip(self.sites, wanted)
-        }
+        pairs = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
+        wanted, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, Wanted))
+        found = tree.unflatten(figures_of_all(wanted))
+        return {site.text: pair for site, pair in zip(self.sites, found)}
 
     def to_scalars(self, prefix: str = "", *, parts: bool = False) -> dict[str, float]:
         """All figures in a flat dict, such as W&B and other loggers take.

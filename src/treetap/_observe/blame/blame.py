@@ -137,7 +137,9 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
     The arguments stay as they are, Modules included; what the function returns is lost.
     While results are finite it costs what the function costs, compiled. What JAX can
-    trace can be blamed; booleans, integers and other plain values are taken as such.
+    trace can be blamed; booleans, integers and other plain values are taken as such. An
+    array that `fn` closes over stays what it was in the first call, as for `jax.jit`:
+    give Modules that change as arguments, or by `functools.partial`.
 
     Args:
         fn: A Module, or any function of Modules and arrays: a loss, a gradient
