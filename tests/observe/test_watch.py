@@ -171,6 +171,7 @@ def test_out_shardings_are_kept():
     assert watched(jnp.ones(3)).devices() == {jax.devices()[-1]}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of JAX, of `device`
 def test_the_device_is_kept():
     here = jax.devices()[-1]
     watched = tt.watch(tt.jit(lambda x: tt.tap(2 * x, "h"), device=here), 1, to=Notes())
