@@ -6,6 +6,7 @@ It is also a tree: its arrays are traced, so that a sweep over other numbers com
 once, `jax.vmap` over edits makes a grid, and gradients flow to them.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +19,10 @@ from jax.tree_util import register_dataclass
 
 from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
+from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
-from treetap._observe.records import Site
+from treetap._core.wording import typed
+from treetap._observe.records import Site, is_loop
 
 Shape = tuple[int, ...]
 
@@ -30,35 +33,39 @@ class Target(NamedTuple):
     Attributes:
         text: The site.
         tree: The structure of the value.
-        types: The types of its leaves, axes of mappings included.
-        whole: The same with the axes of loops, too.
-        rows: How many axes of mappings there are.
-        wraps: The operations around it.
-        loops: Those that give it axes, and how many: scans and shards.
+        spot: The types of its leaves, and the axes that they have.
     """
 
     text: str
     tree: Any
-    types: tuple[Any, ...]
-    whole: tuple[Any, ...]
-    rows: int
-    wraps: tuple[str, ...]
-    loops: tuple[tuple[str, int], ...]
+    spot: Spot
+
+    @property
+    def loops(self) -> list[Axis]:
+        """The loops and shards that give it axes; a `while` gives none."""
+        return [axis for axis in self.spot.levels if is_loop(axis)]
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
-        shape, own = jnp.shape(array), tuple(self.types[leaf].shape)
-        base, whole = own[self.rows :], tuple(self.whole[leaf].shape)
-        sizes = tuple(size for _, size in self.loops)
+        shape, base = jnp.shape(array), self.spot.bases[leaf]
+        mapped, whole = self.spot.own[leaf].shape, self.spot.avals[leaf].shape
+        sizes = tuple(axis.size for axis in self.loops)
         if _fits(shape, base):
             return Axes()
+        inner = shape[len(sizes) :]
+        is_by_turn = shape[: len(sizes)] == sizes and len(inner) == len(base)
+        is_by_turn = is_by_turn and _fits(inner, base)
+        if shape == mapped and is_by_turn:
+            raise CaptureError(
+                f"edit: at {self.text} as many rows are mapped as a loop has "
+                f"iterations, so which of them an array of shape {shape} is for cannot "
+                f"be told. Give it the axes of both: {whole}."
+            )
         if shape == whole:
-            return Axes(rows=self.rows > 0, loops=bool(sizes))
-        if shape == own:
+            return Axes(rows=mapped != base, loops=bool(sizes))
+        if shape == mapped:
             return Axes(rows=True)
-        count = len(sizes)
-        is_whole = len(shape) == count + len(base) and shape[:count] == sizes
-        if is_whole and _fits(shape[count:], base):
+        if is_by_turn:
             return Axes(loops=True)
         raise CaptureError(
             f"edit: the value at {self.text} has the shape {base}, {whole} with the "
@@ -68,7 +75,7 @@ class Target(NamedTuple):
 
     def check_type(self, array: Any, leaf: int) -> None:
         """Refuses numbers that the value cannot hold."""
-        dtype = self.types[leaf].dtype
+        dtype = self.spot.own[leaf].dtype
         has_keys = _are_keys(dtype) or _are_keys(array.dtype)
         if array.dtype == dtype:
             return
@@ -81,37 +88,38 @@ class Target(NamedTuple):
 
     def check_kinds(self, what: str, *kinds: Any) -> None:
         """Refuses what can be done with numbers of some kinds only."""
-        for aval in self.types:
+        for aval in self.spot.own:
             if not any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
                 raise CaptureError(
                     f"edits.{what}: the value at {self.text} is of type {aval.dtype}, "
                     "where that has no meaning. Say what is meant with `edits.apply`."
                 )
 
-    def axes_of_tree(self, value: Any, is_mask: bool = False) -> list[Axes]:
-        """The same for a tree like the value, or for one array for all leaves."""
+    def spread(self, value: Any) -> tuple[Any, list[Axes]]:
+        """A tree like the value, of such a one or one array, and its arrays' axes."""
         leaves, tree = jax.tree.flatten(value)
-        places = range(self.tree.num_leaves)
-        if tree != self.tree and not jax.tree_util.treedef_is_leaf(tree):
+        is_for_all = jax.tree_util.treedef_is_leaf(tree)
+        if is_for_all:
+            leaves, tree = leaves * self.tree.num_leaves, self.tree
+        if tree != self.tree:
             raise CaptureError(
                 f"edit: the value at {self.text} is {self.tree}, and the edit has "
                 f"{tree}. Give the same structure, or one array."
             )
-        # For which leaves of the value each array is.
-        parts = [[n] for n in places] if tree == self.tree else [places]
-        found = []
-        for array, numbers in zip(leaves, parts):
-            kinds = {self.axes_of(array, n) for n in numbers}
-            if len(kinds) > 1:
-                raise CaptureError(
-                    f"edit: one array of shape {jnp.shape(array)} cannot stand for all "
-                    f"leaves at {self.text}. Give one for each leaf."
-                )
-            if not is_mask:
-                for n in numbers:
-                    self.check_type(array, n)
-            found += kinds
-        return found
+        axes = [self.axes_of(array, n) for n, array in enumerate(leaves)]
+        if is_for_all and len(set(axes)) > 1:
+            raise CaptureError(
+                f"edit: one array of shape {jnp.shape(value)} cannot stand for all "
+                f"leaves at {self.text}. Give one for each leaf."
+            )
+        return tree.unflatten(leaves), axes
+
+    def spread_numbers(self, value: Any) -> tuple[Any, list[Axes]]:
+        """The same, of numbers that the value can hold."""
+        tree, axes = self.spread(value)
+        for n, array in enumerate(jax.tree.leaves(tree)):
+            self.check_type(array, n)
+        return tree, axes
 
 
 def _fits(shape: Shape, base: Shape) -> bool:
@@ -120,11 +128,19 @@ def _fits(shape: Shape, base: Shape) -> bool:
     return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
 
 
-def _together(fn: Callable[..., Any], value: Any, other: Any) -> Any:
-    """A function of each leaf of a value, and of its part of the other tree."""
-    if jax.tree.structure(value) == jax.tree.structure(other):
-        return jax.tree.map(lambda x, y: fn(x, _broadcast(y, x)), value, other)
-    return jax.tree.map(lambda x: fn(x, _broadcast(other, x)), value)
+def _on_leaves(fn: Callable[..., Any], array: Any, *values: Any) -> Any:
+    """A function of an array and each leaf of values alike.
+
+    Args:
+        fn: From an array of the leaf's shape, and the leaf of each value.
+        array: One for all leaves, or a tree of one for each.
+        *values: The values.
+    """
+
+    def on_part(array: Any, *parts: Any) -> Any:
+        return jax.tree.map(lambda *x: fn(_broadcast(array, x[0]), *x), *parts)
+
+    return jax.tree.map(on_part, array, *values)
 
 
 def _broadcast(array: Any, value: Any) -> jax.Array:
@@ -181,40 +197,28 @@ class Edit:
 
 @register_dataclass
 @dataclass(frozen=True, eq=False)
-class _Replace(Edit):
-    value: Any
+class _Combined(Edit):
+    """A function of each leaf of the value, and of its part of another one."""
+
+    other: Any
+    combine: Callable[[Any, Any], Any] = field(metadata={"static": True})
+    arithmetic: str = field(default="", metadata={"static": True})  # its name, if it is
 
     def __call__(self, value: Any) -> Any:
-        return _together(lambda x, y: _cast(y, x), value, self.value)
+        def one(other: Any, old: Any) -> Any:
+            return _cast(self.combine(old, other), old)
+
+        return _on_leaves(one, self.other, value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        return self, target.axes_of_tree(self.value)
+        if self.arithmetic:
+            target.check_kinds(self.arithmetic, np.number, np.bool_)
+        other, axes = target.spread_numbers(self.other)
+        return _Combined(other, self.combine, self.arithmetic), axes
 
 
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Add(Edit):
-    value: Any
-
-    def __call__(self, value: Any) -> Any:
-        return _together(lambda x, y: _cast(x + y, x), value, self.value)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        target.check_kinds("add", np.number, np.bool_)
-        return self, target.axes_of_tree(self.value)
-
-
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Scale(Edit):
-    factor: Any
-
-    def __call__(self, value: Any) -> Any:
-        return _together(lambda x, y: _cast(x * y, x), value, self.factor)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        target.check_kinds("scale", np.number, np.bool_)
-        return self, target.axes_of_tree(self.factor)
+def _other(_: Any, other: Any) -> Any:
+    return other
 
 
 @register_dataclass
@@ -250,20 +254,15 @@ class _Apply(Edit):
 @dataclass(frozen=True, eq=False)
 class _Where(Edit):
     edit: Edit
-    mask: jax.Array
+    mask: Any
 
     def __call__(self, value: Any) -> Any:
-        new = self.edit(value)
-
-        def chosen(old: Any, new: Any) -> Any:
-            return jnp.where(_broadcast(self.mask, old), new, old)
-
-        return jax.tree.map(chosen, value, new)
+        return _on_leaves(jnp.where, self.mask, self.edit(value), value)
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        mask = target.axes_of_tree(self.mask, is_mask=True)
-        return _Where(edit, self.mask), [*axes, *mask]
+        mask, more = target.spread(self.mask)
+        return _Where(edit, mask), [*axes, *more]
 
 
 @register_dataclass
@@ -280,33 +279,35 @@ class _At(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        scans = [size for name, size in target.loops if name == SCAN.name]
-        if WHILE.name in target.wraps or len(scans) != len(self.iteration):
-            loops = ", ".join(target.wraps) or "no loop"
+        wraps, loops = target.spot.wraps, target.loops
+        scans = [axis.size for axis in loops if axis.kind == SCAN.name]
+        if WHILE.name in wraps or len(scans) != len(self.iteration):
             raise CaptureError(
                 f"Edit.at: {len(self.iteration)} iterations are given for "
-                f"{target.text}, which is under {loops}. Give one for each `scan` "
-                "around it; the iterations of a `while` have no numbers."
+                f"{target.text}, which is under {', '.join(wraps) or 'no loop'}. Give "
+                "one for each `scan` around it; the iterations of a `while` have no "
+                "numbers."
             )
-        mask = jnp.ones(tuple(size for _, size in target.loops), bool)
-        numbers = iter(self.iteration)
-        for place, (name, size) in enumerate(target.loops):
-            if name == SCAN.name:
-                mask &= _one_of(next(numbers), size, place, mask.shape, target.text)
+        for number, size in zip(self.iteration, scans):
+            _check_iteration(number, size, target.text)
+        # On all shards at once; a traced number outside of the loop is no iteration.
+        mask = jnp.zeros(scans, bool).at[self.iteration].set(True, mode="drop")
+        shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
+        mask = jnp.broadcast_to(jnp.expand_dims(mask, shards), [x.size for x in loops])
         return _Where(edit, mask), [*axes, Axes(loops=True)]
 
 
-def _one_of(
-    number: jax.Array, size: int, place: int, shape: Shape, text: str
-) -> jax.Array:
-    """A mask that is true at one place along an axis."""
+def _check_iteration(number: jax.Array, size: int, text: str) -> None:
+    """Refuses an iteration that a loop does not have; of a traced one nobody knows."""
+    if not jnp.issubdtype(number.dtype, jnp.integer):
+        raise CaptureError(
+            f"Edit.at: the iteration of {text} is {typed(number)}. Give an integer."
+        )
     if not isinstance(number, Tracer) and not -size <= int(number) < size:
         raise CaptureError(
             f"Edit.at: {text} has {size} iterations, and number {int(number)} is not "
             f"among them. They are 0 to {size - 1}."
         )
-    number = jnp.where(number < 0, number + size, number)
-    return jax.lax.broadcasted_iota(number.dtype, shape, place) == number
 
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -339,7 +340,7 @@ def replace(value: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.replace(5.0)})(0.0))
         6.0
     """
-    return _Replace(_arrays(value, "replace"))
+    return _Combined(_arrays(value, "replace"), _other)
 
 
 def swap(site: Site) -> Edit:
@@ -360,7 +361,7 @@ def swap(site: Site) -> Edit:
             f"swap: expected a site of a Record, got a {type(site).__name__}. Use "
             "`replace` for a value."
         )
-    return _Replace(_arrays(site, "swap"))
+    return _Combined(_arrays(site, "swap"), _other)
 
 
 def zero() -> Edit:
@@ -409,7 +410,7 @@ def add(value: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.add(0.5)})(1.0))
         15.0
     """
-    return _Add(_arrays(value, "add"))
+    return _Combined(_arrays(value, "add"), operator.add, "add")
 
 
 def scale(factor: Any) -> Edit:
@@ -426,7 +427,7 @@ def scale(factor: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.scale(3.0)})(1.0))
         4.0
     """
-    return _Scale(_arrays(factor, "scale"))
+    return _Combined(_arrays(factor, "scale"), operator.mul, "scale")
 
 
 def apply(function: Callable[..., Any], *params: Any) -> Edit:

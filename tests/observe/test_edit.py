@@ -470,7 +470,44 @@ def test_bad_edits_say_where_and_what():
     refused(edits.zero().at(4), "has 4 iterations, and number 4")
     refused(edits.zero().at((1, 1)), "2 iterations are given for h")
     refused(edits.replace({"a": V}), "Give the same structure")
+    refused(edits.zero().at(1.5), r"of h is float32\[\]. Give an integer")
+    refused(edits.zero().at(True), r"of h is bool\[\]. Give an integer")
     refused(3.0, "expected an edit, got a float")
+
+
+def test_rows_and_iterations_of_one_number_are_not_mixed_up():
+    fn = jax.vmap(scanned(tapped))
+    rows = jnp.stack([X] * 4)
+    change = jnp.arange(12.0).reshape(4, 3)
+    with pytest.raises(tt.CaptureError, match=r"Give it the axes of both: \(4, 4, 3\)"):
+        tt.edit(fn, {"h": edits.add(change)})(rows)
+    for whole in (change[:, None], change[None]):
+        added = edits.add(jnp.broadcast_to(whole, (4, 4, 3)))
+        assert tt.edit(fn, {"h": added})(rows).shape == fn(rows).shape
+    with_rows = tt.edit(fn, {"h": edits.add(change[:2])})(rows[:2])
+    both = jnp.broadcast_to(change[:2, None], (2, 4, 3))
+    same = tt.edit(fn, {"h": edits.add(both)})(rows[:2])
+    assert jnp.array_equal(with_rows, same)
+
+
+def test_one_array_is_for_leaves_of_any_shape():
+    def fn(x):
+        def step(carry, w):
+            held = tt.tap({"a": carry * w, "b": jnp.outer(carry, carry)}, "h")
+            return carry + 0.1, held["a"].sum() + held["b"].sum()
+
+        return jax.lax.scan(step, x, jnp.arange(1.0, 4.0))[1]
+
+    for array in (jnp.ones(()), jnp.arange(2.0)):
+        one = tt.edit(fn, {"h": edits.replace(array)})(jnp.ones(2))
+        each = {"a": array, "b": array}
+        assert jnp.array_equal(
+            one, tt.edit(fn, {"h": edits.replace(each)})(jnp.ones(2))
+        )
+    mask = jnp.array([True, False])
+    masked = tt.edit(fn, {"h": edits.zero().where(mask)})(jnp.ones(2))
+    split = edits.apply(lambda h: jax.tree.map(lambda x: jnp.where(mask, 0, x), h))
+    assert jnp.array_equal(masked, tt.edit(fn, {"h": split})(jnp.ones(2)))
 
 
 def test_what_cannot_be_an_edit_is_refused_at_once():

@@ -171,6 +171,13 @@ def test_out_shardings_are_kept():
     assert watched(jnp.ones(3)).devices() == {jax.devices()[-1]}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of JAX, of `device`
+def test_the_device_is_kept():
+    here = jax.devices()[-1]
+    watched = tt.watch(tt.jit(lambda x: tt.tap(2 * x, "h"), device=here), 1, to=Notes())
+    assert watched(jnp.ones(3)).devices() == {here}
+
+
 def test_modules_and_methods():
     for make in (lambda meter: meter, lambda meter: meter.__call__):
         meter, notes = Meter(), Notes()

@@ -5,7 +5,7 @@ Nothing is written on a Module or a class: values come out of the run itself, un
 transform, JAX's own included.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -90,8 +90,7 @@ class _Capture(Handler):
         self.kinds = kinds
         self.init: dict[Key, Variable[Any]] = dict(_given(init))
         self.used: set[Key] = set()
-        self.shapes: dict[Key, Any] = {}
-        self.perturbed: dict[Key, Any] = {}
+        self.perturbed: dict[Key, Call] = {}  # the first call of each
         heard = frozenset(kinds) | {kind for _, _, kind in self.init}
         super().__init__(Listening(heard, outputs, False))
 
@@ -108,8 +107,11 @@ class _Capture(Handler):
         if call.label.how != "perturb":
             return None
         key = key_of(call)
-        types = [(aval.shape, aval.dtype) for aval in call.spot.avals]
-        known = self.shapes.setdefault(key, types)
+        first = self.perturbed.setdefault(key, call)
+        known, types = (
+            [(aval.shape, aval.dtype) for aval in one.spot.avals]
+            for one in (first, call)
+        )
         if known != types:
             raise CaptureError(
                 f"perturb: {site_text(key[0], key[1])} is called with values of "
@@ -119,7 +121,6 @@ class _Capture(Handler):
         self.used.add(key)
         given = self.init.get(key)
         if given is None:
-            self.perturbed.setdefault(key, call)
             return None
         leaves, tree = jax.tree.flatten(given.get_raw_value())
         given_types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
@@ -142,8 +143,9 @@ class _Capture(Handler):
             )
         found = {key: variable.get_raw_value() for key, variable in self.init.items()}
         for key, call in self.perturbed.items():
-            zeros = [jax_compat.zeros_of(aval) for aval in call.spot.avals]
-            found[key] = jax.tree.unflatten(call.label.tree, zeros)
+            if key not in found:
+                zeros = [jax_compat.zeros_of(aval) for aval in call.spot.avals]
+                found[key] = value_of(call, zeros)
         for call in self.session.calls:
             key = key_of(call)
             reduce_fn, init_fn = call.label.reduce or (append, tuple)
@@ -166,11 +168,6 @@ def _given(init: Any) -> Iterator[tuple[Key, Variable[Any]]]:
     """The Variables of `init` by path, name and kind."""
     if init is None:
         return
-    if not isinstance(init, Mapping):
-        raise CaptureError(
-            f"capture: `init` is a {type(init).__name__}; it must be a State of "
-            "Variables, as a capture gives."
-        )
     for path, value in flat_items(init):
         if not isinstance(value, Variable) or not path:
             raise CaptureError(
@@ -189,16 +186,8 @@ def _state(found: dict[Key, Any], kind: type) -> State:
         if other is kind
     ]
     try:
-        return State(_sorted(nested(entries)))
+        return State(nested(flat_items(nested(entries))))  # in the order of the keys
     except StructureError as error:
         raise CaptureError(
             f"capture: {error} Use another name in `sow` or `perturb`."
         ) from None
-
-
-def _sorted(branch: Any) -> Any:
-    """Nested dicts in order of their keys, numbers by value."""
-    if not isinstance(branch, dict):
-        return branch
-    keys = sorted(branch, key=lambda key: (isinstance(key, str), key))
-    return {key: _sorted(branch[key]) for key in keys}

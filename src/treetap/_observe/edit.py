@@ -15,7 +15,6 @@ from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
 from treetap._capture.selectors import Select, as_select
 from treetap._capture.session import Call
-from treetap._capture.walk.operations import stacked_by
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._observe.handlers import value_of
@@ -43,7 +42,13 @@ def _as_edits(given: Any) -> list[Edit]:
 
 
 class _Edited(Selecting):
-    """One run: the edits, and what they were for."""
+    """One edited run.
+
+    Attributes:
+        edits: Selectors, and what is done to the sites that each takes.
+        used: Which of them took a site, by number.
+        sown: Which of them took a sown value, by number: that site.
+    """
 
     def __init__(self, edits: list[tuple[Select, list[Edit]]]):
         self.edits = edits
@@ -69,14 +74,14 @@ class _Edited(Selecting):
             found += edits
         if not found:
             return None
-        target = _target(call, site.text)
+        target = Target(site.text, call.label.tree, call.spot)
         fitted = [edit.fitted(target) for edit in found]
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
         axes = tuple(one for _, axes in fitted for one in axes)
         return Fed(Editing(site.text, tree, axes), arrays)
 
     def check(self, look: Callable[[], Record]) -> None:
-        """Refuses edits that were for nothing; `look` gives all sites there are."""
+        """Refuses selectors that took no site; `look` lists all sites."""
         for n, (chosen, _) in enumerate(self.edits):
             if n in self.used:
                 continue
@@ -87,14 +92,6 @@ class _Edited(Selecting):
                     "their result."
                 )
             raise self.refuse(chosen, "edit", look)
-
-
-def _target(call: Call, text: str) -> Target:
-    spot = call.spot
-    rows = len(spot.own[0].shape) - len(spot.bases[0]) if spot.own else 0
-    # As (name, size): mappings are not among them, and a `while` has no axis.
-    loops = tuple(axis[:2] for axis in spot.levels if stacked_by([axis.kind]))
-    return Target(text, call.label.tree, spot.own, spot.avals, rows, spot.wraps, loops)
 
 
 class _Stop(BaseException):

@@ -29,6 +29,9 @@ from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._transforms.lift.lift import Inside, Lift
 
+# Emits nothing: Modules open their scopes, and `sow` and `perturb` store nothing.
+QUIET = Listening(frozenset(), None, False)
+
 
 class Handler:
     """What one call asks for, and what becomes of what is heard; made for each call.
@@ -44,15 +47,15 @@ class Handler:
         self.asked = asked
 
     def wants(self, call: Call) -> bool:
-        """Whether the value of a call is recorded; all of them are, unless told."""
+        """Whether the value of a call is recorded; by default, all are."""
         return True
 
     def feeds(self, call: Call) -> Fed | None:
-        """What is fed into the value of a call; nothing, unless told."""
+        """What is fed into the value of a call; by default, nothing."""
         return None
 
     def heard(self, call: Call) -> None:
-        """Is told of each call that was recorded, once its value is there."""
+        """Called for each call that was recorded, once its value is there."""
 
     @contextlib.contextmanager
     def around(
@@ -116,31 +119,55 @@ def without_partials(
 
 
 class PureCall:
-    """A call of a function of Modules, as one of the values that are in them.
+    """A call of a function of Modules, as one of the arrays that are in them.
+
+    What partials bring along counts as arguments. Values that are not inputs are parts
+    of the call, as flags are.
 
     Args:
         fn: The function: a Module, a method of one, or any other.
         args: Its arguments.
         kwargs: Its keyword arguments.
         name: The public function at work, for messages.
+        is_input: Whether a value, of a Variable or by itself, is an input.
+
+    Attributes:
+        places: Which of all values are inputs.
     """
 
-    def __init__(self, fn: Any, args: Any, kwargs: Any, name: str):
-        self.fn = fn
-        self.owner = owner_of(fn)
+    def __init__(
+        self,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        name: str,
+        is_input: Callable[[Any], bool],
+    ):
+        self.fn, self.args, self.kwargs = without_partials(fn, args, kwargs)
+        self.owner = owner_of(self.fn)
         self.lift = Lift(name, Mode.GRAPH)
-        self.inputs = self.lift.inputs((self.owner, args), kwargs)
+        inputs = self.lift.inputs((self.owner, self.args), self.kwargs)
+        self.definition = inputs.definition
+        self.values, self.tree = jax.tree.flatten(inputs.values())
+        self.places = [n for n, value in enumerate(self.values) if is_input(value)]
 
-    def with_values(
-        self, values: Sequence[Any]
+    @property
+    def inputs(self) -> list[Any]:
+        """The values that are inputs."""
+        return [self.values[n] for n in self.places]
+
+    def with_inputs(
+        self, inputs: Sequence[Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Any]]:
-        """The same call of other objects, which have these values.
+        """The same call of other objects, which have other inputs.
 
         Returns:
             The function, its arguments, its keyword arguments, and the Variables and
             other leaves in them.
         """
-        inside = Inside(self.inputs.definition, values, self.lift)
+        held = dict(zip(self.places, inputs))
+        values = [held.get(n, value) for n, value in enumerate(self.values)]
+        inside = Inside(self.definition, self.tree.unflatten(values), self.lift)
         (owner, args), kwargs = inside.tree["args"], inside.tree["kwargs"]
         fn = self.fn if self.owner is None else with_owner(self.fn, owner)
         return fn, args, kwargs, inside.leaves

@@ -45,25 +45,17 @@ def named(found: dict[str, Pair], prefix: str, parts: bool) -> dict[str, Pair]:
 
 def scalars_of(pairs: dict[str, Pair]) -> dict[str, float]:
     """Figures of values and gradients by tag; all are finite, or NaN."""
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for root, (figures, grad) in pairs.items():
-        found |= _numbers_of(f"{root}/", figures)
+        found |= {f"{root}/{name}": getattr(figures, name) for name in _SCALARS}
         if grad is None:
             continue
-        found |= _numbers_of(f"{root}/grad/", grad)
+        found |= {f"{root}/grad/{name}": getattr(grad, name) for name in _SCALARS}
         if grad.norm is not None and figures.norm is not None:
             ratio = grad.norm / figures.norm if figures.norm else math.nan
-            found[f"{root}/grad/ratio"] = _finite(ratio)
-    return found
-
-
-def _numbers_of(root: str, figures: Figures) -> dict[str, float]:
-    pairs = [(root + name, getattr(figures, name)) for name in _SCALARS]
-    return {tag: _finite(value) for tag, value in pairs if value is not None}
-
-
-def _finite(value: float) -> float:
-    return float(value) if math.isfinite(value) else math.nan
+            found[f"{root}/grad/ratio"] = ratio
+    known = {tag: float(x) for tag, x in found.items() if x is not None}
+    return {tag: x if math.isfinite(x) else math.nan for tag, x in known.items()}
 
 
 def bars_of(pairs: dict[str, Pair]) -> dict[str, Bars]:
@@ -218,20 +210,14 @@ def write(
         scalars: Numbers by tag.
         bars: Histograms by tag.
     """
-    if hasattr(writer, "add_scalar"):
+    add = getattr(writer, "add_scalar", None) or getattr(writer, "scalar", None)
+    if add is not None:
         for tag, value in scalars.items():
-            writer.add_scalar(tag, value, step)
-        _write_bars(writer, step, bars)
+            add(tag, value, step)
     elif hasattr(writer, "write_scalars"):
         writer.write_scalars(step, dict(scalars))
-    elif hasattr(writer, "scalar"):
-        for tag, value in scalars.items():
-            writer.scalar(tag, value, step)
     else:
         writer(dict(scalars), step)
-
-
-def _write_bars(writer: Any, step: int, bars: Mapping[str, Bars]) -> None:
     for tag, each in bars.items():
         if isinstance(writer, EventWriter):
             writer.add_histogram(tag, each, step)

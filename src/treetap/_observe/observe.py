@@ -23,13 +23,13 @@ from treetap._capture.session import Call
 from treetap._capture.statistics.reduced import Placed, Reduction, measured
 from treetap._capture.statistics.reducers import as_reducers
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.plans import Choice
+from treetap._capture.walk.plans import Choice, is_inexact
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
 from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
-from treetap._observe.handlers import Handler, PureCall, value_of, without_partials
+from treetap._observe.handlers import Handler, PureCall, value_of
 from treetap._observe.records import FirstAxes, Record, Site
 
 EVERYTHING = Listening(None, Intermediate, True)
@@ -51,18 +51,20 @@ def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
     )
 
 
-def heard(call: Call) -> Site:
-    """A call in the form that selectors look at: a site of types, not values."""
-    return site_of(call, call.spot.avals)
-
-
 class Selecting(Handler):
-    """A handler with selectors: it knows what was heard, to tell those of nothing.
+    """A handler that takes sites by selectors, and refuses those that take none.
+
+    Results of methods are many, and each that is emitted costs time at tracing. So they
+    are emitted only if some selector could take one.
 
     Args:
-        selectors: They.
-        wide: What is emitted if they may take results of methods.
-        narrow: What is emitted if they do not.
+        selectors: The selectors.
+        wide: What is emitted if a selector may take results of methods.
+        narrow: What is emitted if none does.
+
+    Attributes:
+        is_wide: Whether results of methods are emitted.
+        passed: The sites that selectors were asked about, for the error text.
     """
 
     def __init__(self, selectors: Iterable[Select], wide: Listening, narrow: Listening):
@@ -72,21 +74,20 @@ class Selecting(Handler):
         super().__init__(wide if self.is_wide else narrow)
 
     def noted(self, call: Call) -> Site:
-        """A call for selectors to look at."""
-        site = heard(call)
+        """A call in the form that selectors look at: a site of types, not values."""
+        site = site_of(call, call.spot.avals)
         self.passed.append(site)
         return site
 
     def refuse(
         self, selector: Select, what: str, look: Callable[[], Record] | None = None
     ) -> CaptureError:
-        """The error for a selector that takes nothing.
+        """The error for a selector that takes nothing; it names sites that are near.
 
         Args:
-            selector: It.
+            selector: The selector.
             what: The public function at work.
-            look: Gives all sites there are, to name those near to what was meant; of
-                these only some may have been emitted.
+            look: Lists all sites; asked where not all of them were emitted.
         """
         near = self.passed
         if look is not None and not self.is_wide:
@@ -96,7 +97,7 @@ class Selecting(Handler):
 
 
 class _Observation(Selecting):
-    """One run: what is selected, and what else there was."""
+    """One observed run: records the calls that are selected."""
 
     def __init__(self, select: Any, grads: bool):
         self.chosen: Select | None = None if select is None else as_select(select)
@@ -108,7 +109,12 @@ class _Observation(Selecting):
         return self.chosen is None or self.chosen(self.noted(call))
 
     def record(self, values: bool, look: Callable[[], Record] | None = None) -> Record:
-        """What was heard; with values, or not. `look` is for the error if nothing."""
+        """The Record of the run.
+
+        Args:
+            values: Whether it has the values.
+            look: Lists all sites, for the error if none was selected.
+        """
         calls = self.session.calls
         if self.chosen is not None and not calls:
             raise self.refuse(self.chosen, "observe", look)
@@ -122,91 +128,90 @@ class _Observation(Selecting):
 
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
-        tree, states, avals = call.label.tree, call.states, call.spot.avals
-        is_kept = self.grads and self.session.taking.record
-        is_measured = self.grads and states is not None
+        states = call.states
         taken = call.flags.get("taken", Placed(None))
         count = call.flags.get("count", Placed(None))
         grad = grad_reduced = None
-        if is_kept:
-            grad = self.by_order(
-                call, call.gradients, lambda n: jax_compat.zeros_of(avals[n])
-            )
-        if is_measured:
-            grad_reduced = self.by_order(
-                call, call.gradient_states, functools.partial(_of_zeros, call)
-            )
+        if self.grads and self.has_gradient(call):
+            if self.session.taking.record:
+                grad = _by_order(call, call.gradients, _zeros)
+            if states is not None:
+                grad_reduced = _by_order(call, call.gradient_states, _measured_zeros)
         return site_of(
             call,
-            call.values or [] if values else None,
+            call.values if values else None,
             grad=grad,
-            reduced=None if states is None else jax.tree.unflatten(tree, states),
+            reduced=None if states is None else value_of(call, states),
             grad_reduced=grad_reduced,
             taken=taken.array,
             count=count.array,
-            first_axes=_first_axes(
-                call, taken.levels, count.levels, has_grad=grad is not None
-            ),
+            first_axes=_first_axes(call, taken.levels, count.levels, grad is not None),
         )
 
-    def by_order(
-        self,
-        call: Call,
-        found: dict[int, dict[int, Any]],
-        missing: Callable[[int], Any],
-    ) -> Any:
-        """What there is of a gradient, in the value's tree; several orders as a tuple.
+    def has_gradient(self, call: Call) -> bool:
+        """Whether a value has a gradient; an error if it was selected and has none.
 
-        Args:
-            call: The call of the value.
-            found: What was found, by order of differentiation and by leaf.
-            missing: What there is for a leaf of which nothing was found.
+        A value that depends on what is differentiated has one, of zeros where no
+        cotangent came. But if something is differentiated forward, or a cotangent could
+        not be matched to its value, zeros could be wrong: then it is an error, too.
         """
-        inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.spot.avals]
-        is_still = call.spot.order == 0 or call.label.how == "sow"
-        if not any(inexact) or (is_still and self.chosen is None):
-            return None
-        orders = range(1, call.spot.order + 1)
+        spot = call.spot
+        is_still = spot.order == 0 or call.label.how == "sow"
+        if not any(map(is_inexact, spot.avals)) or (is_still and self.chosen is None):
+            return False
         is_lost = self.session.is_forward or call.label.name in self.session.unmatched
-        if is_still or (is_lost and any(n not in call.gradients for n in orders)):
+        is_whole = call.gradients.keys() >= {*range(1, spot.order + 1)}
+        if is_still or (is_lost and not is_whole):
             raise _refuse_gradient(call)
+        return True
 
-        def tree(order: int, moved: tuple[int, ...]) -> Any:
+
+def _by_order(
+    call: Call,
+    found: dict[int, dict[int, Any]],
+    missing: Callable[[Call, int], Any],
+) -> Any:
+    """What there is of a gradient, in the value's tree; several orders as a tuple.
+
+    Args:
+        call: The call of the value.
+        found: What was found, by order of differentiation and by leaf.
+        missing: What there is for a leaf of which nothing was found.
+    """
+    trees = []
+    for order, moved in enumerate(call.spot.moved, 1):
+        leaves: list[Any] = [None] * len(call.spot.own)
+        for n in moved:
             given = found.get(order, {})
-            leaves = [
-                (given[n] if n in given else missing(n))
-                if flag and n in moved
-                else None
-                for n, flag in enumerate(inexact)
-            ]
-            return jax.tree.unflatten(call.label.tree, leaves)
-
-        trees = tuple(tree(n, call.spot.moved[n - 1]) for n in orders)
-        return trees[0] if len(trees) == 1 else trees
+            leaves[n] = given[n] if n in given else missing(call, n)
+        trees.append(value_of(call, leaves))
+    return trees[0] if len(trees) == 1 else tuple(trees)
 
 
 def _first_axes(
-    call: Call, taken: tuple[int, ...], turns: tuple[int, ...], *, has_grad: bool
+    call: Call, taken: tuple[int, ...], turns: tuple[int, ...], has_grad: bool
 ) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
     spot, own = call.spot, call.spot.axes()
-    used = sorted({*taken, *turns, *itertools.chain(*spot.has)})
-    number = dict(zip(used, itertools.count()))
-    leaves, (taken, turns) = (
-        tuple(tuple(number[level] for level in has) for has in held)
-        for held in (spot.has, (taken, turns))
-    )
+    held = (*spot.has, taken, turns)
+    used = sorted(set(itertools.chain(*held)))
+    *leaves, taken, turns = (tuple(used.index(n) for n in levels) for levels in held)
     grads = [
         call.gradient_axes.get(order, {}).get(n, own[n])
         for order, moved in enumerate(spot.moved, 1)
         for n in moved
         if has_grad
     ]
-    levels = tuple(spot.levels[level] for level in used)
-    return FirstAxes(levels, leaves, taken, turns, tuple(grads))
+    levels = tuple(spot.levels[n] for n in used)
+    return FirstAxes(levels, tuple(leaves), taken, turns, tuple(grads))
 
 
-def _of_zeros(call: Call, n: int) -> Any:
+def _zeros(call: Call, n: int) -> Any:
+    """A gradient of zeros."""
+    return jax_compat.zeros_of(call.spot.avals[n])
+
+
+def _measured_zeros(call: Call, n: int) -> Any:
     """What is measured of a gradient of zeros, apart as the value's."""
     assert call.states is not None
     like = call.states[n]
@@ -347,23 +352,20 @@ def sites(
         site    how  type          size  under
         square  tap  float32[2,2]  16 B
     """
-    fn, args, kwargs = without_partials(fn, args, kwargs)
-    pure = PureCall(fn, args, kwargs, "sites")
-    leaves, structure = jax.tree.flatten(pure.inputs.values())
+    # Python's numbers stay as they are: they may be flags.
+    pure = PureCall(fn, args, kwargs, "sites", lambda value: hasattr(value, "dtype"))
     found: list[Record] = []
 
-    def traced(arrays: list[Any]) -> None:
-        filled = [old if new is None else new for old, new in zip(leaves, arrays)]
-        fn, args, kwargs, _ = pure.with_values(structure.unflatten(filled))
+    def traced(inputs: list[Any]) -> None:
+        fn, args, kwargs, _ = pure.with_inputs(inputs)
         work = _Observation(select, False)
         with work.around(fn, args, kwargs):
             for heard in work.session.calls:
-                heard.values = [_abstract(value) for value in heard.values or []]
+                heard.values = list(map(_abstract, heard.values))
                 heard.flags = {}
             found.append(work.record(True))
 
-    # Python's numbers stay as they are: they may be flags.
-    jax.eval_shape(traced, [x if hasattr(x, "dtype") else None for x in leaves])
+    jax.eval_shape(traced, pure.inputs)
     return found[0]
 
 

@@ -20,7 +20,8 @@ from treetap._capture.walk.operations import SCAN
 from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
-from treetap._observe.records import Record, Site
+from treetap._observe.observe import sites as sites_of
+from treetap._observe.records import Record, Site, is_loop
 
 
 @register_dataclass
@@ -59,39 +60,46 @@ class PatchGrid:
 class _Part:
     """The patches of one site: at each iteration of scans, and index along an axis.
 
-    Attributes:
-        site: The site.
-        target: What is patched.
+    Args:
+        clean: The site, with the clean value.
+        here: The site in the run that is patched, as `sites` lists it.
         start: How many places come before, at other sites.
-        axis: The axis that it is cut along, from the front; or None.
-        size: How many indices there are along it, or None.
+        axis: The axis that it is cut along; or None.
+        what: The public function at work, for messages.
+
+    Attributes:
+        text: The site.
+        value: The clean value.
+        loops: The loops and shards that give the value axes.
+        size: How many indices there are along the axis, or None.
         cut: A shape that broadcasts to the value and tells indices apart.
         scans: How many iterations each scan has; in shards all are patched at once.
         places: What the patched values are called.
     """
 
     def __init__(
-        self,
-        site: Site,
-        target: edits.Target,
-        axis: int | None,
-        start: int,
-        what: str,
+        self, clean: Site, here: Site, start: int, axis: int | None, what: str
     ):
-        base = target.types[0].shape[target.rows :]  # as the function sees it
+        self.text, self.start = clean.text, start
+        self.value = _array_at(clean, what)
+        base = jax.tree.leaves(here.value)[0].shape[len(here.axes) :]
         if axis is not None and not -len(base) <= axis < len(base):
             raise CaptureError(
-                f"{what}: {site.text} has the shape {base}, and no axis {axis}."
+                f"{what}: {clean.text} has the shape {base}, and no axis {axis}."
             )
-        self.site, self.target, self.start = site, target, start
         self.axis = None if axis is None else axis % len(base)
         self.size = None if axis is None else base[axis]
         self.cut = tuple(n if i == self.axis else 1 for i, n in enumerate(base))
-        self.scans = tuple(size for name, size in target.loops if name == SCAN.name)
+        self.loops = [one for one in here.axes if is_loop(one)]
+        self.scans = tuple(x.size for x in self.loops if x.kind == SCAN.name)
         self.places = [
-            f"{site.text}[{','.join(map(str, index))}]" if index else site.text
+            f"{clean.text}[{','.join(map(str, index))}]" if index else clean.text
             for index in np.ndindex(*self.scans)
         ]
+
+    def is_at(self, heard: Site) -> bool:
+        """Whether a site is this one: a selector."""
+        return heard.text == self.text
 
     def patch(self, value: jax.Array, number: jax.Array) -> edits.Edit:
         """The clean value where the patch of a number is, if that is here at all."""
@@ -104,6 +112,51 @@ class _Part:
         if not self.scans:
             return change
         return change.at(jnp.unravel_index(jnp.maximum(place, 0), self.scans))
+
+
+def _array_at(site: Site, what: str) -> jax.Array:
+    """The value of a site that can be patched."""
+    leaves = jax.tree.leaves(site.value)
+    if site.how == "sow" or len(leaves) != 1:
+        raise CaptureError(
+            f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. Choose sites "
+            "that are one array, and not sown."
+        )
+    return jnp.asarray(leaves[0])
+
+
+def _parts(
+    fn: Callable[..., Any], clean: Record, args: Any, axis: int | None, what: str
+) -> list[_Part]:
+    """The patches of all sites of a clean run, which have places one after another."""
+    here = sites_of(fn, *args)
+    parts: list[_Part] = []
+    for site in clean:
+        start = sum(len(part.places) for part in parts)
+        parts.append(_Part(site, here[site.text], start, axis, what))
+    sizes = {part.size for part in parts}
+    if len(sizes) > 1:
+        raise CaptureError(
+            f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
+            "Patch them one after the other, or without `axis`."
+        )
+    return parts
+
+
+def _edited(
+    fn: Callable[..., Any], parts: Sequence[_Part], changes: Sequence[edits.Edit]
+) -> Callable[..., Any]:
+    """The function with an edit for each part."""
+    return edit(fn, {part.is_at: one for part, one in zip(parts, changes)})
+
+
+def _grid(parts: Sequence[_Part], effects: jax.Array, baseline: jax.Array) -> PatchGrid:
+    """The effects of all patches, in order."""
+    places = tuple(place for part in parts for place in part.places)
+    size = parts[0].size
+    cut = () if size is None else (size,)
+    shape = (len(places), *cut, *jnp.shape(effects)[1:])
+    return PatchGrid(jnp.reshape(effects, shape), baseline, places)
 
 
 @register_dataclass
@@ -123,73 +176,7 @@ class _Blend(edits.Edit):
 
     def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
         weights = Axes(loops=bool(target.loops))
-        return self, [*target.axes_of_tree(self.value), weights]
-
-
-class _Ask(edits.Edit):
-    """Changes nothing, and keeps what it is told of the value."""
-
-    def __init__(self) -> None:
-        self.targets: list[edits.Target] = []
-
-    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
-        self.targets.append(target)
-        return edits.apply(lambda value: value), []
-
-
-class _Patches:
-    """What is to be patched, and what is run."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        chosen: Record,
-        axis: int | None,
-        what: str,
-    ):
-        self.values = [_array_at(site, what) for site in chosen]
-        asked = {_key(site): _Ask() for site in chosen}
-        jax.eval_shape(lambda args: [edit(fn, asked)(*args), None][1], args)
-        self.parts: list[_Part] = []
-        self.places: tuple[str, ...] = ()
-        for site, ask in zip(chosen, asked.values()):
-            part = _Part(site, ask.targets[0], axis, len(self.places), what)
-            self.parts.append(part)
-            self.places += tuple(part.places)
-        sizes = {part.size for part in self.parts}
-        if len(sizes) > 1:
-            raise CaptureError(
-                f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
-                "Patch them one after the other, or without `axis`."
-            )
-        self.size = sizes.pop()
-
-    def edited(self, fn: Callable[..., Any], changes: Sequence[edits.Edit]) -> Any:
-        """The function with an edit for each part."""
-        keys = [_key(part.site) for part in self.parts]
-        return edit(fn, dict(zip(keys, changes)))
-
-    def grid(self, effects: jax.Array, baseline: jax.Array) -> PatchGrid:
-        """The effects of all patches, in order."""
-        lead = (len(self.places),) if self.size is None else (-1, self.size)
-        shape = (*lead, *jnp.shape(effects)[1:])
-        return PatchGrid(jnp.reshape(effects, shape), baseline, self.places)
-
-
-def _array_at(site: Site, what: str) -> jax.Array:
-    """The value of a site that can be patched."""
-    leaves = jax.tree.leaves(site.value)
-    if site.how == "sow" or len(leaves) != 1:
-        raise CaptureError(
-            f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. Choose sites "
-            "that are one array, and not sown."
-        )
-    return jnp.asarray(leaves[0])
-
-
-def _key(site: Site) -> Callable[[Any], bool]:
-    return lambda heard: heard.text == site.text
+        return self, [*target.spread_numbers(self.value)[1], weights]
 
 
 def patch_grid(
@@ -231,25 +218,24 @@ def patch_grid(
         >>> tt.patch_grid(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    patches = _Patches(fn, args, clean.select(sites), axis, "patch_grid")
-
-    total = len(patches.places) * (patches.size or 1)
+    parts = _parts(fn, clean.select(sites), args, axis, "patch_grid")
+    total = sum(len(part.places) for part in parts) * (parts[0].size or 1)
 
     @jax.jit
     def run(args: Any, values: Any, numbers: Any) -> Any:
         def one(number: Any) -> Any:
-            pairs = zip(patches.parts, values)
-            changes = [part.patch(value, number) for part, value in pairs]
-            return jnp.asarray(metric(patches.edited(fn, changes)(*args)))
+            changes = [one.patch(value, number) for one, value in zip(parts, values)]
+            return jnp.asarray(metric(_edited(fn, parts, changes)(*args)))
 
         if batch_size is None:
             return jax.vmap(one)(numbers)
         return jax.lax.map(one, numbers, batch_size=batch_size)
 
     # The first has the number -1, that of no patch.
-    found = run(args, patches.values, jnp.arange(-1, total, dtype=jnp.int32))
+    values = [part.value for part in parts]
+    found = run(args, values, jnp.arange(-1, total, dtype=jnp.int32))
     baseline = found[0]
-    return patches.grid(found[1:] - baseline[None], baseline)
+    return _grid(parts, found[1:] - baseline[None], baseline)
 
 
 def attribution(
@@ -289,24 +275,24 @@ def attribution(
         >>> tt.attribution(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    patches = _Patches(fn, args, clean.select(sites), axis, "attribution")
+    parts = _parts(fn, clean.select(sites), args, axis, "attribution")
 
     @jax.jit
     def run(args: Any, values: Any) -> Any:
         def measured(weights: Any) -> Any:
             changes = [_Blend(*pair) for pair in zip(values, weights)]
-            return metric(patches.edited(fn, changes)(*args))
+            return metric(_edited(fn, parts, changes)(*args))
 
         zeros = [
-            jnp.zeros((*(size for _, size in part.target.loops), *part.cut))
-            for part in patches.parts
+            jnp.zeros((*(loop.size for loop in part.loops), *part.cut))
+            for part in parts
         ]
         return jax.value_and_grad(measured)(zeros)
 
-    baseline, slopes = run(args, patches.values)
+    baseline, slopes = run(args, [part.value for part in parts])
     effects = []
-    for part, slope in zip(patches.parts, slopes):
-        loops = enumerate(part.target.loops)
-        shards = tuple(n for n, (name, _) in loops if name != SCAN.name)
+    for part, slope in zip(parts, slopes):
+        loops = enumerate(part.loops)
+        shards = tuple(n for n, loop in loops if loop.kind != SCAN.name)
         effects.append(jnp.sum(slope, shards).reshape(-1))
-    return patches.grid(jnp.concatenate(effects), baseline)
+    return _grid(parts, jnp.concatenate(effects), baseline)

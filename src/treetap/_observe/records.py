@@ -107,13 +107,12 @@ class Site:
             raise CaptureError(
                 f"Site.axes: the record of {self.text} was saved before axes were."
             )
-        levels, leaves, *_ = self.first_axes
-        found = [tuple(levels[n] for n in numbers) for numbers in leaves]
+        count = len(self.first_axes.leaves)
+        found = [axes_of(self, "value", n) for n in range(count)]
         if len(set(found)) < 2:
             return found[0] if found else ()
         tree = self.reduced if self.value is None else self.value
-        structure = jax.tree.structure(tree, is_leaf=_is_none_or_reduced)
-        return jax.tree.unflatten(structure, found)
+        return jax.tree.unflatten(_structure(tree), found)
 
     @property
     def text(self) -> str:
@@ -148,7 +147,9 @@ class Site:
 
     def merge(self, other: "Site") -> "Site":
         """The statistics of both: of another microbatch, or step."""
-        mine, others = _identity(self), _identity(other)
+        mine, others = (
+            (site.text, site.how, site.wraps, site.module) for site in (self, other)
+        )
         if mine != others:
             raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
         if self.value is not None or self.grad is not None:
@@ -156,12 +157,20 @@ class Site:
                 f"Site.merge: {self.text} has values, and only statistics can be "
                 "merged. Observe with `reduce=` and without `values=True`."
             )
+        states, more = ((site.reduced, site.grad_reduced) for site in (self, other))
+        one, two = (jax.tree.structure(x, is_leaf=is_reduced) for x in (states, more))
+        if one != two:
+            raise CaptureError(
+                f"Site.merge: {self.text} has statistics of different structure in the "
+                "two."
+            )
+        reduced, grad_reduced = on_each(Reduced.merge, states, more)
         return replace(
             self,
-            taken=_either(self.taken, other.taken, jnp.logical_or),
-            count=_either(self.count, other.count, jnp.add),
-            reduced=_merged(self.text, self.reduced, other.reduced),
-            grad_reduced=_merged(self.text, self.grad_reduced, other.grad_reduced),
+            taken=jax.tree.map(jnp.logical_or, self.taken, other.taken),
+            count=jax.tree.map(jnp.add, self.count, other.count),
+            reduced=reduced,
+            grad_reduced=grad_reduced,
         )
 
     def total(self) -> "Site":
@@ -183,8 +192,7 @@ class Site:
     @property
     def nbytes(self) -> int:
         """How much memory the value and its statistics take."""
-        kept = self.value, self.reduced, self.grad_reduced
-        return sum(display.size_of(part)[1] for part in kept)
+        return display.size_of((self.value, self.reduced, self.grad_reduced))[1]
 
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)
@@ -216,16 +224,6 @@ def _stats(tree: Any) -> dict[str, Any]:
     }
 
 
-def _identity(site: Site) -> tuple[Any, ...]:
-    return site.text, site.how, site.wraps, site.module
-
-
-def _either(first: Any, second: Any, join: Any) -> Any:
-    if first is None or second is None:
-        return second if first is None else first
-    return join(first, second)
-
-
 def axes_of(site: Site, part: str, number: int) -> tuple[Axis, ...]:
     """What the first axes of an array of a site are.
 
@@ -246,55 +244,39 @@ def axes_of(site: Site, part: str, number: int) -> tuple[Axis, ...]:
     return tuple(first.levels[n] for n in held)
 
 
-def loops_among(axes: Sequence[Axis]) -> list[int]:
-    """Which axes tell iterations or shards apart."""
-    return [n for n, axis in enumerate(axes) if stacked_by([axis.kind])]
+def is_loop(axis: Axis) -> bool:
+    """Whether an axis tells iterations or shards apart."""
+    return bool(stacked_by([axis.kind]))
+
+
+def _loops_first(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
+    """Numbers of levels, those first that tell iterations or shards apart."""
+    return sorted(held, key=lambda n: not is_loop(levels[n]))
 
 
 def loops_first(array: Any, axes: Sequence[Axis]) -> Any:
     """An array with the axes that tell iterations or shards apart in front."""
-    loops = loops_among(axes)
-    rest = [n for n in range(len(axes)) if n not in loops]
-    return arranged(array, range(len(axes)), [*loops, *rest])
-
-
-def _merged(text: str, first: Any, second: Any) -> Any:
-    one, other = (jax.tree.structure(x, is_leaf=is_reduced) for x in (first, second))
-    if one != other:
-        raise CaptureError(
-            f"Site.merge: {text} has statistics of different structure in the two."
-        )
-    return on_each(Reduced.merge, first, second)
+    held = range(len(axes))
+    return arranged(array, held, _loops_first(held, axes))
 
 
 def _wanted(site: Site) -> Wanted:
     """What is to be measured of a site's value, or is known of it."""
-    first = site.first_axes
+    first, kinds = site.first_axes, stacked_by(site.wraps)
+    tree = site.reduced if site.value is None else site.value
     masks: list[list[Any]] = []
-    if first is None or site.value is None:
-        tree = site.reduced if site.value is None else site.value
-        kinds = stacked_by(site.wraps)
-    else:
-        tree, kinds = [], _kinds_of(first.levels)
+    if first is not None and site.value is not None:
         ran = None if site.count is None else site.count > 0
         pairs = (site.taken, first.taken), (ran, first.turns)
         flags = [(flag, held) for flag, held in pairs if flag is not None]
-        for leaf, held in zip(jax.tree.leaves(site.value), first.leaves):
+        leaves, tree = jax.tree.leaves(site.value), []
+        for leaf, held in zip(leaves, first.leaves):
             order = _loops_first(held, first.levels)
             tree.append(arranged(leaf, held, order))
             masks.append([_mask(flag, own, order) for flag, own in flags])
     shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
     where = f"Site.figures: {site.text}"
     return Wanted(tree, len(kinds), shards, masks, where=where)
-
-
-def _loops_first(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
-    """Levels, those first whose places are told apart: scans and shards."""
-    return sorted(held, key=lambda n: not stacked_by([levels[n].kind]))
-
-
-def _kinds_of(axes: Sequence[Axis]) -> list[str]:
-    return stacked_by(axis.kind for axis in axes)
 
 
 def _mask(flag: Any, held: Sequence[int], wanted: list[int]) -> Any:
@@ -315,25 +297,26 @@ def _wanted_gradient(site: Site) -> Wanted | None:
     grad = _by_order(*pair)[0]
     if grad is None:
         return None
-    kinds = stacked_by(site.wraps)
+    apart = len(stacked_by(site.wraps))
     if has_grad and site.first_axes is not None:
         pairs = list(zip(jax.tree.leaves(grad), site.first_axes.grads))
-        kinds = [kind for _, axes in pairs[-1:] for kind in _kinds_of(axes)]
+        apart = sum(is_loop(axis) for _, axes in pairs[-1:] for axis in axes)
         grad = [loops_first(leaf, axes) for leaf, axes in pairs]
     where = f"Site.grad_figures: {site.text}"
-    return Wanted(grad, len(kinds), has_units=False, where=where)
+    return Wanted(grad, apart, has_units=False, where=where)
 
 
-def _is_none_or_reduced(value: Any) -> bool:
-    return value is None or is_reduced(value)
+def _structure(tree: Any) -> Any:
+    """The structure of a value, or of what is known of one; None stands for a leaf."""
+    return jax.tree.structure(tree, is_leaf=lambda x: x is None or is_reduced(x))
 
 
 def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
     """A gradient by order of differentiation: it is a tuple where there are several."""
-    one, other = (
-        jax.tree.structure(tree, is_leaf=_is_none_or_reduced) for tree in (grad, like)
+    is_several = (
+        isinstance(grad, tuple) and grad and _structure(grad) != _structure(like)
     )
-    return grad if isinstance(grad, tuple) and grad and one != other else (grad,)
+    return grad if is_several else (grad,)
 
 
 _COLUMNS = ("site", "how", "type", "size", "under")
@@ -436,13 +419,10 @@ class Record:
             >>> value.norm, grad.abs_max
             (10.0, 1.0)
         """
-        wanted = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
-        flat = [one for pair in wanted for one in pair if one is not None]
-        found = iter(figures_of_all(flat))
-        return {
-            site.text: (next(found), None if grad is None else next(found))
-            for site, (_, grad) in zip(self.sites, wanted)
-        }
+        pairs = [(_wanted(site), _wanted_gradient(site)) for site in self.sites]
+        wanted, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, Wanted))
+        found = tree.unflatten(figures_of_all(wanted))
+        return {site.text: pair for site, pair in zip(self.sites, found)}
 
     def to_scalars(self, prefix: str = "", *, parts: bool = False) -> dict[str, float]:
         """All figures in a flat dict, such as W&B and other loggers take.
@@ -484,12 +464,12 @@ class Record:
 
         Gradients come in the order in which they are made: the last site's first.
         """
-        pairs = [("", site.text, site.reduced) for site in self.sites]
-        pairs += [
-            ("gradient of ", site.text, site.grad_reduced)
+        named = [(site.text, site.reduced) for site in self.sites]
+        named += [
+            (f"gradient of {site.text}", site.grad_reduced)
             for site in reversed(self.sites)
         ]
-        for what, text, tree in pairs:
+        for text, tree in named:
             for reduced in jax.tree.leaves(tree, is_leaf=is_reduced):
                 if "all_finite" not in dict(reduced.reducers):
                     raise CaptureError(
@@ -497,10 +477,9 @@ class Record:
                         "`AllFinite`. Observe with `guard`."
                     )
                 is_bad = reduced.seen & ~jnp.asarray(reduced.stats["all_finite"])
-                places = np.argwhere(np.asarray(is_bad))
-                if len(places):
-                    place = places[0].tolist()
-                    return f"{what}{text}" + (f" at {place}" if place else "")
+                places = np.argwhere(np.asarray(is_bad)).tolist()
+                if places:
+                    return f"{text} at {places[0]}" if places[0] else text
         return None
 
     @property
@@ -520,22 +499,21 @@ class Record:
             raise CaptureError(f"Record.to_state: {error}") from None
 
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *(site._cells() for site in self.sites)]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(_COLUMNS))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            for row in rows
-        ]
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([self._caption(), *lines])
 
     def _repr_html_(self) -> str:
-        rows = [
-            "".join(f"<td>{html.escape(cell)}</td>" for cell in site._cells())
-            for site in self.sites
-        ]
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        body = "".join(f"<tr>{row}</tr>" for row in [head, *rows])
+        head, *rows = self._rows()
+        lines = ["".join(f"<th>{name}</th>" for name in head)]
+        for row in rows:
+            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><caption>{self._caption()}</caption>{body}</table>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_COLUMNS, *(site._cells() for site in self.sites)]
 
     def _caption(self) -> str:
         return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"

@@ -48,7 +48,7 @@ class Uses:
     """Where the values of a jaxpr are used last.
 
     Args:
-        jaxpr: It.
+        jaxpr: The jaxpr.
         live: Which of its results are used on the way forward.
     """
 

@@ -79,18 +79,12 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
         bodies = bodies_of(eqn.primitive, eqn.params)
         if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
-            with jax_compat.in_context_of(eqn):
-                outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
+            outs = jax_compat.rebind(eqn, ins)
         else:
             used = uses.live_results(eqn, n)
+            run, traced = (functools.partial(f, live=used) for f in (_run, _rewritten))
             with _in_scope(eqn):
-                outs = with_bodies(
-                    eqn.primitive,
-                    eqn.params,
-                    ins,
-                    functools.partial(_run, live=used),
-                    functools.partial(_rewritten, live=used),
-                )
+                outs = with_bodies(eqn.primitive, eqn.params, ins, run, traced)
         env.update(zip(eqn.outvars, outs))
         for one in ends.get(n, ()):
             held = [env[var] for var in one.variables]

@@ -112,9 +112,9 @@ def watch(
         grads: Whether to look at gradients, too; `fn` must differentiate.
         reduce: The statistics: reducers such as `Moments()`, a list of them, or a
             mapping from names to them; those that are logged by default.
-        **options: Those of `treetap.jit`, for the program that takes statistics. Static
-            and donated arguments of a `treetap.jit` are known; those of a `jax.jit` are
-            not: name them here again.
+        **options: Those of `treetap.jit`, for the program that takes statistics. The
+            options of a `treetap.jit` are known (but for `pack`); those of a `jax.jit`
+            are not: name them here again.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -176,6 +176,7 @@ def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     if isinstance(fn, JitPartial):
         fixed = (*fn._fixed, *fixed)
     known: dict[str, Any] = {
+        **fn._options,
         "graph": bool(fn.lift.mode),
         "graph_updates": fn.lift.mode is Mode.UPDATES,
         "on_structure_change": fn.lift.policy,

@@ -36,11 +36,9 @@ from treetap._core.trees.build import regrow
 from treetap._core.trees.sharing import places
 from treetap._core.variables.values import is_ref
 from treetap._modules.methods import is_wrapped
-from treetap._observe.handlers import Handler
+from treetap._observe.handlers import QUIET, Handler
 from treetap._report.texts import arguments_text, is_array, text_of
 from treetap._transforms.lift.lift import Lift
-
-QUIET = Listening(frozenset(), None, False)  # hears nothing; `sow` stores nothing
 
 
 class MethodCall(NamedTuple):

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from treetap._capture.statistics.figures import Figures
 from treetap._capture.statistics.reduced import is_measurable
 from treetap._core.wording import typed
-from treetap._observe.records import Site, axes_of, loops_among, loops_first
+from treetap._observe.records import Site, axes_of, is_loop, loops_first
 
 SIDE = 64  # of a tile, at most
 MOST_TILES = 16
@@ -77,7 +77,7 @@ def pictures_of(
         if value is None:
             continue
         axes, text = axes_of(site, "value", leaf), typed(value)
-        apart, value = len(loops_among(axes)), loops_first(value, axes)
+        apart, value = sum(map(is_loop, axes)), loops_first(value, axes)
         plans = [_plan(value, apart, with_heads=False)]
         if value.ndim > 2 and _may_be_attention(value, known):
             plans.append(_plan(value, apart, with_heads=True))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """blame: planted NaNs and infinities are named by place, line and iteration."""
 
+import functools
 import inspect
 
 import jax
@@ -523,6 +524,52 @@ def test_flags_and_texts_are_parts_of_the_program():
     assert blamed(0.0, "log", train=True).operation == "log"
     assert not blamed(0.0, "log")
     assert not blamed(0.0, "other", train=True)
+
+
+def test_what_a_partial_brings_along_is_an_argument():
+    def step(model, x):
+        model.seen[...] += 1
+        return jnp.log(x) * model.w[...]
+
+    class Counting(tt.Module):
+        def __init__(self):
+            self.w = tt.Param(jnp.ones(2))
+            self.seen = tt.Variable(jnp.zeros(()))
+
+    model = Counting()
+    blamed = tt.blame(functools.partial(step, model))
+    assert not blamed(jnp.ones(2))
+    model.w[...] = jnp.array([1.0, jnp.nan])
+    assert blamed(jnp.ones(2)).argument == "model/w"
+    assert float(model.seen[...]) == 0.0
+
+
+def test_where_a_number_stands_is_part_of_the_program():
+    blamed = tt.blame(lambda a, b: jnp.log(a - b + 0.5))
+    assert blamed(2, 3.0)
+    assert not blamed(3.0, 2)
+    assert blamed(2.0, 3)
+
+
+def test_what_can_change_and_did_not_is_not_traced_again():
+    traces = []
+
+    def fn(x, options):
+        traces.append(1)
+        return jnp.log(x) * options["scale"]
+
+    blamed = tt.blame(fn)
+    assert [bool(blamed(x, {"scale": 2})) for x in (1.0, 0.0)] == [False, True]
+    model = Scaled(2.0)
+    blamed = tt.blame(lambda model, x: [traces.append(2), model(x)][1])
+    assert [bool(blamed(model, ONES)) for _ in range(3)] == [False] * 3
+    assert traces == [1, 2]
+
+
+def test_large_inputs_are_told_in_their_own_precision():
+    with jax.enable_x64(True):
+        found = tt.blame(jnp.exp)(jnp.array([1e300, 1.0]))
+        assert found.largest_input == 1e300
 
 
 def test_a_whole_training_step_can_be_blamed():

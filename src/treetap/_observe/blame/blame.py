@@ -2,9 +2,9 @@
 """blame: which operation made the first NaN or infinity, and where it is written.
 
 The function is run once, compiled, and only its results are looked at. If they are
-finite there is nothing to say; if not, it runs again with a code for every value on the
-way (see `search`), the origin is found from these codes (see `origins`), and a third
-run brings what else is to be known of it. `guard` is its small sister, always on.
+finite there is nothing to say; if not, it runs again in a way that says of every value
+whether it is finite (see `search`), and from this the origin is found (see `origins`).
+`guard` is its small sister, always on.
 """
 
 import functools
@@ -12,7 +12,7 @@ import linecache
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from treetap._capture.callee import (
-    callee_of,
     keep_name,
     named_arguments,
     refuse_uncallable,
 )
-from treetap._capture.listening import Listening
 from treetap._capture.module_paths import Roots, resolve
 from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.statistics.reducers import AllFinite
@@ -36,16 +34,14 @@ from treetap._capture.walk.operations import while_rows
 from treetap._capture.walk.plans import is_inexact
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path
-from treetap._core.trees.graphdef import can_change
+from treetap._core.static_values import exact
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._observe.blame.origins import Findings, ValueAt
-from treetap._observe.blame.search import DETAIL, FINITENESS, NAN, Detail, search
-from treetap._observe.handlers import Handler, PureCall
+from treetap._observe.blame.search import NAN, Found, search
+from treetap._observe.handlers import QUIET, Handler, PureCall
 from treetap._observe.observe import observe
 from treetap._transforms.lift.program import MAX_PROGRAMS
-
-SCOPES_ONLY = Listening(frozenset(), None, False)
 
 
 @dataclass(frozen=True)
@@ -103,16 +99,15 @@ class Blame:
         """A paragraph for people."""
         if not self:
             return "All is finite."
-        what = "NaN" if self.kind == "nan" else "infinity"
+        article, what = ("A", "NaN") if self.kind == "nan" else ("An", "infinity")
         if self.argument:
-            text = f"A {what} came in with the argument {self.argument}"
+            text = f"{article} {what} came in with the argument {self.argument}"
         elif not self.operation:
-            text = f"A {what} is among the constants that the function brought along"
+            text = f"{article} {what} is among the function's own constants"
         else:
             text = f"The first {what} was made by `{self.operation}`"
             text += " in the backward pass" if self.backward else ""
-        text += f", at {self.file}:{self.line}" if self.file else ""
-        text += f" in {self.function}" if self.file else ""
+        text += f", at {self.file}:{self.line} in {self.function}" if self.file else ""
         text += f" (`{self.source}`)" if self.source else ""
         text += f", in the Module {self.site}" if self.path else ""
         for loop, turn in self.iterations:
@@ -142,7 +137,9 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
     The arguments stay as they are, Modules included; what the function returns is lost.
     While results are finite it costs what the function costs, compiled. What JAX can
-    trace can be blamed; booleans, integers and other plain values are taken as such.
+    trace can be blamed; booleans, integers and other plain values are taken as such. An
+    array that `fn` closes over stays what it was in the first call, as for `jax.jit`:
+    give Modules that change as arguments, or by `functools.partial`.
 
     Args:
         fn: A Module, or any function of Modules and arrays: a loss, a gradient
@@ -166,20 +163,15 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
     known: BoundedCache[Any, _Suspect] = BoundedCache(MAX_PROGRAMS)
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
-        call = PureCall(fn, args, kwargs, "blame")
-        raw = call.inputs.values()
-        traced = [n for n, value in enumerate(raw) if isinstance(value, _TRACED)]
-        values = [jnp.asarray(raw[n]) for n in traced]
-        rest = [value for value in raw if not isinstance(value, _TRACED)]
-        kinds = tuple(map(type, rest)), tuple(map(jax.typeof, values))
-        definition = call.inputs.definition
-        key = definition, tuple(rest), kinds
-        make = functools.partial(_Suspect, call, raw, traced)
-        lasts = not can_change(definition.spec) and _is_hashable(key)
-        suspect = known.made(key, make) if lasts else make()
+        call = PureCall(fn, args, kwargs, "blame", _is_traced)
+        values = list(map(jnp.asarray, call.inputs))
+        rest = exact(tuple(value for value in call.values if not _is_traced(value)))
+        types = tuple(map(jax.typeof, values))
+        key = call.definition, call.tree, rest, types, tuple(call.places)
+        suspect = known.made(key, functools.partial(_Suspect, call, types))
 
         def name_of(n: int) -> str:
-            return _argument(fn, args, kwargs, raw[traced[n]])
+            return _argument(call, call.inputs[n])
 
         return suspect.blame(values, name_of, everywhere)
 
@@ -188,43 +180,34 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
 # What the program is a function of; other values are parts of it, as flags are.
 _NUMBERS = (float, complex)
-_TRACED = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
 
 
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, *_NUMBERS))
 
 
 class _Suspect:
     """A function as a program, for arguments of some structure."""
 
-    def __init__(self, call: PureCall, raw: list[Any], traced: list[int]):
-        handler = Handler(SCOPES_ONLY)
+    def __init__(self, call: PureCall, types: Sequence[Any]):
+        handler = Handler(QUIET)
         known: list[Roots] = []
 
-        def pure(*given: Any) -> list[Any]:
-            leaves = list(raw)
-            for n, leaf in zip(traced, given):
-                leaves[n] = leaf
-            fn, args, kwargs, leaves = call.with_values(leaves)
+        def pure(*inputs: Any) -> list[Any]:
+            fn, args, kwargs, leaves = call.with_inputs(inputs)
             with handler.around(fn, args, kwargs) as out:
                 known.append(handler.session.known)
             results = [*jax.tree.leaves(out), *raw_values(leaves)]
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
-        values = [jnp.asarray(raw[n]) for n in traced]
-        self.body = jax_compat.body_of(jax.make_jaxpr(pure)(*values))
+        self.body = jax_compat.body_of(jax_compat.traced(pure, types))
         self.known = known[0]
         self.check = jax.jit(self._all_finite)
 
     @functools.cached_property
-    def finiteness(self) -> Any:
+    def search(self) -> Callable[..., Found]:
         """The program that says of every value whether it is finite."""
-        return search(self.body, FINITENESS)
+        return search(self.body)
 
     def _all_finite(self, *values: Any) -> Any:
         outs = jax_compat.evaluate(*self.body[:2], values)
@@ -235,75 +218,58 @@ class _Suspect:
         """The verdict for some values; `name_of` gives the path of an argument."""
         if not everywhere and self.check(*values):
             return Blame()
-        findings = Findings(self.body, jax.device_get(self.finiteness(*values)))
+        findings = Findings(self.body, jax.device_get(self.search(*values)))
         results = [ValueAt(findings.top, (), x) for x in self.body.jaxpr.outvars]
-        ends = [value for value in results if findings.code(value)]
-        origins = findings.origins(ends)
-        reaches = bool(origins)
-        if not origins and everywhere:
-            origins = findings.origins(list(findings.all_bad()))
-        if not origins:
+        origin = findings.origin([value for value in results if findings.code(value)])
+        reaches = origin is not None
+        if origin is None and everywhere:
+            origin = findings.origin(list(findings.all_bad()))
+        if origin is None:
             return Blame()
-        found = self._described(findings, origins[0], values, name_of)
+        found = self._described(findings, origin, name_of)
         return Blame(**found, reaches_result=reaches)
 
     def _described(
-        self, findings: Findings, origin: ValueAt, values: list[Any], name_of: Any
+        self, findings: Findings, origin: ValueAt, name_of: Any
     ) -> dict[str, Any]:
         """All there is to say of the value where it began."""
-        kind = "nan" if findings.code(origin) == NAN else "inf"
-        details = self._details(origin, values)
+        about = {"kind": "nan" if findings.code(origin) == NAN else "inf"}
         frame, number = origin.frame, origin.number
         if number is None:
-            inputs = frame.body.jaxpr.invars
-            if frame.above is not None or origin.atom not in inputs:
-                return {"kind": kind}
-            argument = name_of(inputs.index(origin.atom))
-            return {"kind": kind, "argument": argument, **details}
+            if not findings.is_argument(origin):
+                return about
+            argument = name_of(frame.body.jaxpr.invars.index(origin.atom))
+            return {**about, "argument": argument, **_numbers(findings, origin)}
         eqn = frame.body.jaxpr.eqns[number]
-        stacks = [one.source_info.name_stack for one in (*frame.equations, eqn)]
+        equations = [*(one.equation for one in frame.around), eqn]
+        stacks = [one.source_info.name_stack for one in equations]
         scopes = [scope for stack in stacks for scope in scopes_in(stack)]
+        inputs = [ValueAt(frame, origin.turns, atom) for atom in eqn.invars]
+        largest = [float(findings.finiteness(one).largest) for one in inputs]
         return {
-            "kind": kind,
+            **about,
             "operation": eqn.primitive.name,
             "path": resolve(scopes, self.known).path,
             "backward": is_transposed(eqn) or findings.is_derivative(origin),
             "inputs_finite": not findings.before(origin),
-            **_turns(findings, origin),
-            **_written([eqn, *reversed(frame.equations)]),
-            **details,
-        }
-
-    def _details(self, origin: ValueAt, values: list[Any]) -> dict[str, Any]:
-        """What one more run says of a value, and of what it was made from."""
-        frame, turns, atom = origin
-        own = frame.values.place_of(atom)
-        if own is None:
-            return {}
-        number = origin.number
-        sources = [] if number is None else frame.body.jaxpr.eqns[number].invars
-        others = map(frame.values.place_of, sources)
-        known = [place for place in others if place is not None]
-        asked = {frame.base + spot for spot, _ in (own, *known)}
-        found = jax.device_get(search(self.body, DETAIL, asked)(*values))
-
-        def detail(place: tuple[int, int]) -> Detail:
-            spot, which = place
-            state = found[frame.base + spot][which]
-            return jax.tree.map(lambda part: part[turns], state)
-
-        bad, index, _ = detail(own)
-        shape = tuple(atom.aval.shape)
-        largest = [float(detail(place).largest) for place in known]
-        place = np.unravel_index(int(index), shape) if bad else ()
-        loops = (one for one in frame.around if one.is_merged)
-        has_rows = any(while_rows(one.equation.params) for one in loops)
-        return {
-            "shape": shape,
-            "count": int(bad),
-            "index": None if has_rows else tuple(map(int, place)),
             "largest_input": max(largest, default=0.0),
+            **_turns(findings, origin),
+            **_written(equations[::-1]),
+            **_numbers(findings, origin),
         }
+
+
+def _numbers(findings: Findings, value: ValueAt) -> dict[str, Any]:
+    """How many numbers of a bad value are bad, and where the first of them is."""
+    found, shape = findings.finiteness(value), tuple(value.atom.aval.shape)
+    index = map(int, np.unravel_index(int(found.index), shape))
+    loops = (frame for frame in value.frame.around if frame.is_merged)
+    has_rows = any(while_rows(frame.equation.params) for frame in loops)
+    return {
+        "shape": shape,
+        "count": int(found.bad),
+        "index": None if has_rows else tuple(index),
+    }
 
 
 def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
@@ -333,7 +299,7 @@ _PACKAGES = sysconfig.get_paths()["purelib"]
 
 
 def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
-    """The line of the user's code that the first of some equations comes from."""
+    """The user's line of code that the first equation comes from, or the next, ..."""
     for one in equations:
         traceback = one.source_info.traceback
         for found in traceback.frames if traceback is not None else ():
@@ -356,14 +322,13 @@ def _is_users(file: str) -> bool:
     return own or not file.startswith(NOT_USERS)
 
 
-def _argument(fn: Any, args: Any, kwargs: Any, value: Any) -> str:
+def _argument(call: PureCall, value: Any) -> str:
     """The path of a value among the arguments."""
-    owner, _ = callee_of(fn)
-    given = [*named_arguments(fn, args, kwargs), ((), owner)]
-    for name, tree in given:
+    named = named_arguments(call.fn, call.args, call.kwargs)
+    for name, tree in [*named, ((), call.owner)]:
         for path, leaf in iter_graph(tree, graph=True):
             held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
-            if held is value:
+            if any(x is value for x in jax.tree.leaves(held)):
                 return "/".join(map(str, (*name, *path)))
     return "that is no array"
 

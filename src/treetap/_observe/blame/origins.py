@@ -17,6 +17,8 @@ the first iteration in which it was bad, and can only come from what was bad by 
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -39,8 +41,11 @@ from treetap._observe.blame.search import (
 Turns = tuple[int, ...]
 
 
-class Frame(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Frame:
     """A jaxpr where it stands: in an equation of another, or as the whole program.
+
+    There is one object for each place (see `inner`), so that identity tells them apart.
 
     Attributes:
         body: The jaxpr.
@@ -51,20 +56,26 @@ class Frame(NamedTuple):
     """
 
     body: Body
-    base: int
+    base: int = 0
     above: "Frame | None" = None
     number: int = 0
     branch: int = 0
 
     @property
-    def key(self) -> Any:
-        """What tells frames apart."""
-        return self.base, id(self.body.jaxpr)
-
-    @property
     def values(self) -> EveryValue:
         """Its values as spots."""
         return survey(self.body.jaxpr, EveryValue)
+
+    @cached_property
+    def inner(self) -> dict[int, list["Frame"]]:
+        """The bodies of its equations, by number."""
+        return {
+            number: [
+                Frame(one.body, self.base + one.start, self, number, branch)
+                for branch, one in enumerate(bodies)
+            ]
+            for number, bodies in self.values.inner.items()
+        }
 
     @property
     def equation(self) -> JaxprEqn:
@@ -77,13 +88,13 @@ class Frame(NamedTuple):
         """What the operation around is."""
         return OPERATIONS[self.equation.primitive.name]
 
-    @property
+    @cached_property
     def turns(self) -> range | None:
         """The turns of the operation around that are told apart, as they run."""
         find = self.operation.turns
         return None if find is None else find(self.equation.params)
 
-    @property
+    @cached_property
     def carried(self) -> range:
         """The inputs that are results of the turn before."""
         return self.operation.carried(self.equation.params)
@@ -93,29 +104,16 @@ class Frame(NamedTuple):
         """Whether the turns of a loop around are not told apart."""
         return self.turns is None and bool(self.carried)
 
+    @cached_property
+    def around(self) -> list["Frame"]:
+        """The frames that are in an equation, this one the last, outermost first."""
+        return [] if self.above is None else [*self.above.around, self]
+
     def outside(self, turns: Turns, which: int) -> "ValueAt":
         """What an input is outside the operation around."""
         assert self.above is not None
         outer = turns if self.turns is None else turns[:-1]
         return ValueAt(self.above, outer, self.equation.invars[self.body.first + which])
-
-    @property
-    def around(self) -> list["Frame"]:
-        """The frames that are in an equation, this one the last, outermost first."""
-        return [] if self.above is None else [*self.above.around, self]
-
-    @property
-    def equations(self) -> list[JaxprEqn]:
-        """The equations around, outermost first."""
-        return [frame.equation for frame in self.around]
-
-    def below(self, number: int) -> list["Frame"]:
-        """The bodies of an equation."""
-        inner = self.values.inner.get(number, ())
-        return [
-            Frame(one.body, self.base + one.start, self, number, branch)
-            for branch, one in enumerate(inner)
-        ]
 
 
 class ValueAt(NamedTuple):
@@ -135,7 +133,7 @@ class ValueAt(NamedTuple):
     @property
     def key(self) -> Any:
         """What tells values apart."""
-        return self.frame.key, self.turns, id(self.atom)
+        return self.frame, self.turns, id(self.atom)
 
     @property
     def number(self) -> int | None:
@@ -144,9 +142,9 @@ class ValueAt(NamedTuple):
         return None if is_literal else self.frame.values.makers.get(self.atom)
 
     @property
-    def loops(self) -> list[Any]:
-        """The keys of the while loops it is in, whose turns are not apart."""
-        return [frame.key for frame in self.frame.around if frame.is_merged]
+    def loops(self) -> list[Frame]:
+        """The while loops it is in, whose turns are not apart."""
+        return [frame for frame in self.frame.around if frame.is_merged]
 
     @property
     def steps(self) -> list[tuple[Frame, int | None]]:
@@ -167,21 +165,20 @@ class Findings:
     """
 
     def __init__(self, body: Body, found: Found):
-        self.top = Frame(body, 0)
-        self.found: list[Any] = list(found)
+        self.top = Frame(body)
+        self.found: list[Any] = found
 
     def finiteness(self, value: ValueAt) -> Finiteness:
         """Whether a value is finite."""
         frame, turns, atom = value
         if isinstance(atom, Literal):
             return _finiteness_of(atom.val)
-        place = frame.values.place_of(atom)
-        if place is None:
-            consts = dict(zip(frame.body.jaxpr.constvars, frame.body.consts))
-            return _finiteness_of(consts.get(atom, 0))
-        spot, which = place
-        held = self.found[frame.base + spot][which]
-        return Finiteness(*(np.asarray(part)[turns] for part in held))
+        if atom in frame.values.places:
+            spot, which = frame.values.places[atom]
+            held = self.found[frame.base + spot][which]
+            return Finiteness(*(np.asarray(part)[turns] for part in held))
+        consts = dict(zip(frame.body.jaxpr.constvars, frame.body.consts))
+        return _finiteness_of(consts.get(atom, 0))
 
     def code(self, value: ValueAt) -> int:
         """Whether a value has infinities or NaNs, at this moment."""
@@ -209,7 +206,7 @@ class Findings:
             yield from self._sources_of_input(value)
             return
         eqn = frame.body.jaxpr.eqns[number]
-        inside = frame.below(number)
+        inside = frame.inner.get(number)
         if not inside:
             for when in self._moments(value, eqn):
                 yield from (ValueAt(frame, when, one) for one in eqn.invars)
@@ -275,7 +272,7 @@ class Findings:
     def turn_in(self, loop: Frame, value: ValueAt) -> int:
         """The first turn of a while loop around in which a value was bad."""
         since = self.finiteness(value).since
-        place = value.loops.index(loop.key)
+        place = value.loops.index(loop)
         return int(since[place]) if place < len(since) else 0
 
     def order(self, value: ValueAt) -> tuple[float, ...]:
@@ -298,7 +295,7 @@ class Findings:
         waiting, seen = [value], set[Any]()
         while waiting:
             frame, _, atom = waiting.pop()
-            if any(map(is_transposed, frame.equations)):
+            if any(is_transposed(one.equation) for one in frame.around):
                 continue
             jaxpr = frame.body.jaxpr
             if atom in jaxpr.outvars:
@@ -323,11 +320,10 @@ class Findings:
                 code = np.asarray(self.found[frame.base + spot][which].code)
                 for turns in np.argwhere(code > 0):
                     yield ValueAt(frame, tuple(map(int, turns)), var)
-            for number in frame.values.inner:
-                waiting += frame.below(number)
+            waiting += itertools.chain(*frame.inner.values())
 
-    def origins(self, ends: list[ValueAt]) -> list[ValueAt]:
-        """The bad values that come from no other, the first one first.
+    def origin(self, ends: list[ValueAt]) -> ValueAt | None:
+        """The first bad value behind some, or among them, that comes from no other.
 
         All that is behind the ends is sorted by when it was made, so that when a value
         has its turn, it is known which of its sources are there on purpose. On purpose
@@ -343,7 +339,6 @@ class Findings:
                 found[value.key] = value, sources
                 waiting += sources
         on_purpose: set[Any] = set()
-        origins: list[ValueAt] = []
         is_end = {value.key for value in ends}
         in_order = sorted(found.values(), key=lambda pair: self.order(pair[0]))
         for value, sources in in_order:
@@ -354,8 +349,12 @@ class Findings:
             if (passes and meant) or (is_written and value.key not in is_end):
                 on_purpose.add(value.key)
             elif meant:
-                origins.append(value)
-        return origins
+                return value
+        return None
+
+    def is_argument(self, value: ValueAt) -> bool:
+        """Whether a value is an argument of the program."""
+        return value.frame.above is None and self._is_input(value)
 
     def _is_input(self, value: ValueAt) -> bool:
         return value.atom in value.frame.body.jaxpr.invars
@@ -364,7 +363,7 @@ class Findings:
 def _finiteness_of(value: Any) -> Finiteness:
     """The same of a constant."""
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-        return Finiteness(FINITE, ())
+        return Finiteness(FINITE)
     numbers = np.asarray(value).astype(np.complex128)
     worst = NAN if np.isnan(numbers).any() else int(np.isinf(numbers).any())
-    return Finiteness(worst, ())
+    return Finiteness(worst)

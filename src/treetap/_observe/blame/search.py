@@ -3,22 +3,23 @@
 
 For this the walk looks at every value (`EveryValue`) instead of at taps: the inputs of
 each jaxpr and the results of each equation are spots, those of jaxprs inside included.
-Of each value comes out what a reducer measures of it: first whether it has infinities
-or NaNs (`FINITENESS`), by iteration and shard, and of the few values that are then in
-question more (`DETAIL`). `origins` finds out from this where what is bad began.
+Of each value comes out, by iteration and shard, whether it has infinities or NaNs, and
+what is to be told of these (`Finiteness`). `origins` finds out from this where what is
+bad began.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var
+import numpy as np
 
 from treetap._capture.marks import Label
 from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.statistics.arithmetic import as_real, zeroed
 from treetap._capture.statistics.reduced import Reduction, on_each
-from treetap._capture.statistics.reducers import Reducer, flat_places
+from treetap._capture.statistics.reducers import flat_places
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.plans import Choice, Part, is_inexact
@@ -28,7 +29,6 @@ from treetap._capture.walk.survey import Inner, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 DEPTH = 4  # of loops inside one another whose turns are told
-NOTHING = Choice(False)
 
 
 class EveryValue(Survey):
@@ -55,10 +55,6 @@ class EveryValue(Survey):
             if place is not None:
                 self.results[n] = place
             self.makers.update((var, n) for var in eqn.outvars)
-
-    def place_of(self, atom: Var | Literal) -> tuple[int, int] | None:
-        """The spot of a variable, and which of the spot's values it is, if any."""
-        return None if isinstance(atom, Literal) else self.places.get(atom)
 
     def _add(self, name: str, variables: Any, scopes: tuple[str, ...]) -> int | None:
         found = [var for var in variables if is_inexact(var.aval)]
@@ -88,97 +84,71 @@ class Finiteness(NamedTuple):
         code: The worst of it: `FINITE`, `INFINITE` or `NAN`.
         since: If it is not finite, the first iteration in which it was not: of the
             outermost loop, of the next one inside, and so on, `DEPTH` numbers.
+        bad: How many numbers were not finite, in that iteration.
+        index: Where the first of these was, counted flat.
+        largest: The largest magnitude of finite numbers.
     """
 
     code: Any
-    since: Any
+    since: Any = ()
+    bad: Any = 0
+    index: Any = 0
+    largest: Any = 0.0
 
 
-def _finiteness(value: jax.Array) -> Finiteness:
-    """That of one value."""
-    is_bad, is_nan = ~jnp.isfinite(value), jnp.isnan(value)
-    code = jnp.max(is_bad.astype(jnp.int8) + is_nan.astype(jnp.int8))
-    code = code.astype(jnp.int32)
-    return Finiteness(code, jnp.stack([jnp.zeros_like(code)] * DEPTH))
+def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Codes, counts, places and sizes of two numbers as of one."""
+    joins = jnp.maximum, jnp.add, jnp.minimum, jnp.maximum
+    return [join(a, b) for join, a, b in zip(joins, first, second)]
 
 
-def _finiteness_of_both(first: Finiteness, second: Finiteness) -> Finiteness:
-    """That of two values: which of them was bad before the other?"""
-    apart = first.since - second.since
-    is_before = apart[jnp.argmax(apart != 0)] <= 0
-    is_first = (first.code > 0) & ((second.code == 0) | is_before)
-    since = jnp.where(is_first, first.since, second.since)
-    return Finiteness(jnp.maximum(first.code, second.code), since)
+class _Finiteness:
+    """A reducer that also notes the turns of `while` loops."""
+
+    def measure(self, value: jax.Array) -> Finiteness:
+        """That of one value."""
+        is_bad = ~jnp.isfinite(value)
+        code = is_bad.astype(jnp.int32) + jnp.isnan(value).astype(jnp.int32)
+        last = jnp.iinfo(jnp.int32).max
+        places = jnp.where(is_bad, flat_places(value.shape), last)
+        sizes = jnp.abs(zeroed(jnp, as_real(jnp, value), ~is_bad))
+        # One reduction for all four: of every value on the way, one compiles faster.
+        columns = [code, is_bad.astype(jnp.int32), places, sizes]
+        starts = [np.array(x, y.dtype) for x, y in zip((0, 0, last, 0), columns)]
+        found = jax.lax.reduce(columns, starts, _joined, range(value.ndim))
+        code, bad, index, largest = found
+        since = jnp.stack([jnp.zeros_like(code)] * DEPTH)
+        return Finiteness(code, since, bad, index, largest)
+
+    def merge(self, first: Finiteness, second: Finiteness) -> Finiteness:
+        """That of two values: of the one that was bad before the other."""
+        apart = first.since - second.since
+        is_before = apart[jnp.argmax(apart != 0)] <= 0
+        is_first = (first.code > 0) & ((second.code == 0) | is_before)
+        found = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, second)
+        return found._replace(
+            code=jnp.maximum(first.code, second.code),
+            largest=jnp.maximum(first.largest, second.largest),
+        )
+
+    def at_turn(self, found: Finiteness, turn: jax.Array) -> Finiteness:
+        """The same with the number of a turn of one more loop around."""
+        since = jnp.concatenate([jnp.reshape(turn, 1), found.since[:-1]])
+        return found._replace(since=since)
 
 
-def _finiteness_at(found: Finiteness, turn: jax.Array) -> Finiteness:
-    """The same with the number of a turn of one more loop around."""
-    since = jnp.concatenate([jnp.reshape(turn, 1), found.since[:-1]])
-    return found._replace(since=since)
+MEASURED = Choice(False, reduce=Reduction((("finiteness", _Finiteness()),)))
+
+Found = list[list[Finiteness | None]]
 
 
-class Detail(NamedTuple):
-    """More of a value.
+def search(body: Body) -> Callable[..., Found]:
+    """A compiled function from a program's inputs to the `Finiteness` of all values.
 
-    Attributes:
-        bad: How many of its numbers are not finite.
-        index: Where the first of these is, counted flat.
-        largest: The largest magnitude of the others.
-    """
-
-    bad: Any
-    index: Any
-    largest: Any
-
-
-def _detail(value: jax.Array) -> Detail:
-    """That of one value."""
-    is_bad = ~jnp.isfinite(value)
-    sizes = jnp.where(is_bad, 0, jnp.abs(value)).astype(jnp.float32)
-    places = flat_places(value.shape)
-    index = jnp.min(jnp.where(is_bad, places, jnp.iinfo(jnp.int32).max))
-    return Detail(jnp.sum(is_bad, dtype=jnp.int32), index, jnp.max(sizes))
-
-
-def _first_bad_detail(first: Detail, second: Detail) -> Detail:
-    """That of the first of two values which is bad."""
-    chosen = jax.tree.map(lambda a, b: jnp.where(first.bad > 0, a, b), first, second)
-    return chosen._replace(largest=jnp.maximum(first.largest, second.largest))
-
-
-class _OfLoops(NamedTuple):
-    """A reducer that tells the turns of `while` loops."""
-
-    measure: Callable[..., Any]
-    merge: Callable[..., Any]
-    at_turn: Callable[..., Any]
-
-
-_REDUCER = _OfLoops(_finiteness, _finiteness_of_both, _finiteness_at)
-FINITENESS = Reduction((("finiteness", _REDUCER),))
-DETAIL = Reduction((("detail", Reducer(_detail, _first_bad_detail)),))
-
-Found = list[list[Any] | None]
-
-
-def search(
-    body: Body, reduction: Reduction, places: Collection[int] | None = None
-) -> Callable[..., Found]:
-    """A compiled function from a program's inputs to what is measured on the way.
-
-    Args:
-        body: The program.
-        reduction: What is measured.
-        places: At which spots; at all by default.
-
-    Returns:
-        A function that gives for each spot the state of each of its values, or None.
+    It gives a list for each spot, with that of each value there.
     """
     spots = survey(body.jaxpr, EveryValue).spots
-    chosen = range(len(spots)) if places is None else places
-    choice = Choice(False, reduce=reduction)
-    plan = tuple(choice if n in chosen else NOTHING for n in range(len(spots)))
-    part = Part(body, spots, plan, [None] * len(spots))
+    part = Part(body, spots, (MEASURED,) * len(spots), [None] * len(spots))
 
     def run(*values: Any) -> Found:
         _, found = Walk(look=EveryValue).run(part, list(values))
