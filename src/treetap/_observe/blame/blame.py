@@ -14,6 +14,8 @@ import pathlib
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from treetap._capture.callee import (
     named_arguments,
     refuse_uncallable,
 )
+from treetap._capture.listening import listening
 from treetap._capture.module_paths import Roots, resolve
 from treetap._capture.name_stacks import is_transposed, scopes_in
 from treetap._capture.statistics.reducers import AllFinite
@@ -37,6 +40,7 @@ from treetap._core.paths import Path
 from treetap._core.static_values import exact
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
+from treetap._core.wording import first_few
 from treetap._observe.blame.origins import Findings, ValueAt
 from treetap._observe.blame.search import NAN, Found, search
 from treetap._observe.handlers import QUIET, Handler, PureCall
@@ -65,7 +69,9 @@ class Blame:
         shape: The shape of the result.
         inputs_finite: Whether all that went into the operation was finite.
         largest_input: The largest finite magnitude that went into it.
-        argument: If an argument was bad already, its path.
+        argument: If an argument was bad already, and no operation made anything bad by
+            itself, its path.
+        arguments: The paths of bad arguments that went into the operation.
         reaches_result: Whether the function's results are bad, too.
     """
 
@@ -85,6 +91,7 @@ class Blame:
     inputs_finite: bool = True
     largest_input: float = 0.0
     argument: str = ""
+    arguments: tuple[str, ...] = ()
     reaches_result: bool = True
 
     def __bool__(self) -> bool:
@@ -122,6 +129,9 @@ class Blame:
         if self.operation and self.inputs_finite:
             text += "What went into it was finite, and at most "
             text += f"{self.largest_input:.4g} in magnitude. "
+        elif self.arguments:
+            text += f"What went into it comes from {first_few(self.arguments)}, which "
+            text += "was not finite. "
         elif self.operation:
             text += "Constants of the program that are not finite went into it. "
         if not self.reaches_result:
@@ -163,6 +173,10 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
     known: BoundedCache[Any, _Suspect] = BoundedCache(MAX_PROGRAMS)
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
+        with listening(listening.value), listening(None):  # twice: see `listening`
+            return unheard(args, kwargs)
+
+    def unheard(args: Any, kwargs: Any) -> Blame:
         call = PureCall(fn, args, kwargs, "blame", _is_traced)
         values = list(map(jnp.asarray, call.inputs))
         rest = exact(tuple(value for value in call.values if not _is_traced(value)))
@@ -195,9 +209,11 @@ class _Suspect:
 
         def pure(*inputs: Any) -> list[Any]:
             fn, args, kwargs, leaves = call.with_inputs(inputs)
+            given = raw_values(leaves)
             with handler.around(fn, args, kwargs) as out:
                 known.append(handler.session.known)
-            results = [*jax.tree.leaves(out), *raw_values(leaves)]
+            written = map(is_not, left := raw_values(leaves), given)
+            results = jax.tree.leaves((out, list(compress(left, written))))
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
         self.body = jax_compat.body_of(jax_compat.traced(pure, types))
@@ -224,7 +240,7 @@ class _Suspect:
         reaches = origin is not None
         if origin is None and everywhere:
             origin = findings.origin(list(findings.all_bad()))
-        if origin is None:
+        if origin is None or (not reaches and findings.is_argument(origin)):
             return Blame()
         found = self._described(findings, origin, name_of)
         return Blame(**found, reaches_result=reaches)
@@ -235,11 +251,15 @@ class _Suspect:
         """All there is to say of the value where it began."""
         about = {"kind": "nan" if findings.code(origin) == NAN else "inf"}
         frame, number = origin.frame, origin.number
+
+        def path_of(argument: ValueAt) -> str:
+            return name_of(self.body.jaxpr.invars.index(argument.atom))
+
         if number is None:
             if not findings.is_argument(origin):
                 return about
-            argument = name_of(frame.body.jaxpr.invars.index(origin.atom))
-            return {**about, "argument": argument, **_numbers(findings, origin)}
+            numbers = _numbers(findings, origin)
+            return {**about, "argument": path_of(origin), **numbers}
         eqn = frame.body.jaxpr.eqns[number]
         equations = [*(one.equation for one in frame.around), eqn]
         stacks = [one.source_info.name_stack for one in equations]
@@ -252,6 +272,7 @@ class _Suspect:
             "path": resolve(scopes, self.known).path,
             "backward": is_transposed(eqn) or findings.is_derivative(origin),
             "inputs_finite": not findings.before(origin),
+            "arguments": tuple(map(path_of, findings.arguments_behind(origin))),
             "largest_input": max(largest, default=0.0),
             **_turns(findings, origin),
             **_written(equations[::-1]),

@@ -8,7 +8,9 @@ turns of loops and to other shards. What is met so has an order, that of executi
 
 An infinity that the program itself wrote down is on purpose, and so is what is only
 made from such: a mask of -inf is no fault, a NaN made from it is one. Of a NaN that it
-wrote down, the operation that takes it is the origin.
+wrote down, the operation that takes it is the origin. The same holds for a mask that
+came in with an argument. An argument that is bad is the origin only if no operation
+made anything bad by itself.
 
 A value is told apart by the iterations of scans and by shards. The iterations of a
 `while` are not, for nobody knows how many there are: there a value has the number of
@@ -328,7 +330,9 @@ class Findings:
         All that is behind the ends is sorted by when it was made, so that when a value
         has its turn, it is known which of its sources are there on purpose. On purpose
         are constants, unless they are results themselves, and infinities that were
-        only made from what is on purpose.
+        only made from what is on purpose. A bad argument is taken to be on purpose as
+        well, and so is what is bad because of it: an operation that makes something
+        bad by itself comes first. If there is none, the argument is the origin.
         """
         found: dict[Any, tuple[ValueAt, list[ValueAt]]] = {}
         waiting = list(ends)
@@ -339,18 +343,37 @@ class Findings:
                 found[value.key] = value, sources
                 waiting += sources
         on_purpose: set[Any] = set()
+        given: set[Any] = set()  # bad arguments, and what is bad because of them
         is_end = {value.key for value in ends}
         in_order = sorted(found.values(), key=lambda pair: self.order(pair[0]))
         for value, sources in in_order:
+            key, behind = value.key, [one for one in sources if one.key in given]
             meant = all(one.key in on_purpose for one in sources)
-            is_given = self._is_input(value) and not (sources and meant)
-            is_written = value.number is None and not is_given
-            passes = self.code(value) == INFINITE and (sources or is_written)
-            if (passes and meant) or (is_written and value.key not in is_end):
-                on_purpose.add(value.key)
+            is_argument = self.is_argument(value)
+            is_input = self._is_input(value) and not (sources and meant)
+            is_written = value.number is None and not is_input
+            is_infinite = self.code(value) == INFINITE and (sources or is_written)
+            passes = is_infinite or any(self.code(one) == NAN for one in behind)
+            if is_argument or behind:
+                given.add(key)
+            if (passes and meant) or is_argument or (is_written and key not in is_end):
+                on_purpose.add(key)
             elif meant:
                 return value
-        return None
+        worst = max(map(self.code, ends), default=FINITE)
+        arguments = [value for value, _ in in_order if self.is_argument(value)]
+        alike = [value for value in arguments if self.code(value) == worst]
+        return next(iter(alike or arguments), None)
+
+    def arguments_behind(self, value: ValueAt) -> list[ValueAt]:
+        """The bad arguments that a bad value was made from."""
+        found: dict[Any, ValueAt] = {}
+        waiting = [value]
+        while waiting:
+            sources = [x for x in self.before(waiting.pop()) if x.key not in found]
+            found.update((one.key, one) for one in sources)
+            waiting += sources
+        return [one for one in found.values() if self.is_argument(one)]
 
     def is_argument(self, value: ValueAt) -> bool:
         """Whether a value is an argument of the program."""
