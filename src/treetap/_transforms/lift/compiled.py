@@ -15,7 +15,6 @@ import jax
 
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.trees.attributes import is_object
-from treetap._core.trees.build import regrow
 from treetap._core.trees.sharing import name_lost
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
@@ -239,10 +238,8 @@ class Jit(Generic[P, R]):
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The result with abstract leaves; nothing is changed."""
         inputs, program, given = self._prepared(*self._given(args, kwargs))
-        copies, _ = regrow(inputs.definition, inputs.values())
-        copied = Inputs(copies, self.lift)
         news, out, note = program.run.eval_shape(*given)
-        return copied.finish(out, program.updates(news, note))
+        return inputs.abstract().finish(out, program.updates(news, note))
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""

@@ -133,11 +133,8 @@ class Lift:
 
     def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
         """The result of a call with abstract leaves; nothing is computed or written."""
-
-        def pure(values: list[Any]) -> Any:
-            return self.run(fn, inputs, values)[0]
-
-        return rebuild(jax.eval_shape(pure, inputs.values()), {})
+        pure = functools.partial(self.run, fn, inputs)
+        return inputs.abstract().finish(*jax.eval_shape(pure, inputs.values()))
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -287,6 +284,11 @@ class Inputs:
         put_in_place(self.tree, bare.tree)
         return bare
 
+    def abstract(self) -> "Inputs":
+        """The same in objects of their own, with shapes in the place of arrays."""
+        shapes = [x if is_ref(x) else _shape_of(x) for x in self.values()]
+        return Inputs(regrow(self.definition, shapes)[0], self.lift)
+
     def finish(self, out: Any, updates: Updates) -> Any:
         """Writes what changed into the caller's objects, and rebuilds the result."""
         made = dict(self.owners)
@@ -327,6 +329,14 @@ class Inputs:
                 variable._replace_metadata(metadata)
         for step in steps:
             step()
+
+
+def _shape_of(value: Any) -> Any:
+    return jax.eval_shape(_same, value)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
