@@ -24,13 +24,8 @@ def _written_by(
     branch: Any, inputs: Inputs, lift: Lift, force: Collection[int] = ()
 ) -> Written:
     """What a branch changes."""
-    found: list[Written] = []
-
-    def probe(values: Any) -> None:
-        found.append(lift.run(branch, inputs, values, force=force)[1].written)
-
-    jax.eval_shape(probe, inputs.values())
-    return found[0]
+    pure = functools.partial(lift.run, branch, inputs, force=force)
+    return jax.eval_shape(pure, inputs.values())[1].written
 
 
 def _outline(written: Written) -> Any:
@@ -54,13 +49,9 @@ def _branched(
         )
     kept = set[int]().union(*(written.numbers() for written in found))
 
-    def purified(branch: Any) -> Callable[[Any], Any]:
-        def pure(values: Any) -> Any:
-            return lift.run(branch, inputs, values, keep=kept, force=force)
-
-        return pure
-
-    return inputs.finish(*choose(list(map(purified, branches)), inputs.values()))
+    run = functools.partial(lift.run, keep=kept, force=force)
+    pure = [functools.partial(run, branch, inputs) for branch in branches]
+    return inputs.finish(*choose(pure, inputs.values()))
 
 
 def cond(
@@ -126,9 +117,7 @@ def checkify(
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         inputs = lift.inputs(args, kwargs)
-
-        def pure(values: Any) -> Any:
-            return lift.run(f, inputs, values)
+        pure = functools.partial(lift.run, f, inputs)
 
         from jax.experimental import checkify as jax_checkify  # takes a while to import
 

@@ -348,11 +348,7 @@ def remat(
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, taken)
-            return lift.run(called, inputs, values)
-
+        pure = functools.partial(lift.run, put_statics(f, taken), inputs)
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         return inputs.finish(*checkpointed(inputs.values()))
 

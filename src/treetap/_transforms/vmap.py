@@ -68,18 +68,15 @@ def _mapped(
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
         groups: Any = key.groups
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, key.statics)
-            return lift.run(called, source, values, groups, results=results)
-
+        called = put_statics(f, key.statics)
+        run = functools.partial(lift.run, groups=groups, results=results)
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
         found = {
             argument: (groups.by_leaf(),),
             out_argument: (results.for_jax, updates),
         }
-        return how(pure, **found)
+        return how(functools.partial(run, called, source), **found)
 
     compiled: BoundedCache[Key, Callable[[Any], Any]] = BoundedCache(MAX_PROGRAMS)
 
