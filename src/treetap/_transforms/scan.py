@@ -36,7 +36,7 @@ from treetap._transforms.lift.lift import (
 )
 from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
 from treetap._transforms.lift.program import MAX_PROGRAMS, Key
-from treetap._transforms.lift.results import Results
+from treetap._transforms.lift.results import Results, as_tuple
 from treetap._transforms.lift.structure_updates import PrefixGroups
 
 T = TypeVar("T")
@@ -97,14 +97,9 @@ class _Axes:
             return None, out
         if self.is_all_carry:
             out = (out,)
-        if not isinstance(out, tuple) or len(out) != len(self.outputs):
-            found = (
-                f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
-            )
-            raise StructureError(
-                f"scan: out_axes has {len(self.outputs)} entries, so the function must "
-                f"return a tuple of that many; it returned {found}."
-            )
+        count = len(self.outputs)
+        demand = f"scan: out_axes has {count} entries, so the function must return a "
+        out = as_tuple(out, count, f"{demand}tuple of that many")
         return out[place], (*out[:place], *out[place + 1 :])
 
     def moved(self, stacked: Any) -> Any:

@@ -143,6 +143,20 @@ def _flat(
     return FlatPart(PartDef(graphdef, of_leaf), groups)
 
 
+def as_tuple(out: Any, count: int, demand: str) -> tuple[Any, ...]:
+    """What a function returned, which must be a tuple of so many items.
+
+    Args:
+        out: The result.
+        count: How many items it must have.
+        demand: Who demands that, for the message.
+    """
+    if isinstance(out, tuple) and len(out) == count:
+        return out
+    found = f"{len(out)} items" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    raise StructureError(f"{demand}; it returned {found}.")
+
+
 def flatten_like(like: Any, tree: Any, name: str) -> Any:
     """A tree like a result, in the form that the result came from JAX in.
 
