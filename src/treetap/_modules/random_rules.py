@@ -230,16 +230,8 @@ def split_rngs(
     if squeeze and splits != 1:
         raise ValueError(f"split_rngs: `squeeze` needs splits=1, got {splits}.")
     mode = resolve_mode(graph, graph_updates)
-
-    def divided(tree: Any) -> Any:
-        made = with_rngs(tree, split=splits, only=only, graph=bool(mode))
-        found = nodes_below(made, RngStream, True, "split_rngs") if squeeze else ()
-        for path, stream in found:
-            if predicate_of(only)(path, stream):
-                stream.key.set_value(stream.key[...][0])
-                stream.count.set_value(stream.count[...][0])
-        return made
-
+    shape = () if squeeze else splits  # () gives the one key that 1 gives, as a scalar
+    divided = functools.partial(with_rngs, split=shape, only=only, graph=bool(mode))
     return _applied(node, divided, mode)
 
 
