@@ -188,7 +188,7 @@ class _Run:
         if sharding is None and not _is_worth_compiling(eqn):
             return _Step(eqn)
         avals = tuple(atom.aval for atom in eqn.invars)
-        make = functools.partial(_Program, eqn, avals, sharding)
+        make = functools.partial(_Program, eqn, sharding)
         return _Step(eqn, program=_programs.made((key_of(eqn), avals, sharding), make))
 
     def results(self, inputs: list[Any]) -> list[Any]:
@@ -308,7 +308,7 @@ def _spec(atom: Any, place: NamedSharding | None) -> Any:
 class _Program:
     """One operation, compiled; with a sharding, its result is made in its shards."""
 
-    def __init__(self, eqn: Any, avals: Any, sharding: NamedSharding | None):
+    def __init__(self, eqn: Any, sharding: NamedSharding | None):
         def as_it_is(*values: Any) -> list[Any]:
             return rebind(eqn, values)
 
@@ -317,7 +317,6 @@ class _Program:
                 return _bind_freely(eqn, values)
 
         self.is_new = True
-        self.avals = avals
         self.sharding = sharding
         self.run: Any = jax.jit(as_it_is)
         if sharding is not None:

@@ -47,7 +47,12 @@ from treetap._core.trees.sharing import first_two_places, places
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values, write_boxes
-from treetap._transforms.lift.prefixes import PrefixGroups, Spread, filter_values
+from treetap._transforms.lift.prefixes import (
+    PrefixGroups,
+    Spread,
+    distinct,
+    filter_values,
+)
 from treetap._transforms.lift.results import WHOLE, Results, has_flat_parts, rebuild
 from treetap._transforms.lift.structure_updates import (
     ObjectUpdate,
@@ -270,9 +275,14 @@ class Inputs:
         """The groups that a prefix makes of the leaves."""
         work = Spread(self.name, argument)
         work.follow(prefix, self.tree, ())
+        # What is made inside may have any prefix that a filter gives.
+        prefixes = distinct((*work.values, *filter_values(prefix)))
+        of_leaf = list(map(prefixes.index, work.values))
         if self.definition.graph is not Mode.UPDATES:
-            work.owners, work.known = {}, {}
-        return PrefixGroups(work, self.numbers, filter_values(prefix))
+            return PrefixGroups(of_leaf, prefixes, {}, {})
+        owners = {self.numbers[key]: value for key, value in work.owners.items()}
+        known = {self.numbers[key]: value for key, value in work.known.items()}
+        return PrefixGroups(of_leaf, prefixes, owners, known)
 
     def outline(self) -> "Inputs | GraphDef":
         """What `run` needs of them, without a value: for functions that JAX keeps."""
