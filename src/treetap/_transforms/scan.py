@@ -167,6 +167,7 @@ class _Step:
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
         rest = [n for n, is_mapped in enumerate(self.mapped) if not is_mapped]
         self.carried = [number for number in rest if number not in fixed]
+        self.others = sorted({*range(len(self.mapped))} - {*self.carried})
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
         """The next carry, and what this step adds to the stacks."""
@@ -182,7 +183,7 @@ class _Step:
         flat, updates = inside.finish(
             stacked,
             self.groups,
-            only=lambda number: self.mapped[number],
+            numbers=self.others,
             results=self.axes.results,
         )
         self._check_new(updates)

@@ -21,7 +21,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -126,7 +125,7 @@ class Lift:
             source: Its arguments, or their description: see `Inside`.
             values: Their values at this level.
             groups: As for `Inside.finish`, which takes the further arguments.
-            **choices: `keep`, `only`, `results` and `force`.
+            **choices: `keep`, `numbers`, `results` and `force`.
 
         Returns:
             The result, packed for JAX, and the updates.
@@ -214,11 +213,14 @@ class Written:
             metadata if those have changed, else None.
         objects: The objects whose structure changed.
         has_flat_parts: Whether a part of the result is a `FlatPart`.
+        refs: Variables with a Ref that got metadata: their numbers, and those. The
+            value of a Ref is changed where it is, and need not come out.
     """
 
     groups: tuple[tuple[tuple[int, Any], ...], ...]
     objects: tuple[ObjectUpdate, ...] = ()
     has_flat_parts: bool = True
+    refs: tuple[tuple[int, Any], ...] = ()
 
     def __hash__(self) -> int:
         return hash(
@@ -229,7 +231,7 @@ class Written:
     def has_values_only(self) -> bool:
         """Whether there is no more to write than values."""
         metadata = [facts for group in self.groups for _, facts in group]
-        has_more = self.objects or self.has_flat_parts
+        has_more = self.objects or self.has_flat_parts or self.refs
         return not has_more and all(facts is None for facts in metadata)
 
     def numbers(self) -> set[int]:
@@ -327,16 +329,17 @@ class Inputs:
             updates: What changed.
             made: The caller's objects by number; new ones are added.
         """
-        groups = updates.written.groups
+        written, leaves = updates.written, self.leaves
         supplies = [iter(values) for values in updates.values]
-        pairs = [pair for each in zip(groups, supplies) for pair in zip(*each)]
-        variables = [self.leaves[number] for (number, _), _ in pairs]
-        check_traces(variables, current_trace())
-        steps = apply(updates.written.objects, supplies, self.leaves, made)
-        write_boxes(variables, [(value,) for _, value in pairs])
-        for variable, ((_, metadata), _) in zip(variables, pairs):
+        pairs = [pair for each in zip(written.groups, supplies) for pair in zip(*each)]
+        facts = [facts for facts, _ in pairs] + [*written.refs]
+        check_traces([leaves[number] for number, _ in facts], current_trace())
+        steps = apply(written.objects, supplies, leaves, made)
+        boxes = [(value,) for _, value in pairs]
+        write_boxes([leaves[number] for (number, _), _ in pairs], boxes)
+        for number, metadata in facts:
             if metadata is not None:
-                variable._replace_metadata(metadata)
+                leaves[number]._replace_metadata(metadata)
         for step in steps:
             step()
 
@@ -368,12 +371,6 @@ def _no_aliases(name: str) -> str:
         f"{name} does not support Variable aliasing in tree mode (a tree does not "
         "support shared references)"
     )
-
-
-def new_metadata(variable: Variable[Any], before: Any) -> Any:
-    """The metadata of a Variable if it was given some, else None."""
-    after = variable._metadata
-    return None if after is before else after
 
 
 def has_changed(variable: Variable[Any], box: tuple[Any], metadata: Any) -> bool:
@@ -445,14 +442,28 @@ class Inside:
         if self.lift.mode is Mode.TREE:
             take_leaves({"out": out}, False, self.name, _no_aliases(self.name))
 
-    def changed(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """Those of some Variables that were written, and new metadata or None."""
-        pairs = ((n, self.leaves[n], self.before[n]) for n in numbers)
-        return {
-            number: new_metadata(leaf, before[1])
-            for number, leaf, before in pairs
-            if before is not None and has_changed(leaf, *before)
-        }
+    def changed(
+        self, numbers: Iterable[int], keep: Collection[int] = ()
+    ) -> dict[int, Any]:
+        """Those of some leaves that come out: by number, new metadata or None.
+
+        Args:
+            numbers: The leaves.
+            keep: Variables, by number, that come out even if nobody changed them. A
+                Ref does not: it is changed where it is.
+        """
+        found: dict[int, Any] = {}
+        for number in numbers:
+            leaf, before = self.leaves[number], self.before[number]
+            if before is None:
+                continue
+            box, metadata = before
+            is_touched = leaf._box is not box or leaf._metadata is not metadata
+            is_kept = number in keep and not is_ref(leaf._box[0])
+            if is_kept or (is_touched and has_changed(leaf, box, metadata)):
+                has_new = leaf._metadata is not metadata
+                found[number] = leaf._metadata if has_new else None
+        return found
 
     def finish(
         self,
@@ -460,7 +471,7 @@ class Inside:
         groups: PrefixGroups | None = None,
         *,
         keep: Collection[int] = (),
-        only: Callable[[int], bool] = lambda number: True,
+        numbers: Iterable[int] | None = None,
         results: Results = WHOLE,
         force: Collection[int] = (),
     ) -> tuple[Any, Updates]:
@@ -470,17 +481,21 @@ class Inside:
             out: What the function returned.
             groups: The groups of the leaves; one for all by default.
             keep: Leaves, by number, that come out even if nobody changed them.
-            only: Tells which Variables come out at all.
+            numbers: The leaves that may come out; all by default.
             results: Where the results lie.
             force: Objects, by number, that come out as if they had changed.
         """
         count = len(groups.prefixes) if groups else 1
         of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
-        values: list[list[Any]] = [[] for _ in range(count)]
-        written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
-        for number, leaf, metadata in self._written(keep, only):
-            values[of_leaf[number]].append(leaf._box[0])
-            written[of_leaf[number]].append((number, metadata))
+        # Refs are a group of their own, the last one, which does not come out.
+        values: list[list[Any]] = [[] for _ in range(count + 1)]
+        written: list[list[tuple[int, Any]]] = [[] for _ in range(count + 1)]
+        every = range(len(self.leaves)) if numbers is None else numbers
+        for number, metadata in self.changed(every, keep).items():
+            value = self.leaves[number]._box[0]
+            group = count if is_ref(value) else of_leaf[number]
+            values[group].append(value)
+            written[group].append((number, metadata))
         objects: list[ObjectUpdate] = []
         structure, known = self.structure, 0
         work = None
@@ -504,27 +519,9 @@ class Inside:
         flat = results.flatten(out, walk, work)
         if structure is not None:
             refuse_captured(walk, self.name, known)
-        note = Written(tuple(map(tuple, written)), tuple(objects), has_flat_parts(flat))
-        return flat, Updates(tuple(values), note)
-
-    def _written(
-        self, keep: Collection[int], only: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Variable[Any], Any]]:
-        """The Variables that come out, with new metadata or None.
-
-        A Ref is changed where it is.
-        """
-        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
-            if before is None:
-                continue
-            box, metadata = before
-            is_kept = number in keep
-            if leaf._box is box and leaf._metadata is metadata and not is_kept:
-                continue  # untouched, as most are
-            if not only(number) or is_ref(leaf._box[0]):
-                continue
-            if is_kept or has_changed(leaf, box, metadata):
-                yield number, leaf, new_metadata(leaf, metadata)
+        *by_group, refs = map(tuple, written)
+        note = Written(tuple(by_group), tuple(objects), has_flat_parts(flat), refs)
+        return flat, Updates(tuple(values[:count]), note)
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
