@@ -211,6 +211,14 @@ def test_arrays_and_objects_of_the_arguments_are_the_same_objects():
     assert not kernel.is_deleted()
 
 
+def test_the_order_of_items_is_that_of_the_arguments():
+    items = {"b": tt.Param(jnp.ones(1)), "a": tt.Param(jnp.ones(2))}
+    assert list(tt.build(tt.Dict, items)) == ["b", "a"]
+    made = tt.build(tt.Dict, **items, c=[])
+    assert list(made) == ["b", "a", "c"]
+    assert made["a"] is items["a"]
+
+
 def test_tied_variables_stay_tied():
     class Tied(tt.Module):
         def __init__(self, *, rngs):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import is_
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -37,6 +38,7 @@ from treetap._capture.walk.jax_compat import (
 from treetap._capture.walk.operations import operation_of
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
+from treetap._core.paths import find_leaves, is_container, open_container
 from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.trees.attributes import is_object
@@ -95,16 +97,14 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
         )
     if not is_eager():
         return make(*args, **kwargs)
-    given = [*args, *kwargs.values()]
-    parts, structure = jax.tree.flatten(given, is_leaf=_is_whole)
-    inputs = _LIFT.inputs(([x for x in parts if is_object(x)],), {})
+    objects = find_leaves((args, kwargs), is_object)
+    inputs = _LIFT.inputs((objects,), {})
 
-    def called(objects: list[Any]) -> M:
+    def called(renewed: list[Any]) -> M:
         made: Callable[..., M] = make
-        supply = iter(objects)
-        renewed = [next(supply) if is_object(x) else x for x in parts]
-        values = structure.unflatten(renewed)
-        return made(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+        others = dict(zip(map(id, objects), renewed))
+        new_args, new_kwargs = _with_objects((args, kwargs), others)
+        return made(*new_args, **new_kwargs)
 
     try:
         body, arrays, put_together = _planned(called, inputs)
@@ -117,10 +117,16 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     return inputs.finish(*put_together(_Run(body).results(arrays)))
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a value is an object, or holds none and goes on as it is."""
-    leaves = jax.tree.leaves(value, is_leaf=is_object)
-    return is_object(value) or not any(map(is_object, leaves))
+def _with_objects(value: Any, others: dict[int, Any]) -> Any:
+    """A value with other objects in it, by identity; what holds none stays itself."""
+    if is_object(value):
+        return others[id(value)]
+    if not is_container(value):
+        return value
+    opened = open_container(value)
+    children = [_with_objects(child, others) for child in opened.children]
+    is_same = all(map(is_, children, opened.children))
+    return value if is_same else opened.close(children)
 
 
 _MADE = object()  # stands where the next result of a plan's body belongs
