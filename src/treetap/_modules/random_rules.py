@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -274,14 +275,11 @@ def _backup(stream: RngStream, source: RngStream) -> StreamBackup:
     return StreamBackup(stream, source.key[...], source.count[...])
 
 
-class SplitBackups(list[StreamBackup]):
+class SplitBackups(list[StreamBackup], AbstractContextManager["SplitBackups"]):
     """What streams were before they were changed in place.
 
     `restore_rngs` brings it back; as a context manager, it does so at the end.
     """
-
-    def __enter__(self) -> "SplitBackups":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         restore_rngs(self)

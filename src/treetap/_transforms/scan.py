@@ -8,7 +8,7 @@ Variables that a scan does not map over are carried as well, so they may be chan
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, Unpack
 
 import jax
@@ -137,10 +137,11 @@ def _checked(given: Any, argument: str, lift: Lift) -> tuple[Any, int | None]:
     return entries, entries.index(Carry)
 
 
+@dataclass(eq=False)
 class _Step:
     """One step of a scan, as JAX traces it: made once for arguments of one structure.
 
-    Args:
+    Attributes:
         f: The function.
         axes: Where things are carried and mapped.
         source: The arguments' description; the arguments themselves while somebody
@@ -149,19 +150,14 @@ class _Step:
         fixed: Refs by number: JAX wants them from outside.
     """
 
-    def __init__(
-        self,
-        f: Any,
-        axes: _Axes,
-        source: Inputs | GraphDef,
-        groups: PrefixGroups,
-        fixed: dict[int, Any],
-    ):
-        self.f = f
-        self.fixed = fixed
-        self.axes = axes
-        self.source = source
-        self.groups = groups
+    f: Any
+    axes: _Axes
+    source: Inputs | GraphDef
+    groups: PrefixGroups
+    fixed: dict[int, Any]
+
+    def __post_init__(self) -> None:
+        groups, fixed = self.groups, self.fixed
         self.of_leaf = groups.by_leaf()
         groups.carried = {n for n, x in enumerate(groups.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]

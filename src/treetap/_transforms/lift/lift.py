@@ -57,7 +57,7 @@ from treetap._transforms.lift.structure_updates import (
     ObjectUpdate,
     StructureUpdates,
     apply,
-    refuse_captured,
+    is_captured,
 )
 from treetap._transforms.lift.structure_watch import (
     Policy,
@@ -426,14 +426,12 @@ class Inside:
     def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
         own = {id(leaf) for leaf in self.leaves if isinstance(leaf, Variable)}
-        trace = current_trace()
-        found = variables_below(out)
-        is_clear = all(v._trace is trace and id(v) not in own for v in found)
-        pairs = () if is_clear else places({"out": out})
-        for path, value in (x for x in pairs if isinstance(x[1], Variable)):
+        trace, variables = current_trace(), variables_below(out)
+        is_clear = all(v._trace is trace and id(v) not in own for v in variables)
+        for path, value in () if is_clear else places({"out": out}):
             if id(value) in own:
                 raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
-            if value._trace is not trace and not value._metadata["ref"]:
+            if isinstance(value, Variable) and is_captured(value):
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
                     f"{type(value).__name__} at {show_path(path)} was made outside the "
@@ -497,28 +495,22 @@ class Inside:
             values[group].append(value)
             written[group].append((number, metadata))
         objects: list[ObjectUpdate] = []
-        structure, known = self.structure, 0
-        work = None
+        structure, work = self.structure, None
         if structure is None:
             self.check_output(out)
             walk = Flattening(out, self.lift.mode, self.name, states=False)
         else:
             walk = structure.walk()
-            known = len(walk.members)
             own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
             if force:  # all branches must return the same, so return every leaf
                 own = {}
-            for update, leaves in structure.collect(walk, groups, own, force):
-                objects.append(update)
-                sent = [place for place in update.places if place >= 0]
-                for place, value in zip(sent, raw_values(leaves)):
-                    values[place].append(value)
+            objects = [*structure.collect(walk, groups, own, values, force)]
             walk.root = out
             if groups:
                 work = structure.spread(groups, "the out prefix")
         flat = results.flatten(out, walk, work)
         if structure is not None:
-            refuse_captured(walk, self.name, known)
+            structure.refuse_captured(walk)
         *by_group, refs = map(tuple, written)
         note = Written(tuple(by_group), tuple(objects), has_flat_parts(flat), refs)
         return flat, Updates(tuple(values[:count]), note)

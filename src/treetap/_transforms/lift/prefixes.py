@@ -57,13 +57,8 @@ class PrefixFilter(Mapping[Any, Any]):
         return len(self.filters)
 
     def __repr__(self) -> str:
-        pairs = zip(self.filters, self.given)
-        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
+        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in self.items())
         return f"{type(self).__name__}({{{shown}}})"
-
-    def at(self, path: Path, leaf: Any, name: str) -> Any:
-        """The value for a leaf; the transform is named if there is none."""
-        return _rule_for(zip(self.filters, self.given), path, leaf, name)
 
 
 class StateAxes(PrefixFilter):
@@ -102,9 +97,9 @@ class Rule(NamedTuple):
 
     def at(self, path: Path, leaf: Any, name: str) -> Any:
         """The prefix of a leaf."""
-        if isinstance(self.prefix, PrefixFilter):
-            return self.prefix.at(path[max(self.start, 0) :], leaf, name)
-        return self.prefix
+        if not isinstance(self.prefix, PrefixFilter):
+            return self.prefix
+        return _rule_for(self.prefix, path[max(self.start, 0) :], leaf, name)
 
 
 class Spread:
@@ -308,16 +303,15 @@ def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
 
     def value_for(path: Path, leaf: Any) -> Any:
         if isinstance(rules, Mapping):
-            return _rule_for(rules.items(), path, leaf, "prefix")
+            return _rule_for(rules, path, leaf, "prefix")
         return rules(path, leaf)
 
     return map_leaves(value_for, node, graph=graph, recreate_variables=False)
 
 
-def _rule_for(
-    rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any, name: str
-) -> Any:
-    for filter, value in rules:
+def _rule_for(rules: Mapping[Any, Any], path: Path, leaf: Any, name: str) -> Any:
+    """The value of the first filter that takes a leaf."""
+    for filter, value in rules.items():
         if predicate_of(filter)(path, leaf):
             return value
     raise StructureError(
