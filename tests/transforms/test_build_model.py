@@ -415,13 +415,13 @@ def memory_of_programs():
             with jax.set_mesh(sharding.mesh):
                 specs = [
                     jax.ShapeDtypeStruct(
-                        aval.shape,
-                        aval.dtype,
-                        sharding=sharding if aval.ndim > 1 else None,
+                        atom.aval.shape,
+                        atom.aval.dtype,
+                        sharding=sharding if atom.aval.ndim > 1 else None,
                     )
-                    for aval in program.avals
+                    for atom in program.eqn.invars
                 ]
-                stats = program.run.lower(*specs).compile().memory_analysis()
+                stats = program.run.lower(specs).compile().memory_analysis()
             sizes.append(stats.output_size_in_bytes + stats.temp_size_in_bytes)
     return sizes
 

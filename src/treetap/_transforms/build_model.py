@@ -221,10 +221,10 @@ class _Run:
             return rebind(eqn, [read(env, atom) for atom in eqn.invars])
         sharding = step.program.sharding
         if sharding is None:
-            return step.program.run(*_operands(eqn, env))
+            return step.program.run(_operands(eqn, env))
         with jax.set_mesh(sharding.mesh):
             places = self._places(eqn, sharding)
-            return step.program.run(*map(put, _operands(eqn, env), places))
+            return step.program.run([*map(put, _operands(eqn, env), places)])
 
     def _places(self, eqn: Any, sharding: Any) -> list[Any]:
         """Where the operands of a sharded operation lie."""
@@ -267,7 +267,7 @@ class _Run:
             places = sharding and self._places(eqn, sharding)
             specs = map(_spec, eqn.invars, places or [None] * len(eqn.invars))
             with jax.set_mesh(sharding.mesh) if sharding else nullcontext():
-                lowered.append(program.run.lower(*specs))
+                lowered.append(program.run.lower([*specs]))
         if len(lowered) > 1:
             with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
                 list(pool.map(lambda stage: stage.compile(), lowered))
@@ -315,17 +315,12 @@ class _Program:
     """One operation, compiled; with a sharding, its result is made in its shards."""
 
     def __init__(self, eqn: Any, sharding: NamedSharding | None):
-        def as_it_is(*values: Any) -> list[Any]:
-            return rebind(eqn, values)
-
-        def in_shards(*values: Any) -> list[Any]:
-            with jax.threefry_partitionable(True):
-                return _bind_freely(eqn, values)
-
         self.is_new = True
+        self.eqn = eqn
         self.sharding = sharding
-        self.run: Any = jax.jit(as_it_is)
+        self.run: Any = jax.jit(functools.partial(rebind, eqn))
         if sharding is not None:
+            in_shards = functools.partial(_bind_in_shards, eqn)
             self.run = jax.jit(in_shards, out_shardings=[sharding])
 
 
@@ -383,6 +378,12 @@ def _is_local(eqn: Any) -> bool:
 def _given_shardings(params: dict[str, Any]) -> dict[str, NamedSharding]:
     names = ("sharding", "out_sharding")
     return {name: params[name] for name in names if params.get(name) is not None}
+
+
+def _bind_in_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Does a local operation in shards; draws are the same wherever they are made."""
+    with jax.threefry_partitionable(True):
+        return _bind_freely(eqn, values)
 
 
 def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -126,7 +126,8 @@ _running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
 class _Rule:
     """A function with its own rule, for arguments of one structure.
 
-    JAX keeps it with the program it is part of, so nothing in it is traced.
+    JAX keeps it as part of a program and calls it later. So it holds descriptions and
+    constants, and no value that is traced.
     """
 
     def __init__(self, owner: CustomVjp, inputs: Inputs):

@@ -64,15 +64,11 @@ def eval_shape(
 def _with_shardings(out: Any) -> Any:
     """Gives abstract Variables the sharding their metadata ask for, where they can."""
     for variable in variables_below(out):
-        raw = variable._box[0]
-        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
-            continue
-        if mesh_of(variable._metadata) is None:
-            continue
-        sharding = resolve_sharding(variable._metadata)
-        if sharding is not None:
-            placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
-            variable.set_raw_value(placed)
+        raw, metadata = variable._box[0], variable._metadata
+        is_unplaced = isinstance(raw, jax.ShapeDtypeStruct) and raw.sharding is None
+        if is_unplaced and mesh_of(metadata) is not None:
+            sharding = resolve_sharding(metadata)  # None without an annotation
+            variable.set_raw_value(raw.update(sharding=sharding))
     return out
 
 

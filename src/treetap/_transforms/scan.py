@@ -144,10 +144,9 @@ class _Step:
     Attributes:
         f: The function.
         axes: Where things are carried and mapped.
-        source: The arguments' description; the arguments themselves while somebody
-            listens, who wants to know where in the model they are.
+        source: What to rebuild the arguments from: see `Inputs.outline`.
         groups: For each leaf Carry, an axis, or None. What has None is carried too.
-        fixed: Refs by number: JAX wants them from outside.
+        fixed: Refs by number. A scan cannot carry one: it is used from outside.
     """
 
     f: Any

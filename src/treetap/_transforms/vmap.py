@@ -57,9 +57,10 @@ def _mapped(
         f: The function.
         how: JAX's transform, with all arguments but the prefixes.
         prefixes: For the positional arguments and for the result, by argument.
-        nothing: A prefix for what has no leaves; only where keywords are not taken.
+        nothing: The prefix of a part without leaves. If there is one, the prefixes
+            count positional arguments only.
         statics: Arguments that are part of the program.
-        keeps: Whether JAX compiles the mapped function, which is kept then.
+        keeps: Whether to keep the mapped function for later calls, as it is compiled.
     """
     name, mode = lift.name, lift.mode
     (argument, given), (out_argument, out) = prefixes.items()

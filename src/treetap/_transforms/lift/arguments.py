@@ -29,7 +29,7 @@ class Positions:
         fn: The function.
         numbers: Numbers of arguments; those below zero count from the end.
         names: Names of arguments.
-        what: Who asks, and for what; for messages.
+        what: The transform and which of its arguments these are, for messages.
     """
 
     def __init__(self, fn: Any, numbers: Any, names: Any, what: str):

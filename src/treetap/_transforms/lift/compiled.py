@@ -214,7 +214,7 @@ class Jit(Generic[P, R]):
     def _call_naming_lost_buffers(
         self, args: Any, kwargs: Any, stage: Any = None
     ) -> Any:
-        """A call that tells, if it fails, what is gone."""
+        """Makes a call; an error gets a note of the arguments that were donated."""
         try:
             cached = self._latest
             if cached is not None and stage is None:  # what served last

@@ -84,7 +84,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Lift:
-    """What a transform is told once, and every step of its lift goes by.
+    """The choices of one transform, which every step of its lift goes by.
 
     Attributes:
         name: The transform, for messages.
@@ -138,7 +138,10 @@ class Lift:
     def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
         """The result of a call with abstract leaves; nothing is computed or written."""
         pure = functools.partial(self.run, fn, inputs)
-        return inputs.abstract().finish(*jax.eval_shape(pure, inputs.values()))
+        out, updates = jax.eval_shape(pure, inputs.values())
+        if self.mode is not Mode.UPDATES:
+            return rebuild(out, {})
+        return inputs.abstract().finish(out, updates)  # it may hold the arguments
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -287,7 +290,11 @@ class Inputs:
         return PrefixGroups(of_leaf, prefixes, owners, known)
 
     def outline(self) -> "Inputs | GraphDef":
-        """What `run` needs of them, without a value: for functions that JAX keeps."""
+        """What `run` rebuilds them from, without their values.
+
+        JAX keeps functions that it has traced, and would keep the values with them. A
+        capture needs to know where objects are, so it gets objects without values.
+        """
         if listening.value is None:
             return self.definition
         bare = copy.copy(self)
@@ -298,8 +305,11 @@ class Inputs:
 
     def abstract(self) -> "Inputs":
         """The same in objects of their own, with shapes in the place of arrays."""
-        shapes = [x if is_ref(x) else _shape_of(x) for x in self.values()]
-        return Inputs(regrow(self.definition, shapes)[0], self.lift)
+        values = self.values()
+        refs = {n: x for n, x in enumerate(values) if is_ref(x)}
+        shapes = jax.eval_shape(_same, [x for x in values if not is_ref(x)])
+        leaves = filled(refs, shapes, len(values))
+        return Inputs(regrow(self.definition, leaves)[0], self.lift)
 
     def finish(self, out: Any, updates: Updates) -> Any:
         """Writes what changed into the caller's objects, and rebuilds the result."""
@@ -342,10 +352,6 @@ class Inputs:
                 leaves[number]._replace_metadata(metadata)
         for step in steps:
             step()
-
-
-def _shape_of(value: Any) -> Any:
-    return jax.eval_shape(_same, value)
 
 
 def _same(value: Any) -> Any:
@@ -456,9 +462,8 @@ class Inside:
             if before is None:
                 continue
             box, metadata = before
-            is_touched = leaf._box is not box or leaf._metadata is not metadata
             is_kept = number in keep and not is_ref(leaf._box[0])
-            if is_kept or (is_touched and has_changed(leaf, box, metadata)):
+            if is_kept or has_changed(leaf, box, metadata):
                 has_new = leaf._metadata is not metadata
                 found[number] = leaf._metadata if has_new else None
         return found

@@ -103,11 +103,15 @@ class Rule(NamedTuple):
 
 
 class Spread:
-    """One spreading: values by leaf, and by Variable to compare the ways to it.
+    """One walk that gives every leaf below a value its part of a prefix.
 
     Attributes:
         values: One prefix for each leaf, in the order of `take_leaves`.
         owners: For each object, by identity, the rule and the path it was met with.
+        known: For each Variable, by identity, the path and prefix it was met with
+            first. It may be met again, by another way, with the same prefix only.
+        entered: What was entered so far, by identity; its leaves count once.
+        active: What the walk is inside of, by identity, and does not enter again.
     """
 
     def __init__(self, name: str, argument: str):
@@ -117,7 +121,7 @@ class Spread:
         self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
         self.entered: set[int] = set()
-        self.active: set[int] = set()  # objects that are not entered now
+        self.active: set[int] = set()
 
     def follow(self, prefix: Any, value: Any, path: Path) -> None:
         """Goes down the prefix and the value together, as far as the prefix goes."""

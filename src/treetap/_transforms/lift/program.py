@@ -84,8 +84,9 @@ class Key:
 class Program:
     """A `jax.jit` for arguments of one structure.
 
-    It takes two flat lists, of what is donated and of the rest: in each the values of
-    Variables first. It returns changed values, the result, and a note.
+    It takes two flat lists, of what is donated and of the rest, with the values of
+    Variables first in each. It returns changed values, the result, and a note: the
+    number of an entry of `written`, which says whose values have changed.
 
     Attributes:
         key: What it depends on.
