@@ -73,11 +73,9 @@ def _mapped(
         run = functools.partial(lift.run, groups=groups, results=results)
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
-        found = {
-            argument: (groups.by_leaf(),),
-            out_argument: (results.for_jax, updates),
-        }
-        return how(functools.partial(run, called, source), **found)
+        ins, outs = (groups.by_leaf(),), (results.for_jax, updates)
+        pure = functools.partial(run, called, source)
+        return how(pure, **{argument: ins, out_argument: outs})
 
     compiled: BoundedCache[Key, Callable[[Any], Any]] = BoundedCache(MAX_PROGRAMS)
 
