@@ -211,6 +211,14 @@ def test_arrays_and_objects_of_the_arguments_are_the_same_objects():
     assert not kernel.is_deleted()
 
 
+def test_the_order_of_items_is_that_of_the_arguments():
+    items = {"b": tt.Param(jnp.ones(1)), "a": tt.Param(jnp.ones(2))}
+    assert list(tt.build(tt.Dict, items)) == ["b", "a"]
+    made = tt.build(tt.Dict, **items, c=[])
+    assert list(made) == ["b", "a", "c"]
+    assert made["a"] is items["a"]
+
+
 def test_tied_variables_stay_tied():
     class Tied(tt.Module):
         def __init__(self, *, rngs):
@@ -407,13 +415,13 @@ def memory_of_programs():
             with jax.set_mesh(sharding.mesh):
                 specs = [
                     jax.ShapeDtypeStruct(
-                        aval.shape,
-                        aval.dtype,
-                        sharding=sharding if aval.ndim > 1 else None,
+                        atom.aval.shape,
+                        atom.aval.dtype,
+                        sharding=sharding if atom.aval.ndim > 1 else None,
                     )
-                    for aval in program.avals
+                    for atom in program.eqn.invars
                 ]
-                stats = program.run.lower(*specs).compile().memory_analysis()
+                stats = program.run.lower(specs).compile().memory_analysis()
             sizes.append(stats.output_size_in_bytes + stats.temp_size_in_bytes)
     return sizes
 

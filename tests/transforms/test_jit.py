@@ -117,3 +117,19 @@ def test_a_compiled_stage_refuses_another_static_argument(mode):
 def test_an_unknown_option_is_refused_when_the_function_is_made():
     with pytest.raises(TypeError, match=r"option 'donate'; there are .*donate_arg"):
         tt.jit(lambda x: x, donate=0)
+
+
+def test_eval_shape_gives_what_the_function_left_alone_as_shapes_too():
+    model = tt.Dict(w=tt.Param(jnp.ones(3)), b=tt.Param(jnp.zeros(2)))
+
+    def written(model):
+        model.w[...] += 1
+        return model
+
+    shapes = tt.jit(written, graph=True, graph_updates=True).eval_shape(model)
+    values = [v.get_raw_value() for _, v in tt.to_flat_state(tt.state(shapes))]
+    assert [(type(x), x.shape) for x in values] == [
+        (jax.ShapeDtypeStruct, (2,)),
+        (jax.ShapeDtypeStruct, (3,)),
+    ]
+    assert model.w[...].tolist() == [1.0, 1.0, 1.0]

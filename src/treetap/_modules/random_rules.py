@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -230,16 +231,8 @@ def split_rngs(
     if squeeze and splits != 1:
         raise ValueError(f"split_rngs: `squeeze` needs splits=1, got {splits}.")
     mode = resolve_mode(graph, graph_updates)
-
-    def divided(tree: Any) -> Any:
-        made = with_rngs(tree, split=splits, only=only, graph=bool(mode))
-        found = nodes_below(made, RngStream, True, "split_rngs") if squeeze else ()
-        for path, stream in found:
-            if predicate_of(only)(path, stream):
-                stream.key.set_value(stream.key[...][0])
-                stream.count.set_value(stream.count[...][0])
-        return made
-
+    shape = () if squeeze else splits  # () gives the one key that 1 gives, as a scalar
+    divided = functools.partial(with_rngs, split=shape, only=only, graph=bool(mode))
     return _applied(node, divided, mode)
 
 
@@ -282,14 +275,11 @@ def _backup(stream: RngStream, source: RngStream) -> StreamBackup:
     return StreamBackup(stream, source.key[...], source.count[...])
 
 
-class SplitBackups(list[StreamBackup]):
+class SplitBackups(list[StreamBackup], AbstractContextManager["SplitBackups"]):
     """What streams were before they were changed in place.
 
     `restore_rngs` brings it back; as a context manager, it does so at the end.
     """
-
-    def __enter__(self) -> "SplitBackups":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         restore_rngs(self)

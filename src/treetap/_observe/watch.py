@@ -25,7 +25,6 @@ from treetap._observe.loggers import is_writer, opened
 from treetap._observe.observe import observe
 from treetap._observe.records import Record
 from treetap._transforms.jit import jit
-from treetap._transforms.jit_partial import JitPartial
 from treetap._transforms.lift.compiled import Jit, JitOptions
 
 STATISTICS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram())
@@ -173,8 +172,7 @@ def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     fn, fixed, named = without_partials(fn, (), {})
     if not isinstance(fn, Jit):
         return fn, fixed, named, {}
-    if isinstance(fn, JitPartial):
-        fixed = (*fn._fixed, *fixed)
+    fixed = (*fn._fixed, *fixed)
     known: dict[str, Any] = {
         **fn._options,
         "graph": bool(fn.lift.mode),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import is_
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -37,6 +38,7 @@ from treetap._capture.walk.jax_compat import (
 from treetap._capture.walk.operations import operation_of
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
+from treetap._core.paths import find_leaves, is_container, open_container
 from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.trees.attributes import is_object
@@ -95,16 +97,14 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
         )
     if not is_eager():
         return make(*args, **kwargs)
-    given = [*args, *kwargs.values()]
-    parts, structure = jax.tree.flatten(given, is_leaf=_is_whole)
-    inputs = _LIFT.inputs(([x for x in parts if is_object(x)],), {})
+    objects = find_leaves((args, kwargs), is_object)
+    inputs = _LIFT.inputs((objects,), {})
 
-    def called(objects: list[Any]) -> M:
+    def called(renewed: list[Any]) -> M:
         made: Callable[..., M] = make
-        supply = iter(objects)
-        renewed = [next(supply) if is_object(x) else x for x in parts]
-        values = structure.unflatten(renewed)
-        return made(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+        others = dict(zip(map(id, objects), renewed))
+        new_args, new_kwargs = _with_objects((args, kwargs), others)
+        return made(*new_args, **new_kwargs)
 
     try:
         body, arrays, put_together = _planned(called, inputs)
@@ -117,10 +117,16 @@ def build(make: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> M:
     return inputs.finish(*put_together(_Run(body).results(arrays)))
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a value is an object, or holds none and goes on as it is."""
-    leaves = jax.tree.leaves(value, is_leaf=is_object)
-    return is_object(value) or not any(map(is_object, leaves))
+def _with_objects(value: Any, others: dict[int, Any]) -> Any:
+    """A value with other objects in it, by identity; what holds none stays itself."""
+    if is_object(value):
+        return others[id(value)]
+    if not is_container(value):
+        return value
+    opened = open_container(value)
+    children = [_with_objects(child, others) for child in opened.children]
+    is_same = all(map(is_, children, opened.children))
+    return value if is_same else opened.close(children)
 
 
 _MADE = object()  # stands where the next result of a plan's body belongs
@@ -188,7 +194,7 @@ class _Run:
         if sharding is None and not _is_worth_compiling(eqn):
             return _Step(eqn)
         avals = tuple(atom.aval for atom in eqn.invars)
-        make = functools.partial(_Program, eqn, avals, sharding)
+        make = functools.partial(_Program, eqn, sharding)
         return _Step(eqn, program=_programs.made((key_of(eqn), avals, sharding), make))
 
     def results(self, inputs: list[Any]) -> list[Any]:
@@ -215,10 +221,10 @@ class _Run:
             return rebind(eqn, [read(env, atom) for atom in eqn.invars])
         sharding = step.program.sharding
         if sharding is None:
-            return step.program.run(*_operands(eqn, env))
+            return step.program.run(_operands(eqn, env))
         with jax.set_mesh(sharding.mesh):
             places = self._places(eqn, sharding)
-            return step.program.run(*map(put, _operands(eqn, env), places))
+            return step.program.run([*map(put, _operands(eqn, env), places)])
 
     def _places(self, eqn: Any, sharding: Any) -> list[Any]:
         """Where the operands of a sharded operation lie."""
@@ -261,7 +267,7 @@ class _Run:
             places = sharding and self._places(eqn, sharding)
             specs = map(_spec, eqn.invars, places or [None] * len(eqn.invars))
             with jax.set_mesh(sharding.mesh) if sharding else nullcontext():
-                lowered.append(program.run.lower(*specs))
+                lowered.append(program.run.lower([*specs]))
         if len(lowered) > 1:
             with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
                 list(pool.map(lambda stage: stage.compile(), lowered))
@@ -308,19 +314,13 @@ def _spec(atom: Any, place: NamedSharding | None) -> Any:
 class _Program:
     """One operation, compiled; with a sharding, its result is made in its shards."""
 
-    def __init__(self, eqn: Any, avals: Any, sharding: NamedSharding | None):
-        def as_it_is(*values: Any) -> list[Any]:
-            return rebind(eqn, values)
-
-        def in_shards(*values: Any) -> list[Any]:
-            with jax.threefry_partitionable(True):
-                return _bind_freely(eqn, values)
-
+    def __init__(self, eqn: Any, sharding: NamedSharding | None):
         self.is_new = True
-        self.avals = avals
+        self.eqn = eqn
         self.sharding = sharding
-        self.run: Any = jax.jit(as_it_is)
+        self.run: Any = jax.jit(functools.partial(rebind, eqn))
         if sharding is not None:
+            in_shards = functools.partial(_bind_in_shards, eqn)
             self.run = jax.jit(in_shards, out_shardings=[sharding])
 
 
@@ -378,6 +378,12 @@ def _is_local(eqn: Any) -> bool:
 def _given_shardings(params: dict[str, Any]) -> dict[str, NamedSharding]:
     names = ("sharding", "out_sharding")
     return {name: params[name] for name in names if params.get(name) is not None}
+
+
+def _bind_in_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Does a local operation in shards; draws are the same wherever they are made."""
+    with jax.threefry_partitionable(True):
+        return _bind_freely(eqn, values)
 
 
 def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ other branches change as it was. No branch is traced twice, however deep it is n
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -23,7 +24,6 @@ from treetap._transforms.lift.lift import (
     Lift,
     Options,
     Updates,
-    Written,
     transform,
 )
 
@@ -36,6 +36,7 @@ class _Branch:
 
     Attributes:
         metadata: By the number of a Variable that it changes: new metadata, or None.
+        refs: The same of Variables with a Ref, whose values do not come out.
         structures: By the same: the structure of the new value.
         objects: By number: the objects, as the branch leaves them.
         idle: The numbers of those that it leaves alone.
@@ -55,6 +56,7 @@ class _Branch:
         self._structure = jax.tree.structure(shapes)
         _, (groups, written) = shapes
         self.metadata: dict[int, Any] = dict(written.groups[0])
+        self.refs: dict[int, Any] = dict(written.refs)
         self.structures = dict(zip(self.metadata, map(jax.tree.structure, groups[0])))
         self.objects = {update.spec.number: update for update in written.objects}
 
@@ -70,8 +72,8 @@ class _Branch:
             held = [next(supply) for _ in update.places]
             news += held if number in objects else ()
         kept = tuple(update for n, update in self.objects.items() if n in objects)
-        has_flat_parts = updates.written.has_flat_parts
-        written = Written((tuple(metadata.items()),), kept, has_flat_parts)
+        groups = (tuple(metadata.items()),)
+        written = replace(updates.written, groups=groups, objects=kept)
         return out, Updates((news,), written)
 
 
@@ -85,10 +87,10 @@ def _refuse_unlike(branches: list[_Branch], inputs: Inputs, objects: Any) -> Non
             "ways. Make the same attributes, of the same kinds, in all of them."
         )
     paths = list(leaf_paths(inputs.definition.spec))
-    for number in {number for x in branches for number in x.metadata}:
+    for number in {n for x in branches for n in (*x.metadata, *x.refs)}:
         leaf = inputs.leaves[number]
         where = f"the {type(leaf).__name__} at {show_path(paths[number])}"
-        metadata = [x.metadata.get(number) for x in branches]
+        metadata = [(x.metadata | x.refs).get(number) for x in branches]
         if any(facts != metadata[0] for facts in metadata):
             raise TypeError(
                 f"{name}: the branches leave {where} with different metadata. Set the "
@@ -188,9 +190,7 @@ def checkify(
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         inputs = lift.inputs(args, kwargs)
-
-        def pure(values: Any) -> Any:
-            return lift.run(f, inputs, values)
+        pure = functools.partial(lift.run, f, inputs)
 
         from jax.experimental import checkify as jax_checkify  # takes a while to import
 

@@ -33,6 +33,7 @@ from treetap._transforms.lift.differentiation import (
     check_numbers,
     chosen_by,
     holds_objects,
+    positions_of,
     states_of,
 )
 from treetap._transforms.lift.lift import (
@@ -46,7 +47,7 @@ from treetap._transforms.lift.lift import (
     transform,
 )
 from treetap._transforms.lift.prefixes import spread
-from treetap._transforms.lift.results import WHOLE, rebuild
+from treetap._transforms.lift.results import WHOLE, as_tuple, rebuild
 
 
 def _zero(value: Any) -> Any:
@@ -125,7 +126,8 @@ _running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
 class _Rule:
     """A function with its own rule, for arguments of one structure.
 
-    JAX keeps it with the program it is part of, so nothing in it is traced.
+    JAX keeps it as part of a program and calls it later. So it holds descriptions and
+    constants, and no value that is traced.
     """
 
     def __init__(self, owner: CustomVjp, inputs: Inputs):
@@ -136,16 +138,12 @@ class _Rule:
         args = inputs.tree["args"]
         prefix: list[Any] = [True] * len(args)
         self.nondiff: set[int] = set()
-        for given in owner.nondiff_argnums:
+        argnums, name = owner.nondiff_argnums, "nondiff_argnums"
+        positions = positions_of(argnums, len(args), "custom_vjp", name)
+        for number, given in zip(positions, argnums):
             if isinstance(given, DiffState):
-                prefix[given.argnum] = chosen_by(given.filter)
+                prefix[number] = chosen_by(given.filter)
                 continue
-            number = given % len(args)
-            if number in self.nondiff:
-                raise StructureError(
-                    f"custom_vjp: `nondiff_argnums` {list(owner.nondiff_argnums)} "
-                    f"names argument {number} twice: it is repeated."
-                )
             self.nondiff.add(number)
             prefix[number] = False
             if self.has_states and holds_objects(args[number]):
@@ -155,7 +153,7 @@ class _Rule:
                     f"`DiffState({number}, filter)`."
                 )
         tree = {"args": tuple(prefix), "kwargs": False}
-        self.active = spread(tree, inputs.tree, "custom_vjp", "nondiff_argnums")
+        self.active = spread(tree, inputs.tree, "custom_vjp", name)
         leaves = inputs.values()
         self.fixed = {
             number: value
@@ -175,12 +173,8 @@ class _Rule:
                 pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
         finally:
             _running.reset(token)
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise StructureError(
-                "custom_vjp: `fwd` must return a pair, the result and a residual; it "
-                f"returned a {type(pair).__name__}."
-            )
-        out, residual = pair
+        demand = "custom_vjp: `fwd` must return a pair, the result and a residual"
+        out, residual = as_tuple(pair, 2, demand)
         packed, updates = inside.finish(out, keep=self.written)
         walk = Flattening(residual, True, "custom_vjp")
         return packed, WHOLE.flatten(residual, walk), updates

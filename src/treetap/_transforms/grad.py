@@ -28,6 +28,7 @@ from treetap._transforms.lift.differentiation import (
     check_numbers,
     chosen_by,
     holds_objects,
+    positions_of,
     states_of,
 )
 from treetap._transforms.lift.lift import (
@@ -38,7 +39,7 @@ from treetap._transforms.lift.lift import (
     transform,
 )
 from treetap._transforms.lift.prefixes import spread
-from treetap._transforms.lift.results import flatten_like, rebuild
+from treetap._transforms.lift.results import as_tuple, flatten_like, rebuild
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,23 +105,13 @@ def _chosen(
         argnums: Numbers, or `DiffState`s with graph updates.
         argument: The name of `argnums`, for messages.
     """
-    name, count = inputs.name, len(inputs.tree["args"])
-    given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
-    numbers = [n % count if -count <= n < count else n for n in given]
-    if any(number >= count or number < 0 for number in numbers):
-        raise StructureError(
-            f"{name}: `{argument}` is {given}, but {count} positional arguments "
-            "were given."
-        )
-    if len(set(numbers)) != len(given):
-        raise StructureError(
-            f"{name}: `{argument}` {given} repeats an argument: it is repeated."
-        )
-    prefix: list[Any] = [False] * count
+    args, name = inputs.tree["args"], inputs.name
+    numbers = positions_of(argnums, len(args), name, argument)
+    prefix: list[Any] = [False] * len(args)
     has_updates = inputs.definition.graph is Mode.UPDATES
     for number, wanted in zip(numbers, argnums):
         prefix[number] = True
-        if has_updates and holds_objects(inputs.tree["args"][number]):
+        if has_updates and holds_objects(args[number]):
             filter = wanted.filter if isinstance(wanted, DiffState) else Param
             prefix[number] = chosen_by(filter)
     tree = {"args": tuple(prefix), "kwargs": False}
@@ -233,13 +224,9 @@ def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
     """A result as (value, aux)."""
     if not has_aux:
         return out, None
-    if not isinstance(out, tuple) or len(out) != 2:
-        found = f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
-        raise StructureError(
-            f"{name}: with `has_aux=True` the function must return a pair, the value "
-            f"and what is passed through; it returned {found}."
-        )
-    return out
+    parts = "the value and what is passed through"
+    demand = f"{name}: with `has_aux=True` the function must return a pair, {parts}"
+    return as_tuple(out, 2, demand)
 
 
 @transform
@@ -348,11 +335,7 @@ def remat(
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, taken)
-            return lift.run(called, inputs, values)
-
+        pure = functools.partial(lift.run, put_statics(f, taken), inputs)
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         return inputs.finish(*checkpointed(inputs.values()))
 

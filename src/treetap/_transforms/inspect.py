@@ -13,23 +13,23 @@ import jax
 
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
-from treetap._core.trees.build import regrow
-from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import mesh_of, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
 from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
-from treetap._transforms.lift.results import WHOLE, rebuild
-from treetap._transforms.lift.structure_updates import refuse_captured
 from treetap._transforms.lift.structure_watch import Policy
 
 R = TypeVar("R")
 
 
 def _checked_inputs(lift: Lift, args: Any, kwargs: Any) -> Inputs:
-    """The arguments of a function that is only looked at."""
-    Lift(lift.name, Mode.TREE).inputs(args, kwargs)  # what is shared is refused here
+    """The arguments of a function that is only looked at.
+
+    Without graph updates, what is shared is refused in graph mode, too.
+    """
+    if lift.mode is not Mode.UPDATES:
+        Lift(lift.name, Mode.TREE).inputs(args, kwargs)
     return lift.inputs(args, kwargs)
 
 
@@ -58,37 +58,17 @@ def eval_shape(
         on_structure_change=on_structure_change,
     )
     lift = Lift.of("eval_shape", options)
-    if lift.mode is Mode.UPDATES:
-        return _with_shardings(_shape_with_updates(f, lift.inputs(args, kwargs)))
     return _with_shardings(lift.abstract(f, _checked_inputs(lift, args, kwargs)))
-
-
-def _shape_with_updates(f: Any, inputs: Inputs) -> Any:
-    """The abstract result when it may hold the arguments themselves: copies of them."""
-
-    def pure(values: list[Any]) -> Any:
-        tree, _ = regrow(inputs.definition, values)
-        out = f(*tree["args"], **tree["kwargs"])
-        walk = Flattening(out, Mode.UPDATES, "eval_shape")
-        packed = WHOLE.flatten(out, walk)
-        refuse_captured(walk, "eval_shape")
-        return packed
-
-    return rebuild(jax.eval_shape(pure, inputs.values()), {})
 
 
 def _with_shardings(out: Any) -> Any:
     """Gives abstract Variables the sharding their metadata ask for, where they can."""
     for variable in variables_below(out):
-        raw = variable._box[0]
-        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
-            continue
-        if mesh_of(variable._metadata) is None:
-            continue
-        sharding = resolve_sharding(variable._metadata)
-        if sharding is not None:
-            placed = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
-            variable.set_raw_value(placed)
+        raw, metadata = variable._box[0], variable._metadata
+        is_unplaced = isinstance(raw, jax.ShapeDtypeStruct) and raw.sharding is None
+        if is_unplaced and mesh_of(metadata) is not None:
+            sharding = resolve_sharding(metadata)  # None without an annotation
+            variable.set_raw_value(raw.update(sharding=sharding))
     return out
 
 

@@ -10,48 +10,17 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from treetap._core.errors import StructureError
-from treetap._core.paths import show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.build import regrow
 from treetap._core.trees.pytree import variables_below
-from treetap._core.trees.sharing import places
-from treetap._core.variables.variable import Variable, write_boxes
+from treetap._core.variables.variable import write_boxes
 from treetap._transforms.lift.compiled import Jit, JitOptions
 from treetap._transforms.lift.lift import Lift, Options, refuse_bound_method
 
 
-class JitPartial(Jit[..., Any]):
-    """A compiled function whose first arguments are fixed; made by `jit_partial`."""
-
-    def __init__(self, fn: Any, lift: Lift, options: JitOptions, fixed: Any):
-        super().__init__(fn, lift, options)
-        # The structure is frozen here: new objects around the caller's Variables.
-        inputs = lift.inputs(fixed, {})
-        tree, _ = regrow(inputs.definition, inputs.leaves)
-        self._fixed = tree["args"]
-        self._has_more = True
-
-    def _given(self, args: Any, kwargs: Any) -> Any:
-        """All arguments, the fixed ones first."""
-        return super()._given((*self._fixed, *args), kwargs)
-
-    def _prepared(self, tree: Any, statics: Any) -> Any:
-        """As for a `Jit`; arguments given now may hold no Variables."""
-        args, kwargs = tree
-        given = {"args": args[len(self._fixed) :], "kwargs": kwargs}
-        for path, value in places(given):
-            if isinstance(value, Variable):
-                raise StructureError(
-                    f"jit_partial: Found Variable in non-partial arguments: the "
-                    f"{type(value).__name__} at {show_path(path)}. Fix it when the "
-                    "function is made, or use `jit`."
-                )
-        return super()._prepared(tree, statics)
-
-
 def jit_partial(
     fun: Callable[..., Any], *partial_args: Any, **options: Unpack[JitOptions]
-) -> JitPartial:
+) -> Jit[..., Any]:
     """Compiles a function with its first arguments fixed.
 
     The structure of those arguments, and which Variables they hold, are frozen; values
@@ -71,7 +40,7 @@ def jit_partial(
             "jit_partial: the structure of the fixed arguments is frozen, so there is "
             "no graph_updates=True. Pass `graph_updates=False`."
         )
-    return JitPartial(fun, lift, options, partial_args)
+    return Jit(fun, lift, options, partial_args)
 
 
 def cached_partial(

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, Unpack
 import jax
 
 from treetap._core.errors import StructureError
-from treetap._core.trees.flatten import take_leaves
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.carry import same_carry
@@ -61,11 +60,10 @@ class _Loop:
     def step(self, values: Any, body: Callable[[Any], Any]) -> Any:
         """The values after a step."""
         inside, value = self.enter(values)
-        start = None
-        if inside.structure is not None:  # statics may not change either
-            start, _ = take_leaves({"carry": value}, True, self.lift.name)
         with inside.watched():
             out = body(value)
+        # With graph updates, statics may not change either.
+        start = inside.definition if inside.structure is not None else None
         leaves = same_carry(start, value, out, self.lift.name)
         self.changed |= inside.carried(range(len(inside.leaves)))
         return self.carried(raw_values(leaves))

@@ -8,7 +8,7 @@ Variables that a scan does not map over are carried as well, so they may be chan
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, Unpack
 
 import jax
@@ -36,7 +36,7 @@ from treetap._transforms.lift.lift import (
 )
 from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
 from treetap._transforms.lift.program import MAX_PROGRAMS, Key
-from treetap._transforms.lift.results import Results
+from treetap._transforms.lift.results import Results, as_tuple
 from treetap._transforms.lift.structure_updates import PrefixGroups
 
 T = TypeVar("T")
@@ -97,14 +97,9 @@ class _Axes:
             return None, out
         if self.is_all_carry:
             out = (out,)
-        if not isinstance(out, tuple) or len(out) != len(self.outputs):
-            found = (
-                f"{len(out)} items" if isinstance(out, tuple) else type(out).__name__
-            )
-            raise StructureError(
-                f"scan: out_axes has {len(self.outputs)} entries, so the function must "
-                f"return a tuple of that many; it returned {found}."
-            )
+        count = len(self.outputs)
+        demand = f"scan: out_axes has {count} entries, so the function must return a "
+        out = as_tuple(out, count, f"{demand}tuple of that many")
         return out[place], (*out[:place], *out[place + 1 :])
 
     def moved(self, stacked: Any) -> Any:
@@ -142,36 +137,32 @@ def _checked(given: Any, argument: str, lift: Lift) -> tuple[Any, int | None]:
     return entries, entries.index(Carry)
 
 
+@dataclass(eq=False)
 class _Step:
     """One step of a scan, as JAX traces it: made once for arguments of one structure.
 
-    Args:
+    Attributes:
         f: The function.
         axes: Where things are carried and mapped.
-        source: The arguments' description; the arguments themselves while somebody
-            listens, who wants to know where in the model they are.
+        source: What to rebuild the arguments from: see `Inputs.outline`.
         groups: For each leaf Carry, an axis, or None. What has None is carried too.
-        fixed: Refs by number: JAX wants them from outside.
+        fixed: Refs by number. A scan cannot carry one: it is used from outside.
     """
 
-    def __init__(
-        self,
-        f: Any,
-        axes: _Axes,
-        source: Inputs | GraphDef,
-        groups: PrefixGroups,
-        fixed: dict[int, Any],
-    ):
-        self.f = f
-        self.fixed = fixed
-        self.axes = axes
-        self.source = source
-        self.groups = groups
+    f: Any
+    axes: _Axes
+    source: Inputs | GraphDef
+    groups: PrefixGroups
+    fixed: dict[int, Any]
+
+    def __post_init__(self) -> None:
+        groups, fixed = self.groups, self.fixed
         self.of_leaf = groups.by_leaf()
         groups.carried = {n for n, x in enumerate(groups.prefixes) if x is Carry}
         self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
         rest = [n for n, is_mapped in enumerate(self.mapped) if not is_mapped]
         self.carried = [number for number in rest if number not in fixed]
+        self.others = sorted({*range(len(self.mapped))} - {*self.carried})
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
         """The next carry, and what this step adds to the stacks."""
@@ -187,7 +178,7 @@ class _Step:
         flat, updates = inside.finish(
             stacked,
             self.groups,
-            only=lambda number: self.mapped[number],
+            numbers=self.others,
             results=self.axes.results,
         )
         self._check_new(updates)

@@ -285,9 +285,8 @@ def as_abstract(tree: T, graph: bool | None = None) -> T:
 
     def variable(found: Variable[Any]) -> Any:
         raw = found.get_raw_value()
-        if not isinstance(raw, jax.ShapeDtypeStruct) or raw.sharding is not None:
-            return found
-        if not _spec_of(found._metadata):
+        is_unplaced = isinstance(raw, jax.ShapeDtypeStruct) and raw.sharding is None
+        if not (is_unplaced and _spec_of(found._metadata)):
             return found
         sharding = _checked(lambda: resolve_sharding(found._metadata), raw)
         return _with_value(found, raw.update(sharding=sharding))

@@ -57,9 +57,10 @@ def _mapped(
         f: The function.
         how: JAX's transform, with all arguments but the prefixes.
         prefixes: For the positional arguments and for the result, by argument.
-        nothing: A prefix for what has no leaves; only where keywords are not taken.
+        nothing: The prefix of a part without leaves. If there is one, the prefixes
+            count positional arguments only.
         statics: Arguments that are part of the program.
-        keeps: Whether JAX compiles the mapped function, which is kept then.
+        keeps: Whether to keep the mapped function for later calls, as it is compiled.
     """
     name, mode = lift.name, lift.mode
     (argument, given), (out_argument, out) = prefixes.items()
@@ -68,18 +69,13 @@ def _mapped(
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
         groups: Any = key.groups
-
-        def pure(values: list[Any]) -> Any:
-            called = put_statics(f, key.statics)
-            return lift.run(called, source, values, groups, results=results)
-
+        called = put_statics(f, key.statics)
+        run = functools.partial(lift.run, groups=groups, results=results)
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
-        found = {
-            argument: (groups.by_leaf(),),
-            out_argument: (results.for_jax, updates),
-        }
-        return how(pure, **found)
+        ins, outs = (groups.by_leaf(),), (results.for_jax, updates)
+        pure = functools.partial(run, called, source)
+        return how(pure, **{argument: ins, out_argument: outs})
 
     compiled: BoundedCache[Key, Callable[[Any], Any]] = BoundedCache(MAX_PROGRAMS)
 

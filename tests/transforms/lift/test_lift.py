@@ -427,3 +427,34 @@ def test_alias_errors_in_graph_mode_show_the_users_paths(mode):
         f(model, {"inner": model})
     assert "args/0/calls: 0" in str(caught.value)
     assert "args/1/inner/calls: None" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph": True, "graph_updates": True}], ids=str)
+@pytest.mark.parametrize("name", ["jit", "remat", "scan", "fori_loop"])
+def test_new_metadata_of_a_variable_with_a_ref_come_out(name, mode):
+    """Its value is changed where it is; its metadata were lost with it."""
+    v = tt.Param(jnp.ones(2), ref=True)
+
+    def noted(v):
+        v[...] += 1
+        v.set_metadata(group="decay")
+        return v
+
+    def looped(v):
+        tt.fori_loop(0, 1, lambda _, v: noted(v), v)
+
+    def scanned(v):
+        tt.scan(noted, length=1, in_axes=tt.Carry, out_axes=tt.Carry, **mode)(v)
+
+    def written(v):
+        noted(v)
+
+    calls = {
+        "jit": tt.jit(written, **mode),
+        "remat": tt.remat(written, **mode),
+        "scan": scanned,
+        "fori_loop": looped,
+    }
+    calls[name](v)
+    assert v.get_metadata("group", None) == "decay"
+    assert v[...].tolist() == [2.0, 2.0]

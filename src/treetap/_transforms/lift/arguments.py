@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ class Positions:
         fn: The function.
         numbers: Numbers of arguments; those below zero count from the end.
         names: Names of arguments.
-        what: Who asks, and for what; for messages.
+        what: The transform and which of its arguments these are, for messages.
     """
 
     def __init__(self, fn: Any, numbers: Any, names: Any, what: str):
@@ -113,9 +114,8 @@ def take_statics(
     if not statics:
         return args, kwargs, NO_STATICS
     chosen = statics.chosen(args, kwargs)
-    flags = {**dict(enumerate(chosen["args"])), **chosen["kwargs"]}
-    given = {**dict(enumerate(args)), **kwargs}
-    taken = {where: given[where] for where, flag in flags.items() if flag}
+    taken: dict[int | str, Any] = dict(compress(enumerate(args), chosen["args"]))
+    taken |= {name: kwargs[name] for name, flag in chosen["kwargs"].items() if flag}
     rest = tuple(HOLE if n in taken else value for n, value in enumerate(args))
     named = {name: HOLE if name in taken else kwargs[name] for name in kwargs}
     found = StaticArguments((*taken,), *exact((*taken.values(),)))
@@ -133,10 +133,8 @@ def put_statics(fn: Callable[..., Any], statics: StaticArguments) -> Callable[..
         if isinstance(values, Statics):
             values = values.as_described()
         for where, value in zip(statics.where, values):
-            if isinstance(where, int):
-                places[where] = value
-            else:
-                kwargs[where] = value
+            target: Any = places if isinstance(where, int) else kwargs
+            target[where] = value
         return fn(*places, **kwargs)
 
     return call

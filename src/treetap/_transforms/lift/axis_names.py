@@ -148,8 +148,7 @@ def transform_metadata(
         graph: Allow shared references.
     """
     mode = Mode(resolve_graph(graph))
-
-    def decorate(f: Callable[P, R]) -> Callable[P, R]:
-        return follow_axis(f, in_axes, out_axes, {PARTITION_NAME: partition}, mode)
-
+    given = {PARTITION_NAME: partition}
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    decorate = functools.partial(follow_axis, **axes, given=given, mode=mode)
     return decorate if f is MISSING else decorate(f)  # pyright: ignore[reportReturnType] - a decorator

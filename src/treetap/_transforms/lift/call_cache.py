@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import Any
 
 import jax
@@ -421,9 +421,8 @@ class CachedCall:
         if inputs.definition.graph and not _is_open_tree(tree, inputs):
             return None
         leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
-        if len(leaves) != len(inputs.leaves):
-            return None
-        if any(map(is_not, leaves, inputs.leaves)):
+        is_same = len(leaves) == len(inputs.leaves)
+        if not (is_same and all(map(is_, leaves, inputs.leaves))):
             return None
         cached = cls(tree, inputs, program, make_packed)
         return cached if cached._are_unshared(cached._pick_plain(leaves)) else None

@@ -39,7 +39,7 @@ def same_carry(
                 "carry came back as another one, or in another place. Change Variables "
                 "in place, and return the value you were given."
             )
-    if found != definition:
+    if found.spec != definition.spec:
         raise StructureError(
             f"{name}: the carry changed its structure from\n{definition}\nto\n{found}\n"
             "Return a value like the one you were given."

@@ -14,9 +14,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from treetap._core.bounded_cache import BoundedCache
+from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
 from treetap._core.trees.attributes import is_object
-from treetap._core.trees.build import regrow
-from treetap._core.trees.sharing import name_lost
+from treetap._core.trees.sharing import name_lost, places
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._transforms.lift.arguments import (
@@ -63,11 +64,19 @@ class JitOptions(Options, total=False):
 
 
 class Jit(Generic[P, R]):
-    """A function compiled by `treetap.jit`."""
+    """A function compiled by `treetap.jit` or `jit_partial`.
 
-    _fixed: tuple[Any, ...] = ()  # arguments before those that a call is given
+    Args:
+        fn: The function.
+        lift: The lift.
+        options: The options.
+        fixed: The first arguments, if they are given once for all calls. Their
+            structure is frozen: there are new objects around the caller's Variables.
+    """
 
-    def __init__(self, fn: Callable[P, R], lift: Lift, options: JitOptions):
+    def __init__(
+        self, fn: Callable[P, R], lift: Lift, options: JitOptions, fixed: Any = ()
+    ):
         functools.update_wrapper(self, fn)
         if unknown := options.keys() - JitOptions.__annotations__.keys():
             known = first_few(sorted(JitOptions.__annotations__), 99)
@@ -100,7 +109,9 @@ class Jit(Generic[P, R]):
 
             self._make_packed = packed_calls.maker_for(pack, lift.name)
         self._latest: CachedCall | None = None  # what served the last call
-        self._has_more = bool(self._statics)  # than what a call is given
+        self._fixed = lift.inputs(fixed, {}).with_plain({})["args"]
+        # Whether there is more than what a call is given, or less.
+        self._has_more = bool(self._statics or self._fixed)
         check_prefix(self.in_shardings, lift.name, "in_shardings", lift.mode)
         self._results = Results(
             self.out_shardings, lift.mode, lift.name, "out_shardings"
@@ -149,16 +160,31 @@ class Jit(Generic[P, R]):
 
     def _given(self, args: Any, kwargs: Any) -> Any:
         """All arguments: as a tree without static ones, and the static ones."""
+        args = (*self._fixed, *args)
         args, kwargs, statics = take_statics(self._statics, args, kwargs)
         return (args, kwargs), statics
 
     def _prepared(self, tree: Any, statics: Any) -> tuple[Inputs, Program, Any]:
         """Arguments taken apart the long way, and the program for them."""
+        if self._fixed:
+            self._refuse_variables(tree)
         inputs = self.lift.inputs(*tree)
         donated = self._donated_leaves(inputs)
         key = Key(inputs.definition, statics, donated, self._groups(inputs))
         program = self._program(key, inputs.leaves)
         return inputs, program, program.parted(*_parted(inputs.leaves, inputs.values()))
+
+    def _refuse_variables(self, tree: Any) -> None:
+        """Refuses Variables in arguments that a call is given beside the fixed ones."""
+        args, kwargs = tree
+        given = {"args": args[len(self._fixed) :], "kwargs": kwargs}
+        for path, value in places(given):
+            if isinstance(value, Variable):
+                raise StructureError(
+                    f"{self.lift.name}: Found Variable in non-partial arguments: the "
+                    f"{type(value).__name__} at {show_path(path)}. Fix it when the "
+                    "function is made, or use `jit`."
+                )
 
     def _donated_leaves(self, inputs: Inputs) -> tuple[bool, ...]:
         if not self._donated:
@@ -188,7 +214,7 @@ class Jit(Generic[P, R]):
     def _call_naming_lost_buffers(
         self, args: Any, kwargs: Any, stage: Any = None
     ) -> Any:
-        """A call that tells, if it fails, what is gone."""
+        """Makes a call; an error gets a note of the arguments that were donated."""
         try:
             cached = self._latest
             if cached is not None and stage is None:  # what served last
@@ -239,10 +265,8 @@ class Jit(Generic[P, R]):
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The result with abstract leaves; nothing is changed."""
         inputs, program, given = self._prepared(*self._given(args, kwargs))
-        copies, _ = regrow(inputs.definition, inputs.values())
-        copied = Inputs(copies, self.lift)
         news, out, note = program.run.eval_shape(*given)
-        return copied.finish(out, program.updates(news, note))
+        return inputs.abstract().finish(out, program.updates(news, note))
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """JAX's traced stage."""

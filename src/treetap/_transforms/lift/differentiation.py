@@ -6,6 +6,7 @@ to an object as a State of it when structure may change. How the choice is writt
 checked, and how such a State is made, stands here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,31 @@ def check_numbers(argnums: Any, lift: Lift, argument: str) -> Any:
             "or use `graph=True, graph_updates=True`."
         )
     return numbers
+
+
+def positions_of(
+    argnums: Sequence[Any], count: int, name: str, argument: str
+) -> list[int]:
+    """The positions of the arguments that `argnums` names, each of them once.
+
+    Args:
+        argnums: Numbers, of which those below zero count from the end, or `DiffState`s.
+        count: How many positional arguments were given.
+        name: The transform.
+        argument: The name of `argnums`, for messages.
+    """
+    given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
+    if not all(-count <= number < count for number in given):
+        raise StructureError(
+            f"{name}: `{argument}` is {given}, but {count} positional arguments "
+            "were given."
+        )
+    positions = [number % count for number in given]
+    if len(set(positions)) != len(given):
+        raise StructureError(
+            f"{name}: `{argument}` {given} repeats an argument: it is repeated."
+        )
+    return positions
 
 
 def states_of(tree: Any, wanted: dict[int, Any]) -> Any:

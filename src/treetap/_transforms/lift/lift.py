@@ -21,7 +21,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -47,13 +46,18 @@ from treetap._core.trees.sharing import first_two_places, places
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values, write_boxes
-from treetap._transforms.lift.prefixes import PrefixGroups, Spread, filter_values
+from treetap._transforms.lift.prefixes import (
+    PrefixGroups,
+    Spread,
+    distinct,
+    filter_values,
+)
 from treetap._transforms.lift.results import WHOLE, Results, has_flat_parts, rebuild
 from treetap._transforms.lift.structure_updates import (
     ObjectUpdate,
     StructureUpdates,
     apply,
-    refuse_captured,
+    is_captured,
 )
 from treetap._transforms.lift.structure_watch import (
     Policy,
@@ -80,7 +84,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Lift:
-    """What a transform is told once, and every step of its lift goes by.
+    """The choices of one transform, which every step of its lift goes by.
 
     Attributes:
         name: The transform, for messages.
@@ -121,7 +125,7 @@ class Lift:
             source: Its arguments, or their description: see `Inside`.
             values: Their values at this level.
             groups: As for `Inside.finish`, which takes the further arguments.
-            **choices: `keep`, `only` and `results`.
+            **choices: `keep`, `numbers` and `results`.
 
         Returns:
             The result, packed for JAX, and the updates.
@@ -133,11 +137,11 @@ class Lift:
 
     def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
         """The result of a call with abstract leaves; nothing is computed or written."""
-
-        def pure(values: list[Any]) -> Any:
-            return self.run(fn, inputs, values)[0]
-
-        return rebuild(jax.eval_shape(pure, inputs.values()), {})
+        pure = functools.partial(self.run, fn, inputs)
+        out, updates = jax.eval_shape(pure, inputs.values())
+        if self.mode is not Mode.UPDATES:
+            return rebuild(out, {})
+        return inputs.abstract().finish(out, updates)  # it may hold the arguments
 
 
 def refuse_bound_method(fn: Any, name: str) -> None:
@@ -212,11 +216,14 @@ class Written:
             metadata if those have changed, else None.
         objects: The objects whose structure changed.
         has_flat_parts: Whether a part of the result is a `FlatPart`.
+        refs: Variables with a Ref that got metadata: their numbers, and those. The
+            value of a Ref is changed where it is, and need not come out.
     """
 
     groups: tuple[tuple[tuple[int, Any], ...], ...]
     objects: tuple[ObjectUpdate, ...] = ()
     has_flat_parts: bool = True
+    refs: tuple[tuple[int, Any], ...] = ()
 
     def __hash__(self) -> int:
         return hash(
@@ -227,7 +234,7 @@ class Written:
     def has_values_only(self) -> bool:
         """Whether there is no more to write than values."""
         metadata = [facts for group in self.groups for _, facts in group]
-        has_more = self.objects or self.has_flat_parts
+        has_more = self.objects or self.has_flat_parts or self.refs
         return not has_more and all(facts is None for facts in metadata)
 
     def numbers(self) -> set[int]:
@@ -273,12 +280,21 @@ class Inputs:
         """The groups that a prefix makes of the leaves."""
         work = Spread(self.name, argument)
         work.follow(prefix, self.tree, ())
+        # What is made inside may have any prefix that a filter gives.
+        prefixes = distinct((*work.values, *filter_values(prefix)))
+        of_leaf = list(map(prefixes.index, work.values))
         if self.definition.graph is not Mode.UPDATES:
-            work.owners, work.known = {}, {}
-        return PrefixGroups(work, self.numbers, filter_values(prefix))
+            return PrefixGroups(of_leaf, prefixes, {}, {})
+        owners = {self.numbers[key]: value for key, value in work.owners.items()}
+        known = {self.numbers[key]: value for key, value in work.known.items()}
+        return PrefixGroups(of_leaf, prefixes, owners, known)
 
     def outline(self) -> "Inputs | GraphDef":
-        """What `run` needs of them, without a value: for functions that JAX keeps."""
+        """What `run` rebuilds them from, without their values.
+
+        JAX keeps functions that it has traced, and would keep the values with them. A
+        capture needs to know where objects are, so it gets objects without values.
+        """
         if listening.value is None:
             return self.definition
         bare = copy.copy(self)
@@ -286,6 +302,14 @@ class Inputs:
         bare.owners = {}
         put_in_place(self.tree, bare.tree)
         return bare
+
+    def abstract(self) -> "Inputs":
+        """The same in objects of their own, with shapes in the place of arrays."""
+        values = self.values()
+        refs = {n: x for n, x in enumerate(values) if is_ref(x)}
+        shapes = jax.eval_shape(_same, [x for x in values if not is_ref(x)])
+        leaves = filled(refs, shapes, len(values))
+        return Inputs(regrow(self.definition, leaves)[0], self.lift)
 
     def finish(self, out: Any, updates: Updates) -> Any:
         """Writes what changed into the caller's objects, and rebuilds the result."""
@@ -315,18 +339,23 @@ class Inputs:
             updates: What changed.
             made: The caller's objects by number; new ones are added.
         """
-        groups = updates.written.groups
+        written, leaves = updates.written, self.leaves
         supplies = [iter(values) for values in updates.values]
-        pairs = [pair for each in zip(groups, supplies) for pair in zip(*each)]
-        variables = [self.leaves[number] for (number, _), _ in pairs]
-        check_traces(variables, current_trace())
-        steps = apply(updates.written.objects, supplies, self.leaves, made)
-        write_boxes(variables, [(value,) for _, value in pairs])
-        for variable, ((_, metadata), _) in zip(variables, pairs):
+        pairs = [pair for each in zip(written.groups, supplies) for pair in zip(*each)]
+        facts = [facts for facts, _ in pairs] + [*written.refs]
+        check_traces([leaves[number] for number, _ in facts], current_trace())
+        steps = apply(written.objects, supplies, leaves, made)
+        boxes = [(value,) for _, value in pairs]
+        write_boxes([leaves[number] for (number, _), _ in pairs], boxes)
+        for number, metadata in facts:
             if metadata is not None:
-                variable._replace_metadata(metadata)
+                leaves[number]._replace_metadata(metadata)
         for step in steps:
             step()
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
@@ -348,12 +377,6 @@ def _no_aliases(name: str) -> str:
         f"{name} does not support Variable aliasing in tree mode (a tree does not "
         "support shared references)"
     )
-
-
-def new_metadata(variable: Variable[Any], before: Any) -> Any:
-    """The metadata of a Variable if it was given some, else None."""
-    after = variable._metadata
-    return None if after is before else after
 
 
 class Before(NamedTuple):
@@ -379,11 +402,6 @@ class Before(NamedTuple):
         value = variable._box[0]
         content = None if isinstance(value, jax.Array) else jax.tree.flatten(value)
         return cls(variable._box, variable._metadata, content)
-
-    def is_untouched(self, variable: Variable[Any]) -> bool:
-        """Whether nobody can have changed the Variable, at a glance."""
-        is_same = variable._box is self.box and variable._metadata is self.metadata
-        return is_same and self.content is None
 
     def has_changed(self, variable: Variable[Any]) -> bool:
         """Whether the Variable holds something else by now."""
@@ -435,14 +453,12 @@ class Inside:
     def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
         own = {id(leaf) for leaf in self.leaves if isinstance(leaf, Variable)}
-        trace = current_trace()
-        found = variables_below(out)
-        is_clear = all(v._trace is trace and id(v) not in own for v in found)
-        pairs = () if is_clear else places({"out": out})
-        for path, value in (x for x in pairs if isinstance(x[1], Variable)):
+        trace, variables = current_trace(), variables_below(out)
+        is_clear = all(v._trace is trace and id(v) not in own for v in variables)
+        for path, value in () if is_clear else places({"out": out}):
             if id(value) in own:
                 raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
-            if value._trace is not trace and not value._metadata["ref"]:
+            if isinstance(value, Variable) and is_captured(value):
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
                     f"{type(value).__name__} at {show_path(path)} was made outside the "
@@ -451,14 +467,26 @@ class Inside:
         if self.lift.mode is Mode.TREE:
             take_leaves({"out": out}, False, self.name, _no_aliases(self.name))
 
-    def changed(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """Those of some Variables that were written, and new metadata or None."""
-        pairs = ((n, self.leaves[n], self.before[n]) for n in numbers)
-        return {
-            number: new_metadata(leaf, before.metadata)
-            for number, leaf, before in pairs
-            if before is not None and before.has_changed(leaf)
-        }
+    def changed(
+        self, numbers: Iterable[int], keep: Collection[int] = ()
+    ) -> dict[int, Any]:
+        """Those of some leaves that come out: by number, new metadata or None.
+
+        Args:
+            numbers: The leaves.
+            keep: Variables, by number, that come out even if nobody changed them. A
+                Ref does not: it is changed where it is.
+        """
+        found: dict[int, Any] = {}
+        for number in numbers:
+            leaf, before = self.leaves[number], self.before[number]
+            if before is None:
+                continue
+            is_kept = number in keep and not is_ref(leaf._box[0])
+            if is_kept or before.has_changed(leaf):
+                has_new = leaf._metadata is not before.metadata
+                found[number] = leaf._metadata if has_new else None
+        return found
 
     def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
         """As `changed`, for a loop: each step gets what the step before it left.
@@ -486,7 +514,7 @@ class Inside:
         groups: PrefixGroups | None = None,
         *,
         keep: Collection[int] = (),
-        only: Callable[[int], bool] = lambda number: True,
+        numbers: Iterable[int] | None = None,
         results: Results = WHOLE,
         idle: set[int] | None = None,
     ) -> tuple[Any, Updates]:
@@ -496,59 +524,42 @@ class Inside:
             out: What the function returned.
             groups: The groups of the leaves; one for all by default.
             keep: Leaves, by number, that come out even if nobody changed them.
-            only: Tells which Variables come out at all.
+            numbers: The leaves that may come out; all by default.
             results: Where the results lie.
             idle: If given, all objects come out, with all of their leaves; and the
                 numbers of those that nobody changed are added to this set.
         """
         count = len(groups.prefixes) if groups else 1
         of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
-        values: list[list[Any]] = [[] for _ in range(count)]
-        written: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
-        for number, leaf, metadata in self._written(keep, only):
-            values[of_leaf[number]].append(leaf._box[0])
-            written[of_leaf[number]].append((number, metadata))
+        # Refs are a group of their own, the last one, which does not come out.
+        values: list[list[Any]] = [[] for _ in range(count + 1)]
+        written: list[list[tuple[int, Any]]] = [[] for _ in range(count + 1)]
+        every = range(len(self.leaves)) if numbers is None else numbers
+        for number, metadata in self.changed(every, keep).items():
+            value = self.leaves[number]._box[0]
+            group = count if is_ref(value) else of_leaf[number]
+            values[group].append(value)
+            written[group].append((number, metadata))
         objects: list[ObjectUpdate] = []
-        structure, known = self.structure, 0
-        work = None
+        structure, work = self.structure, None
         if structure is None:
             self.check_output(out)
             walk = Flattening(out, self.lift.mode, self.name, states=False)
         else:
             walk = structure.walk()
-            known = len(walk.members)
             own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
             if idle is not None:
                 own = {}
-            for update, leaves in structure.collect(walk, groups, own, idle):
-                objects.append(update)
-                sent = [place for place in update.places if place >= 0]
-                for place, value in zip(sent, raw_values(leaves)):
-                    values[place].append(value)
+            objects = [*structure.collect(walk, groups, own, values, idle)]
             walk.root = out
             if groups:
                 work = structure.spread(groups, "the out prefix")
         flat = results.flatten(out, walk, work)
         if structure is not None:
-            refuse_captured(walk, self.name, known)
-        note = Written(tuple(map(tuple, written)), tuple(objects), has_flat_parts(flat))
-        return flat, Updates(tuple(values), note)
-
-    def _written(
-        self, keep: Collection[int], only: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Variable[Any], Any]]:
-        """The Variables that come out, with new metadata or None.
-
-        A Ref is changed where it is.
-        """
-        for number, (leaf, before) in enumerate(zip(self.leaves, self.before)):
-            is_kept = number in keep
-            if before is None or (before.is_untouched(leaf) and not is_kept):
-                continue  # as most are
-            if not only(number) or is_ref(leaf._box[0]):
-                continue
-            if is_kept or before.has_changed(leaf):
-                yield number, leaf, new_metadata(leaf, before.metadata)
+            structure.refuse_captured(walk)
+        *by_group, refs = map(tuple, written)
+        note = Written(tuple(by_group), tuple(objects), has_flat_parts(flat), refs)
+        return flat, Updates(tuple(values[:count]), note)
 
 
 def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:

@@ -22,7 +22,7 @@ under the locks of the packs. A function that changes more than values raises
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -129,26 +129,24 @@ def _renewed(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
     return buffer
 
 
+@dataclass(eq=False)
 class PackedCall:
     """Calls with objects that were verified, their small Variables packed.
 
-    Args:
+    Attributes:
         program: The program.
         packs: The packs, and the members of each.
         owners: All Variables, by the number of the leaf.
         homes: For each leaf of the arguments, where it is packed, or None.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        packs: list[tuple[Pack, tuple[Variable[Any], ...]]],
-        owners: dict[int, Variable[Any]],
-        homes: Homes,
-    ):
-        self._program = program
-        self._packs = packs
-        self._owners = owners
+    program: Program
+    packs: list[tuple[Pack, tuple[Variable[Any], ...]]]
+    owners: dict[int, Variable[Any]]
+    homes: Homes
+
+    def __post_init__(self) -> None:
+        packs, owners, homes = self.packs, self.owners, self.homes
         # In the same order everywhere, so that nobody waits for one another.
         self._locks = sorted((pack.lock for pack, _ in packs), key=id)
         self._rest = [owners[n] for n in owners if homes[n] is None]
@@ -161,9 +159,9 @@ class PackedCall:
     def _written_by(self, number: int) -> tuple[list[tuple[int, int]], list[Any]]:
         """What comes out with a note: buffers, and then values of Variables."""
         if number not in self._written:
-            (group,) = self._program.written[number].groups
+            (group,) = self.program.written[number].groups
             buffers = [self._buffers[n] for n, _ in group if n in self._buffers]
-            alone = [self._owners[n] for n, _ in group if n in self._owners]
+            alone = [self.owners[n] for n, _ in group if n in self.owners]
             self._written[number] = buffers, alone
         return self._written[number]
 
@@ -171,16 +169,16 @@ class PackedCall:
         """The result; `NOT_APPLICABLE` if something is there that packs cannot hold."""
         if current_trace() is not EAGER:
             return NOT_APPLICABLE
-        program = self._program
+        program = self.program
         buffers: list[tuple[Any, ...]] = []
-        for pack, members in self._packs:
+        for pack, members in self.packs:
             held = pack.buffers(members)
             if held is None:
                 return NOT_APPLICABLE
             buffers.append(held)
         values = [*chain.from_iterable(buffers)]
         values += [variable._box[0] for variable in self._rest]
-        before = [pack.contents for pack, _ in self._packs]
+        before = [pack.contents for pack, _ in self.packs]
         try:
             (made,), out, note = program.run(*program.parted(values, plain))
         except Unpackable:
@@ -189,14 +187,14 @@ class PackedCall:
         changed: dict[int, list[Any]] = {}
         for (number, place), buffer in zip(places, made):
             changed.setdefault(number, list(buffers[number]))[place] = buffer
-        targets = [*alone, *[self._packs[number][0].cell for number in changed]]
+        targets = [*alone, *[self.packs[number][0].cell for number in changed]]
         news = made[len(places) :]
         news += [PackContents(tuple(each)) for each in changed.values()]
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
             write_boxes(targets, zip(news))
-            for (pack, members), contents in zip(self._packs, before):
+            for (pack, members), contents in zip(self.packs, before):
                 pack.settle(members, contents)
         return out
 

@@ -6,8 +6,9 @@ leaf of the arguments its own value, in the order of `take_leaves`. Where object
 shared, all ways to a Variable must give the same value.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from treetap._core.variables.variable import Variable
 FOLLOWED = (tuple, list, dict, Node)  # where a prefix goes on inside
 
 
+@dataclass(init=False, repr=False, slots=True, unsafe_hash=True)
 class PrefixFilter(Mapping[Any, Any]):
     """One prefix value for each kind of Variable in an object, chosen by filters.
 
@@ -34,7 +36,8 @@ class PrefixFilter(Mapping[Any, Any]):
             filter that takes a Variable decides.
     """
 
-    __slots__ = ("filters", "given")
+    filters: tuple[Any, ...]
+    given: tuple[Any, ...]
 
     def __init__(self, rules: Any, /):
         pairs = rules.items() if isinstance(rules, Mapping) else rules
@@ -54,22 +57,8 @@ class PrefixFilter(Mapping[Any, Any]):
         return len(self.filters)
 
     def __repr__(self) -> str:
-        pairs = zip(self.filters, self.given)
-        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in pairs)
+        shown = ", ".join(f"{filter!r}: {value!r}" for filter, value in self.items())
         return f"{type(self).__name__}({{{shown}}})"
-
-    def _parts(self) -> Any:
-        return type(self), self.filters, self.given
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrefixFilter) and self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return hash(self._parts())
-
-    def at(self, path: Path, leaf: Any, name: str) -> Any:
-        """The value for a leaf; the transform is named if there is none."""
-        return _rule_for(zip(self.filters, self.given), path, leaf, name)
 
 
 class StateAxes(PrefixFilter):
@@ -108,17 +97,21 @@ class Rule(NamedTuple):
 
     def at(self, path: Path, leaf: Any, name: str) -> Any:
         """The prefix of a leaf."""
-        if isinstance(self.prefix, PrefixFilter):
-            return self.prefix.at(path[max(self.start, 0) :], leaf, name)
-        return self.prefix
+        if not isinstance(self.prefix, PrefixFilter):
+            return self.prefix
+        return _rule_for(self.prefix, path[max(self.start, 0) :], leaf, name)
 
 
 class Spread:
-    """One spreading: values by leaf, and by Variable to compare the ways to it.
+    """One walk that gives every leaf below a value its part of a prefix.
 
     Attributes:
         values: One prefix for each leaf, in the order of `take_leaves`.
         owners: For each object, by identity, the rule and the path it was met with.
+        known: For each Variable, by identity, the path and prefix it was met with
+            first. It may be met again, by another way, with the same prefix only.
+        entered: What was entered so far, by identity; its leaves count once.
+        active: What the walk is inside of, by identity, and does not enter again.
     """
 
     def __init__(self, name: str, argument: str):
@@ -128,7 +121,7 @@ class Spread:
         self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
         self.entered: set[int] = set()
-        self.active: set[int] = set()  # objects that are not entered now
+        self.active: set[int] = set()
 
     def follow(self, prefix: Any, value: Any, path: Path) -> None:
         """Goes down the prefix and the value together, as far as the prefix goes."""
@@ -207,44 +200,30 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+@dataclass(slots=True)
 class PrefixGroups:
     """The leaves of a call in groups: those with the same prefix are together.
 
     A program returns one list of changed values for each group, because JAX is told
     where outputs lie before anybody knows which Variables will change.
 
-    Args:
-        work: The prefix spread over the arguments.
-        numbers: The arguments' objects by identity.
-        others: Prefixes that leaves made inside may have.
-
     Attributes:
-        prefixes: The prefix of each group.
         of_leaf: The group of each leaf.
-        carried: Groups whose plain values are passed on to the next step of a loop.
+        prefixes: The prefix of each group.
         owners: By number, the rule for an object, and the path it was met at.
         known: By number, the path and the prefix of a Variable.
+        carried: Groups whose plain values are passed on to the next step of a loop.
     """
 
-    def __init__(self, work: Spread, numbers: dict[int, int], others: Sequence[Any]):
-        self.prefixes = distinct((*work.values, *others))
-        self.of_leaf = [self.prefixes.index(value) for value in work.values]
-        self.carried: set[int] = set()
-        self.owners = {numbers[key]: value for key, value in work.owners.items()}
-        self.known = {numbers[key]: value for key, value in work.known.items()}
+    of_leaf: list[int]
+    prefixes: list[Any]
+    owners: dict[int, tuple[Rule, Path]] = field(compare=False)
+    known: dict[int, tuple[Path, Any]] = field(compare=False)
+    carried: set[int] = field(compare=False, default_factory=set)
 
     def by_leaf(self) -> list[Any]:
         """The prefix of each leaf."""
         return [self.prefixes[group] for group in self.of_leaf]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, PrefixGroups)
-            and self.of_leaf == other.of_leaf
-            and self.prefixes == other.prefixes
-        )
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - compared only
 
 
 def spread(prefix: Any, value: Any, name: str, argument: str) -> list[Any]:
@@ -286,27 +265,24 @@ def filter_values(prefix: Any) -> list[Any]:
 def check_prefix(prefix: Any, name: str, argument: str, mode: Mode) -> None:
     """Refuses what cannot stand in a prefix."""
     for _, part in places(prefix):
-        _check_part(part, name, argument, mode)
-
-
-def _check_part(prefix: Any, name: str, argument: str, mode: Mode) -> None:
-    if isinstance(prefix, Variable):
-        raise StructureError(
-            f"{name}: Variables prefixes are not supported: `{argument}` contains a "
-            f"{type(prefix).__name__}. Make a prefix with `treetap.prefix`."
-        )
-    if isinstance(prefix, PrefixFilter) and mode is not Mode.UPDATES:
-        raise StructureError(
-            f"{name}: `{argument}` cannot contain `{type(prefix).__name__}` objects "
-            "without graph updates. Make a prefix of the object with `treetap.prefix`, "
-            "or use `graph=True, graph_updates=True`."
-        )
-    if isinstance(prefix, Node) and mode is Mode.UPDATES:
-        raise StructureError(
-            f"{name}: Graph nodes are not allowed as prefixes with graph updates: "
-            f"`{argument}` contains a {type(prefix).__name__}. Use `StateAxes` or "
-            "`StateSharding`, or `graph_updates=False`."
-        )
+        kind = type(part).__name__
+        if isinstance(part, Variable):
+            raise StructureError(
+                f"{name}: Variables prefixes are not supported: `{argument}` contains "
+                f"a {kind}. Make a prefix with `treetap.prefix`."
+            )
+        if isinstance(part, PrefixFilter) and mode is not Mode.UPDATES:
+            raise StructureError(
+                f"{name}: `{argument}` cannot contain `{kind}` objects without graph "
+                "updates. Make a prefix of the object with `treetap.prefix`, or use "
+                "`graph=True, graph_updates=True`."
+            )
+        if isinstance(part, Node) and mode is Mode.UPDATES:
+            raise StructureError(
+                f"{name}: Graph nodes are not allowed as prefixes with graph updates: "
+                f"`{argument}` contains a {kind}. Use `StateAxes` or `StateSharding`, "
+                "or `graph_updates=False`."
+            )
 
 
 Rules = Mapping[Any, Any] | Callable[[Path, Any], Any]
@@ -331,16 +307,15 @@ def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
 
     def value_for(path: Path, leaf: Any) -> Any:
         if isinstance(rules, Mapping):
-            return _rule_for(rules.items(), path, leaf, "prefix")
+            return _rule_for(rules, path, leaf, "prefix")
         return rules(path, leaf)
 
     return map_leaves(value_for, node, graph=graph, recreate_variables=False)
 
 
-def _rule_for(
-    rules: Iterable[tuple[Any, Any]], path: Path, leaf: Any, name: str
-) -> Any:
-    for filter, value in rules:
+def _rule_for(rules: Mapping[Any, Any], path: Path, leaf: Any, name: str) -> Any:
+    """The value of the first filter that takes a leaf."""
+    for filter, value in rules.items():
         if predicate_of(filter)(path, leaf):
             return value
     raise StructureError(

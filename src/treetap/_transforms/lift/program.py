@@ -80,13 +80,15 @@ class Key:
         return found
 
 
+@dataclass(eq=False)
 class Program:
     """A `jax.jit` for arguments of one structure.
 
-    It takes two flat lists, of what is donated and of the rest: in each the values of
-    Variables first. It returns changed values, the result, and a note.
+    It takes two flat lists, of what is donated and of the rest, with the values of
+    Variables first in each. It returns changed values, the result, and a note: the
+    number of an entry of `written`, which says whose values have changed.
 
-    Args:
+    Attributes:
         key: What it depends on.
         own: Which leaves, by number, are Variables, in the order of their values.
         others: Which are not.
@@ -95,20 +97,17 @@ class Program:
         options: Of `jax.jit`, for the two lists; with `in_shardings` by leaf.
     """
 
-    def __init__(
-        self,
-        key: Key,
-        own: list[int],
-        others: list[int],
-        traced: Any,
-        options: dict[str, Any],
-    ):
-        self.key = key
-        self.traced = traced
-        self.options = dict(options)
+    key: Key
+    own: list[int]
+    others: list[int]
+    traced: Any
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        key, own, others, traced = self.key, self.own, self.others, self.traced
+        options, flags = dict(self.options), key.donated
         self.written: list[Written] = []
         self._idle: list[int] = []
-        flags = key.donated
         self._donates = any(flags)
         self._donated = [flags[n] for n in own + others]
         self._kept = [not flag for flag in self._donated]

@@ -8,6 +8,7 @@ leaf by leaf: its values are sorted into one list for each prefix value.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -49,10 +50,11 @@ def _is_flat_part(value: Any) -> bool:
     return isinstance(value, FlatPart)
 
 
+@dataclass(eq=False)
 class Results:
     """The results of a transform: where they lie, given by a prefix.
 
-    Args:
+    Attributes:
         prefix: A prefix of the result.
         mode: The mode of the transform.
         name: The transform.
@@ -60,28 +62,23 @@ class Results:
         nothing: A prefix for what has no leaves.
     """
 
-    def __init__(
-        self,
-        prefix: Any,
-        mode: Mode,
-        name: str = "",
-        argument: str = "",
-        nothing: Any = None,
-    ):
-        check_prefix(prefix, name, argument, mode)
-        self.prefix = prefix
-        self._goes_flat = bool(mode) and any(
-            map(is_whole, jax.tree.leaves(prefix, is_leaf=is_entry))
-        )
+    prefix: Any
+    mode: Mode
+    name: str = ""
+    argument: str = ""
+    nothing: Any = None
 
-        def for_jax(part: Any) -> Any:
-            if not is_whole(part):
-                return part
-            return FlatPart(nothing, tuple(distinct(values_in(part))))
+    def __post_init__(self) -> None:
+        check_prefix(self.prefix, self.name, self.argument, self.mode)
+        parts = jax.tree.leaves(self.prefix, is_leaf=is_entry)
+        self._goes_flat = bool(self.mode) and any(map(is_whole, parts))
+        # The prefix as JAX is given it.
+        self.for_jax = jax.tree.map(self._for_jax, self.prefix, is_leaf=is_entry)
 
-        self.for_jax = prefix
-        if self._goes_flat:
-            self.for_jax = jax.tree.map(for_jax, prefix, is_leaf=is_entry)
+    def _for_jax(self, part: Any) -> Any:
+        if not (self._goes_flat and is_whole(part)):
+            return part
+        return FlatPart(self.nothing, tuple(distinct(values_in(part))))
 
     def flatten(self, out: Any, walk: Flattening, spreading: Any = None) -> Any:
         """A result as JAX can carry it.
@@ -141,6 +138,20 @@ def _flat(
         for group in range(len(prefixes))
     )
     return FlatPart(PartDef(graphdef, of_leaf), groups)
+
+
+def as_tuple(out: Any, count: int, demand: str) -> tuple[Any, ...]:
+    """What a function returned, which must be a tuple of so many items.
+
+    Args:
+        out: The result.
+        count: How many items it must have.
+        demand: Who demands that, for the message.
+    """
+    if isinstance(out, tuple) and len(out) == count:
+        return out
+    found = f"{len(out)} items" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    raise StructureError(f"{demand}; it returned {found}.")
 
 
 def flatten_like(like: Any, tree: Any, name: str) -> Any:

@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
-from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
+from treetap._core.trace_level import is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import Builder, refill
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import ObjectSpec
 from treetap._core.trees.pytree import flat_of
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.variable import Variable, raw_values
 from treetap._transforms.lift.prefixes import PrefixGroups, Spread
 
 
@@ -94,15 +94,17 @@ class StructureUpdates:
         walk: Flattening,
         groups: PrefixGroups | None,
         own: dict[int, int],
+        values: list[list[Any]],
         idle: set[int] | None = None,
-    ) -> Iterator[tuple[ObjectUpdate, list[Any]]]:
-        """The objects that changed, and their leaves that must come out.
+    ) -> Iterator[ObjectUpdate]:
+        """The objects that changed; their leaves that must come out join the values.
 
         Args:
             walk: A walk that knows the arguments' objects.
             groups: The leaves of the call by prefix.
             own: Plain leaves of the arguments that stay with the caller: their numbers
                 by identity.
+            values: For each group, the values that come out.
             idle: As for `Inside.finish`.
         """
         work = self.spread(groups, "the prefix") if groups else None
@@ -123,8 +125,10 @@ class StructureUpdates:
                 if spec == old_spec and new and new <= groups.carried:
                     continue  # another value for the next step, and nothing else
             kept = [~own[id(x)] if id(x) in own else n for x, n in zip(leaves, places)]
-            sent = [x for x, place in zip(leaves, kept) if place >= 0]
-            yield ObjectUpdate(spec, tuple(kept)), sent
+            for place, value in zip(kept, raw_values(leaves)):
+                if place >= 0:
+                    values[place].append(value)
+            yield ObjectUpdate(spec, tuple(kept))
 
     def _places(self, number: int, groups: PrefixGroups, work: Spread) -> list[int]:
         """The group of each leaf of a changed object, by the object's own prefix."""
@@ -144,27 +148,23 @@ class StructureUpdates:
         }
         return work
 
+    def refuse_captured(self, walk: Flattening) -> None:
+        """Refuses Variables and objects that were made outside the function."""
+        for member in walk.members[len(self.members) :]:
+            if is_captured(member):
+                raise StructureError(
+                    f"{self.name}: Cannot extract graph node from different trace "
+                    f"level: a {type(member).__name__} made outside the function was "
+                    "returned, or put into an argument. Pass it as an argument, or use "
+                    "its value."
+                )
 
-def refuse_captured(walk: Flattening, name: str, known: int = 0) -> None:
-    """Refuses Variables and objects that were made outside the function.
 
-    Args:
-        walk: What was met.
-        name: The transform.
-        known: How many of its members are the arguments' own.
-    """
-    trace = current_trace()
-    for member in walk.members[known:]:
-        if isinstance(member, Variable):
-            is_captured = member._trace is not trace and not member._metadata["ref"]
-        else:
-            is_captured = isinstance(member, Node) and is_foreign(member._pytree__trace)
-        if is_captured:
-            raise StructureError(
-                f"{name}: Cannot extract graph node from different trace level: a "
-                f"{type(member).__name__} made outside the function was returned, or "
-                "put into an argument. Pass it as an argument, or use its value."
-            )
+def is_captured(member: Any) -> bool:
+    """Whether a Variable or an object was made outside; a Ref may be used anywhere."""
+    if isinstance(member, Variable):
+        return is_foreign(member._trace) and not member._metadata["ref"]
+    return isinstance(member, Node) and is_foreign(member._pytree__trace)
 
 
 def apply(
