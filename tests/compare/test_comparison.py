@@ -677,3 +677,8 @@ def test_steps_that_do_not_fit_are_told_in_the_line():
     comparison = compare({"x": ONES}, {"u": ONES, "v": ONES}, rename=rules)
     assert "cannot give an axis of 2" in comparison.first.reason
     assert comparison.only_b == ("v",)
+
+
+def test_the_shape_of_a_single_number_is_told_as_it_is():
+    comparison = compare({"x": np.ones(1)}, {"x": np.ones(())})
+    assert comparison["x"].shapes == ((1,), ())

@@ -363,6 +363,7 @@ def _with_floor(
 def _difference(pair: Pair, limits: Limits) -> Difference:
     """Measures a pair, unless there is a reason that it cannot be."""
     a, b = pair.a, pair.b
+    b_shape = b.shape if b.own_shape is None else b.own_shape
     found, limit, floor, reason = UNKNOWN, NAN, None, pair.reason
     if not reason:
         arrays = a.read(), b.read()
@@ -376,7 +377,7 @@ def _difference(pair: Pair, limits: Limits) -> Difference:
     return Difference(
         site=a.label,
         other=b.label,
-        shapes=(a.shape, b.own_shape or b.shape),
+        shapes=(a.shape, b_shape),
         dtypes=(a.dtype.name, b.dtype.name),
         **found._asdict(),
         limit=limit,

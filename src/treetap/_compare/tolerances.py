@@ -12,14 +12,13 @@ of that.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._capture.selectors import as_select
-from treetap._compare.sources import Entry
+from treetap._compare.sources import Entry, by_selector
 
 FACTOR = 8.0
 PEAK = 4.0
@@ -202,9 +201,7 @@ class Limits:
     """
 
     def __init__(self, tolerance: Any, absolute: float, factor: float):
-        given = tolerance if isinstance(tolerance, Mapping) else {"**": tolerance}
-        rules = [(as_select(key), value) for key, value in given.items()]
-        self._rules = [(select, value) for select, value in rules if value is not None]
+        self._rules = by_selector(tolerance)
         for number in (*(value for _, value in self._rules), absolute, factor):
             is_number = isinstance(number, int | float | np.number)
             if not is_number or isinstance(number, bool) or not number >= 0:
