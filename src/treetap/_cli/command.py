@@ -55,9 +55,9 @@ def option(name: str, text: str, **settings: Any) -> click.Option:
     return click.Option([name], help=text, **settings)
 
 
-def several(name: str, metavar: str, text: str) -> click.Option:
+def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option:
     """An option that may be repeated."""
-    return option(name, text, metavar=metavar, multiple=True)
+    return option(name, text, metavar=metavar, multiple=True, **settings)
 
 
 def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
@@ -67,11 +67,10 @@ def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Opt
 
 
 TARGET = click.Argument(["target"])
-SELECT = option(
+SELECT = several(
     "--select",
+    "SELECTOR",
     "Only some sites: 'blocks/*/attn', '**:attention_weights'. May be repeated.",
-    metavar="SELECTOR",
-    multiple=True,
     callback=lambda _, __, texts: texts[0] if len(texts) == 1 else list(texts) or None,
 )
 GRADS = flag("--grads", "Differentiate the loss, too.")
@@ -201,7 +200,7 @@ def guarded(run: Callable[..., int]) -> Callable[..., None]:
     def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
             code = run(*args, **kwargs)
-        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+        except (click.UsageError, click.exceptions.Exit, BrokenPipeError):
             raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)

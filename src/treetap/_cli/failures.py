@@ -11,6 +11,7 @@ import os
 import traceback
 from types import FrameType
 
+import click
 import jax
 
 from treetap._core.errors import TreetapError
@@ -28,8 +29,10 @@ _LOOKED = (
 )
 
 
-class Failure(Exception):
+class Failure(click.ClickException):
     """Something to be told in one message; the command ends with the code 2."""
+
+    exit_code = BAD
 
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
