@@ -93,19 +93,23 @@ def readable_bytes(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def size_of(value: Any) -> tuple[int, int]:
+class Size(NamedTuple):
+    """A number of elements, and the bytes they take."""
+
+    elements: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.elements:,} ({readable_bytes(self.nbytes)})"
+
+
+def size_of(value: Any) -> Size:
     """Elements and bytes of the arrays inside a value."""
     leaves = jax.tree.leaves(value)
     arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
     counts = [math.prod(array.shape) for array in arrays]
     sizes = [n * array.dtype.itemsize for n, array in zip(counts, arrays)]
-    return sum(counts), sum(sizes)
-
-
-def size_text(value: Any) -> str:
-    """Elements and bytes of the arrays inside a value, as people read them."""
-    elements, size = size_of(value)
-    return f"{elements:,} ({readable_bytes(size)})"
+    return Size(sum(counts), sum(sizes))
 
 
 def has_arrays(value: Any) -> bool:

@@ -184,7 +184,7 @@ class Site:
     def nbytes(self) -> int:
         """How much memory the value and its statistics take."""
         kept = self.value, self.reduced, self.grad_reduced
-        return sum(display.size_of(part)[1] for part in kept)
+        return sum(display.size_of(part).nbytes for part in kept)
 
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treetap._core.display import readable_bytes
+from treetap._core.display import Size, readable_bytes
 from treetap._core.paths import Path
+from treetap._core.trees.pytree import kind_name
 from treetap._core.variables.metadata import REQUIRED
 from treetap._core.variables.variable import Variable
 from treetap._modules.random_streams import RngStream
 from treetap._report.rows import (
     Row,
-    Size,
-    kind_name,
     leaves_below,
     own_leaves,
     parameters_of,
