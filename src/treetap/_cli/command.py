@@ -32,23 +32,6 @@ from treetap._cli.inputs import inputs_for, load_into
 from treetap._cli.programs import How, Program, program_of
 from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
 
-TARGET_HELP = """
-A TARGET is `package.module:factory` or `path/to/file.py:factory`. The current folder is
-importable; so is the folder of a file, as with `python file.py`.
-
-The factory is called without arguments, and returns
-
-\b
-  model                    a Module, a method of one, or any function
-  (model, inputs)          inputs: an array, a tuple or list of arguments,
-                           or a dict of arguments by name
-  (model, inputs, loss)    loss(model, *inputs) gives a single number
-
-A Module may stand in place of the factory. A function that needs arguments is itself
-what is called, with the inputs of --inputs or --shape. These take the place of those
-that a factory returns.
-"""
-
 
 def option(name: str, text: str, **settings: Any) -> click.Option:
     """An option with its help."""
@@ -169,12 +152,14 @@ def command(
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
-    Its help is the function's docstring, and what a TARGET is.
+    Its help is the function's docstring, and what that of `case_of` says of TARGETs.
 
     Args:
         short: What it does, for the list of commands.
         *options: Its own arguments and options.
     """
+
+    _, _, about_targets = (inspect.getdoc(case_of) or "").partition("\n\n")
 
     def made(fn: Callable[..., int]) -> click.Command:
         def run(**given: Any) -> int:
@@ -185,7 +170,7 @@ def command(
             fn.__name__,
             callback=guarded(run),
             params=[*options, *ENDS],
-            help=f"{inspect.getdoc(fn)}\n{TARGET_HELP}",
+            help=f"{inspect.getdoc(fn)}\n\n{about_targets}",
             short_help=short,
         )
 

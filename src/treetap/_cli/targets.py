@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets: a model that is named at the command line, imported and made.
 
-A TARGET is `package.module:name` or `path/to/file.py:name`. It is the only code that a
-command runs, and it is run as Python would: the current folder is importable, and so is
-the folder of a file.
+What a TARGET is says `case_of`, in the words that `--help` shows. It is the only code
+that a command runs, and it is run as Python would.
 """
 
 import difflib
@@ -61,7 +60,23 @@ class Case:
 
 
 def case_of(target: str) -> Case:
-    """Imports a TARGET and makes what it stands for."""
+    """Imports a TARGET and makes what it stands for.
+
+    A TARGET is `package.module:factory` or `path/to/file.py:factory`. The current
+    folder is importable; so is the folder of a file, as with `python file.py`.
+
+    The factory is called without arguments, and returns
+
+    \b
+      model                    a Module, a method of one, or any function
+      (model, inputs)          inputs: an array, a tuple or list of arguments,
+                               or a dict of arguments by name
+      (model, inputs, loss)    loss(model, *inputs) gives a single number
+
+    A Module may stand in place of the factory. A function that needs arguments is
+    itself what is called, with the inputs of --inputs or --shape. These take the place
+    of those that a factory returns.
+    """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
         raise Failure(f"{target!r} names no factory. {FORM}")
