@@ -22,7 +22,6 @@ import click
 
 from treetap._cli.console import console_of, waiting
 from treetap._cli.failures import (
-    BAD,
     INTERRUPTED,
     Failure,
     message_of,
@@ -31,6 +30,7 @@ from treetap._cli.failures import (
 from treetap._cli.inputs import inputs_for, load_into
 from treetap._cli.programs import How, Program, program_of
 from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
+from treetap._io.files import require_place
 
 
 def option(name: str, text: str, **settings: Any) -> click.Option:
@@ -195,8 +195,7 @@ def guarded(run: Callable[..., int]) -> Callable[..., None]:
                 raise  # rich's, when nobody reads on
             if debug:
                 traceback.print_exception(error)
-            click.echo(f"Error: {message_of(error)}", err=True)
-            code = BAD
+            raise Failure(message_of(error)) from error
         click.get_current_context().exit(code)
 
     return call
@@ -207,9 +206,6 @@ def refuse_output(path: str, suffixes: tuple[str, ...]) -> None:
     file = pathlib.Path(path)
     if file.suffix not in suffixes:
         raise Failure(f"--out {path}: a name that ends in {' or '.join(suffixes)}.")
-    if file.is_dir():
-        raise Failure(f"--out: {path} is a folder; name a file in it.")
-    if not file.parent.is_dir():
-        raise Failure(f"--out: there is no folder {file.parent}.")
+    require_place(file, "--out")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise Failure(f"--out: nothing can be written in the folder {file.parent}.")

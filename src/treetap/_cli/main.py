@@ -428,8 +428,7 @@ def run_nnx(script: str, arguments: tuple[str, ...], module: bool) -> None:
     """Run a program that imports flax.nnx, with treetap in its place."""
     from treetap._cli.run_nnx import run
 
-    code = run(script, list(arguments), module)
-    click.get_current_context().exit(code)
+    run(script, list(arguments), module)
 
 
 @click.command(short_help="A script for your shell.")

@@ -56,10 +56,9 @@ def program_of(
     if grads:
         made = _differentiated(case, inputs)
     elif how == "eager":
-        made = Program(case.call, inputs.args, inputs.kwargs)
+        made = Program(case.call, *inputs)
     else:
-        args = (case.owner, *inputs.args)
-        made = Program(_applied(case), args, inputs.kwargs)
+        made = _applied(case, inputs)
     if how == "eager":
         return made
     made = _with_constants(made)
@@ -70,10 +69,9 @@ def _differentiated(case: Case, inputs: Inputs) -> Program:
     """The value and gradient of a case's loss."""
     owner = case.owner
     if case.loss is None:
-        call = case.call if owner is None else _applied(case)
+        call, args, *_ = _applied(case, inputs)
         loss, told = mean_square(call), MEAN_SQUARE
         note = f"No loss was given: gradients are those of {MEAN_SQUARE}."
-        args = inputs.args if owner is None else (owner, *inputs.args)
     else:
         loss, told, note = _single(case.loss, case.name), "the target's loss", ""
         args = (case.call, *inputs.args)
@@ -120,13 +118,14 @@ def _is_constant(value: Any) -> bool:
     return jax.tree_util.all_leaves([value]) and not is_number
 
 
-def _applied(case: Case) -> Callable[..., Any]:
-    """The call as a function of the Module, or of None, and its inputs."""
+def _applied(case: Case, inputs: Inputs) -> Program:
+    """The call, with its Module, if it has one, as the first argument."""
     if case.owner is None:
-        return lambda _, *args, **kwargs: case.call(*args, **kwargs)
+        return Program(case.call, *inputs)
+    args = (case.owner, *inputs.args)
     if inspect.ismethod(case.call):
-        return case.call.__func__
-    return lambda model, *args, **kwargs: model(*args, **kwargs)
+        return Program(case.call.__func__, args, inputs.kwargs)
+    return Program(lambda model, *x, **named: model(*x, **named), args, inputs.kwargs)
 
 
 def _is_differentiable(arg: Any) -> bool:

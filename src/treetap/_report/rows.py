@@ -81,13 +81,11 @@ def sizes_dict(sizes: Iterable[tuple[str, Size]]) -> dict[str, dict[str, int]]:
     return {k: {"elements": x.elements, "bytes": x.nbytes} for k, x in sizes}
 
 
-def leaves_below(root: Any) -> Iterator[Any]:
+def leaves_below(root: Any) -> Iterable[Any]:
     """Variables, and arrays outside of them, each once."""
-    seen: set[int] = set()
-    for _, value in places(root):
-        if (isinstance(value, Variable) or is_array(value)) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
+    values = (value for _, value in places(root))
+    found = (x for x in values if isinstance(x, Variable) or is_array(x))
+    return {id(leaf): leaf for leaf in found}.values()
 
 
 def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
