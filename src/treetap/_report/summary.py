@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treetap._core.display import Size, readable_bytes
+from treetap._core.display import Size, in_thousands, readable_bytes
 from treetap._core.paths import Path
 from treetap._core.trees.pytree import kind_name
 from treetap._core.variables.metadata import REQUIRED
@@ -142,14 +142,7 @@ HIGHLIGHTS = {
 
 def count_text(count: int | None) -> str:
     """A number of operations in powers of a thousand; `-` if it is not known."""
-    if count is None:
-        return "-"
-    size = float(count)
-    for unit in ("", " K", " M", " G", " T"):
-        if size < 999.95:
-            return f"{size:.1f}{unit}" if unit else str(count)
-        size /= 1000
-    return f"{size:.1f} P"
+    return "-" if count is None else in_thousands(count, ("", "K", "M", "G", "T", "P"))
 
 
 def labels(rows: Sequence[Row], compact: bool, root: str = "") -> list[str]:
