@@ -16,6 +16,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
@@ -27,9 +28,9 @@ from treetap._cli.failures import (
     message_of,
     place_of,
 )
-from treetap._cli.inputs import inputs_for, load_into
+from treetap._cli.inputs import inputs_from, load_into
 from treetap._cli.programs import How, Program, program_of
-from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
+from treetap._cli.targets import Case, case_of, refuse_misfit
 from treetap._io.files import require_place
 
 
@@ -110,19 +111,20 @@ class Request(NamedTuple):
         """Whether anything is said of inputs or weights, but perhaps the seed."""
         return bool(self.inputs or self.shape or self.weights or self.cast)
 
-    def prepared(self, target: str, *, abstract: bool = False) -> tuple[Case, Inputs]:
+    def case(self, target: str, *, abstract: bool = False) -> Case:
         """Imports a TARGET, and makes its inputs ready."""
         case = case_of(target)
         if self.weights is not None:
             load_into(case, self.weights, cast=self.cast)
-        inputs = inputs_for(case, self.inputs, self.shape, self.seed, abstract=abstract)
-        refuse_misfit(case, inputs)
-        return case, inputs
+        given = inputs_from(self.inputs, self.shape, self.seed, abstract=abstract)
+        case = case if given is None else replace(case, inputs=given)
+        refuse_misfit(case)
+        return case
 
     def program(self, target: str, *, grads: bool, how: How) -> Program:
         """What to run for a TARGET; from shapes alone if it is only traced."""
-        case, inputs = self.prepared(target, abstract=how == "traced")
-        return program_of(case, inputs, grads=grads, how=how)
+        case = self.case(target, abstract=how == "traced")
+        return program_of(case, grads=grads, how=how)
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:

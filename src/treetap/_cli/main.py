@@ -233,7 +233,7 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
 def summary(request: Request, target: str, *, depth: int | None) -> int:
     """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
     with request.working(f"Tracing {target}"):
-        case, inputs = request.prepared(target, abstract=True)
+        case = request.case(target, abstract=True)
         if case.owner is None:
             raise Failure(
                 f"{target} is a function, and a summary is of a Module. Return the "
@@ -241,10 +241,10 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
             )
         found = summary_of(
             case.owner,
-            *inputs.args,
+            *case.inputs.args,
             method="__call__" if case.owner is case.call else case.call.__name__,
             depth=depth,
-            **inputs.kwargs,
+            **case.inputs.kwargs,
         )
     request.answer({"target": target, **found.to_dict()}, found)
     return 0

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._cli.failures import Failure
-from treetap._cli.targets import Case, Inputs
+from treetap._cli.targets import Case
 from treetap._core.trees.attributes import Node
 from treetap._transforms.grad import value_and_grad
 from treetap._transforms.jit import jit
@@ -41,40 +41,37 @@ class Program(NamedTuple):
     note: str = ""
 
 
-def program_of(
-    case: Case, inputs: Inputs, *, grads: bool = False, how: How = "eager"
-) -> Program:
+def program_of(case: Case, *, grads: bool = False, how: How = "eager") -> Program:
     """What to run for a case.
 
     Args:
         case: The case.
-        inputs: What it is called with.
         grads: Whether to differentiate its loss.
         how: `"jit"` to compile it as a whole, `"traced"` if JAX will trace it anyway:
             then flags and other constants are no arguments; or `"eager"`.
     """
     if grads:
-        made = _differentiated(case, inputs)
+        made = _differentiated(case)
     elif how == "eager":
-        made = Program(case.call, *inputs)
+        made = Program(case.call, *case.inputs)
     else:
-        made = _applied(case, inputs)
+        made = _applied(case)
     if how == "eager":
         return made
     made = _with_constants(made)
     return made._replace(fn=jit(made.fn, graph=True)) if how == "jit" else made
 
 
-def _differentiated(case: Case, inputs: Inputs) -> Program:
+def _differentiated(case: Case) -> Program:
     """The value and gradient of a case's loss."""
     owner = case.owner
     if case.loss is None:
-        call, args, *_ = _applied(case, inputs)
+        call, args, *_ = _applied(case)
         loss, told = mean_square(call), MEAN_SQUARE
         note = f"No loss was given: gradients are those of {MEAN_SQUARE}."
     else:
         loss, told, note = _single(case.loss, case.name), "the target's loss", ""
-        args = (case.call, *inputs.args)
+        args = (case.call, *case.inputs.args)
         if owner is not None and owner is not case.call:
             raise Failure(
                 f"{case.name}: a loss is of the Module, and the model returned is a "
@@ -89,7 +86,7 @@ def _differentiated(case: Case, inputs: Inputs) -> Program:
         )
     argnums = where[0] if len(where) == 1 else tuple(where)
     fn = value_and_grad(loss, argnums=argnums, graph=True)
-    return Program(fn, args, inputs.kwargs, told, note)
+    return Program(fn, args, case.inputs.kwargs, told, note)
 
 
 def _with_constants(program: Program) -> Program:
@@ -118,14 +115,17 @@ def _is_constant(value: Any) -> bool:
     return jax.tree_util.all_leaves([value]) and not is_number
 
 
-def _applied(case: Case, inputs: Inputs) -> Program:
+def _applied(case: Case) -> Program:
     """The call, with its Module, if it has one, as the first argument."""
+    args, kwargs = case.inputs
     if case.owner is None:
-        return Program(case.call, *inputs)
-    args = (case.owner, *inputs.args)
-    if inspect.ismethod(case.call):
-        return Program(case.call.__func__, args, inputs.kwargs)
-    return Program(lambda model, *x, **named: model(*x, **named), args, inputs.kwargs)
+        return Program(case.call, args, kwargs)
+    fn = case.call.__func__ if inspect.ismethod(case.call) else _call
+    return Program(fn, (case.owner, *args), kwargs)
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 def _is_differentiable(arg: Any) -> bool:

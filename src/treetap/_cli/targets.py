@@ -37,6 +37,9 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
+NONE = Inputs()
+
+
 @dataclass(frozen=True)
 class Case:
     """What a TARGET stands for.
@@ -44,13 +47,13 @@ class Case:
     Attributes:
         name: The TARGET, as it was written.
         call: What is called: a Module, or a function.
-        inputs: What it is called with; None if that was not told.
+        inputs: What it is called with.
         loss: `loss(call, *inputs)`, a single number; None if there is none.
     """
 
     name: str
     call: Callable[..., Any]
-    inputs: Inputs | None = None
+    inputs: Inputs = NONE
     loss: Callable[..., Any] | None = None
 
     @property
@@ -207,9 +210,9 @@ def _case_from(returned: Any, target: str) -> Case:
     return Case(target, call, _inputs_from(inputs, target), loss)
 
 
-def _inputs_from(inputs: Any, target: str) -> Inputs | None:
+def _inputs_from(inputs: Any, target: str) -> Inputs:
     if inputs is None:
-        return None
+        return NONE
     if isinstance(inputs, tuple | list):
         return Inputs(tuple(inputs))
     if isinstance(inputs, Mapping):
@@ -227,17 +230,18 @@ def _inputs_from(inputs: Any, target: str) -> Inputs | None:
     )
 
 
-def refuse_misfit(case: Case, inputs: Inputs) -> None:
+def refuse_misfit(case: Case) -> None:
     """Refuses inputs that a call does not take, before it is called."""
+    args, kwargs = case.inputs
     try:
         signature = inspect.signature(case.call)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*inputs.args, **inputs.kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [f"{len(inputs.args)} by position"] if inputs.args else []
-        given += [f"{key!r}" for key in inputs.kwargs]
+        given = [f"{len(args)} by position"] if args else []
+        given += [f"{key!r}" for key in kwargs]
         names = ", ".join(given) or "none"
         raise Failure(
             f"{case.name}: the call takes {signature}, and the inputs do not fit "
