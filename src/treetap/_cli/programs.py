@@ -143,15 +143,13 @@ def mean_square(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     def loss(*args: Any, **kwargs: Any) -> jax.Array:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(fn(*args, **kwargs))]
         leaves = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-        count = sum(leaf.size for leaf in leaves)
+        count = sum(x.size for x in leaves)
         if not count:
             raise Failure(
                 "--grads: the call has no floating output to take a loss of. Return "
                 "`(model, inputs, loss)` from the factory."
             )
-        wide = [
-            leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves
-        ]
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
         return sum((jnp.sum(jnp.abs(x) ** 2) for x in wide), jnp.zeros(())) / count
 
     return loss

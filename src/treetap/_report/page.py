@@ -181,7 +181,7 @@ def _page(name: str) -> str:
 
 def _records(records: Any) -> list[Record]:
     is_many = isinstance(records, Iterable) and not isinstance(records, Record)
-    held = list(records) if is_many else [records]
+    held: list[Any] = list(records) if is_many else [records]
     for record in held:
         if not isinstance(record, Record):
             raise TypeError(
