@@ -3,7 +3,7 @@
 
 `command` makes one of a function, whose result is the exit code. What the shared
 options ask for comes to it as a `Request`, which imports the TARGET, makes its inputs
-ready, and writes the answer for people or as JSON. Whatever goes wrong is told in one
+ready, and writes the answer for people or as JSON. Whatever goes wrong ends in one
 message.
 """
 
@@ -88,7 +88,7 @@ ENDS = [
 
 
 class Request(NamedTuple):
-    """What is asked for by the options that all commands have.
+    """The values of the options that all commands have.
 
     Attributes:
         inputs: A file of inputs.
@@ -108,7 +108,7 @@ class Request(NamedTuple):
 
     @property
     def has_inputs(self) -> bool:
-        """Whether anything is said of inputs or weights, but perhaps the seed."""
+        """Whether any option for inputs or weights is given, other than the seed."""
         return bool(self.inputs or self.shape or self.weights or self.cast)
 
     def case(self, target: str, *, abstract: bool = False) -> Case:
@@ -128,7 +128,7 @@ class Request(NamedTuple):
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Long work: told on a terminal. What others print is kept out of JSON."""
+        """Shows on a terminal what is going on; keeps what others print out of JSON."""
         aside = contextlib.redirect_stdout(sys.stderr)
         with aside if self.as_json else contextlib.nullcontext(), waiting(text):
             yield
@@ -154,7 +154,7 @@ def command(
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
-    Its help is the function's docstring, and what that of `case_of` says of TARGETs.
+    Its help is the function's docstring, and the part on TARGETs of that of `case_of`.
 
     Args:
         short: What it does, for the list of commands.

@@ -110,7 +110,7 @@ def trained(
         steps: How many steps.
         seed: Of weights and batches.
         select: Which sites to look at.
-        report: Told the step and its loss, after each.
+        report: Called with the step and its loss, after each.
     """
     import optax
 

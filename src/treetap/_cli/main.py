@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `treetap` can be asked to do: its commands.
+"""The commands of `treetap`.
 
-Each command imports a TARGET, runs what is asked for, prints a table or JSON, and ends
+Each command imports a TARGET, does its work, prints a table or JSON, and ends
 with 0 if all is well, 1 if it found what it looks for, 2 if it could not be done.
 """
 
@@ -136,19 +136,19 @@ def inspect(
         for path in out:
             write_output(path, seen, target or "A small poet")
     notes = [*seen.notes, *(f"Wrote {path}." for path in out)]
-    found = {"target": target, **look_dict(seen.look), **seen.told, "out": list(out)}
+    found = {"target": target, **look_dict(seen.look), **seen.extra, "out": list(out)}
     request.answer(found, *look_shown(seen.look, seen.title, notes))
     return 0 if seen.look.first is None else FOUND
 
 
 class Seen(NamedTuple):
-    """What `inspect` has to tell.
+    """What `inspect` shows.
 
     Attributes:
         look: The figures.
         title: What it is of.
-        notes: What to tell people at the end.
-        told: What else to tell programs.
+        notes: Lines for people, at the end.
+        extra: More for JSON.
         records: What a report is of; the last one is the look's.
         steps: When each was made, in a training.
     """
@@ -156,7 +156,7 @@ class Seen(NamedTuple):
     look: Look
     title: str
     notes: list[str]
-    told: dict[str, Any]
+    extra: dict[str, Any]
     records: Sequence[Record]
     steps: Sequence[int] | None = None
 
@@ -167,22 +167,22 @@ def run_target(
     """Runs a program, and looks at it."""
     look = observed(program, select, grads=grads, reduce=reduce)
     notes = [program.note] if program.note else []
-    told = {"loss_of": program.loss or None, "notes": notes}
+    extra = {"loss_of": program.loss or None, "notes": notes}
     title = f"{target}: {many(len(look.rows), 'site')}"
     title += f", {readable_bytes(sum(row.site.nbytes for row in look.rows))}"
     title += "" if look.loss is None else f", loss {number_text(look.loss)}"
-    return Seen(look, title, notes, told, [look.record])
+    return Seen(look, title, notes, extra, [look.record])
 
 
 def run_demo(request: Request, steps: int, select: Any) -> Seen:
     """Trains the built-in model, and looks at it."""
     with progress_of() as progress:
-        task = progress.add_task("Training", total=steps, told="")
+        task = progress.add_task("Training", total=steps, state="")
 
-        def tell(step: int, loss: float) -> None:
-            progress.update(task, completed=step, told=f"loss {loss:.3f}")
+        def show(step: int, loss: float) -> None:
+            progress.update(task, completed=step, state=f"loss {loss:.3f}")
 
-        found = trained(steps, request.seed, select, tell)
+        found = trained(steps, request.seed, select, show)
     with request.working("Writing a poem"):
         text = written(found.model, "'Twas", 60)
         look = look_at(found.records[-1], found.losses[-1])
@@ -192,9 +192,9 @@ def run_demo(request: Request, steps: int, select: Any) -> Seen:
         f"It writes: {' / '.join(text.splitlines())}",
         "A report is a page to open in a browser.",
     ]
-    told = {"losses": found.losses, "steps": found.steps, "written": text}
+    extra = {"losses": found.losses, "steps": found.steps, "written": text}
     title = f"A character transformer after {steps} steps on a poem"
-    return Seen(look, title, notes, told, found.records, found.steps)
+    return Seen(look, title, notes, extra, found.records, found.steps)
 
 
 def write_output(path: str, seen: Seen, title: str) -> None:
@@ -273,9 +273,9 @@ def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> in
         run = blame_fn(program.fn, everywhere=everywhere)
         found = run(*program.args, **program.kwargs)
     about = {key: json_number(value) for key, value in asdict(found).items()}
-    told = {"target": target, "found": bool(found), "text": str(found)}
+    verdict = {"target": target, "found": bool(found), "text": str(found)}
     request.answer(
-        {**told, **about, "path": [*map(str, found.path)]},
+        {**verdict, **about, "path": [*map(str, found.path)]},
         Text(str(found), "bold red" if found else "green"),
         Text(program.note) if program.note else None,
     )
@@ -300,8 +300,8 @@ def by_site(_: click.Context, option: click.Parameter, texts: Texts) -> dict[str
         sites, equals, value = text.partition("=")
         key, value = (sites, value) if equals else ("**", text)
         if not value or key in found:
-            told = "twice" if value else "no value"
-            raise Failure(f"{option.opts[0]} {text!r}: {told}.")
+            reason = "twice" if value else "no value"
+            raise Failure(f"{option.opts[0]} {text!r}: {reason}.")
         found[key] = value
     return dict(sorted(found.items(), key=lambda pair: pair[0] == "**"))
 

@@ -67,10 +67,10 @@ def _differentiated(case: Case) -> Program:
     owner = case.owner
     if case.loss is None:
         call, args, *_ = _applied(case)
-        loss, told = mean_square(call), MEAN_SQUARE
+        loss, name = mean_square(call), MEAN_SQUARE
         note = f"No loss was given: gradients are those of {MEAN_SQUARE}."
     else:
-        loss, told, note = _single(case.loss, case.name), "the target's loss", ""
+        loss, name, note = _single(case.loss, case.name), "the target's loss", ""
         args = (case.call, *case.inputs.args)
         if owner is not None and owner is not case.call:
             raise Failure(
@@ -86,7 +86,7 @@ def _differentiated(case: Case) -> Program:
         )
     argnums = where[0] if len(where) == 1 else tuple(where)
     fn = value_and_grad(loss, argnums=argnums, graph=True)
-    return Program(fn, args, case.inputs.kwargs, told, note)
+    return Program(fn, args, case.inputs.kwargs, name, note)
 
 
 def _with_constants(program: Program) -> Program:

@@ -3,7 +3,8 @@
 
 Names are compared as they are written, then with `/` as `.` and without `:__call__`, so
 that `blocks/0/attn:__call__` is PyTorch's `blocks.0.attn`. Rules rename, as those of
-`load_weights` do, and may have steps; layouts turn axes. What has no partner is told.
+`load_weights` do, and may have steps; layouts turn axes. What has no partner is
+listed.
 """
 
 import itertools
@@ -137,7 +138,7 @@ class Aligner:
                 raise refuse_nothing(select, texts, "compare: `layout`")
 
     def _source(self, entry: Entry) -> Source:
-        """What the first rule that matches says; without a call index, for each."""
+        """The first rule that matches; without the index of a call it is for all."""
         forms = entry.text, without_call(entry.text)
         texts = [text for form in forms for text in (form, _CALL.sub("", form))]
         found = [self._rules.find((text,)) for text in texts]
@@ -162,7 +163,7 @@ class _Match:
     """One entry of `a`, and the entries of `b` that it is to be compared with.
 
     Without steps in its rule it has one partner; a stack has one for each layer. Steps
-    are undone from the shape in `a`, so that tells the shape of each. If they cannot
+    are undone from the shape in `a`, which gives the shape of each. If they cannot
     give that shape there is a misfit, and only the first partner is looked for.
 
     Attributes:
@@ -201,7 +202,7 @@ class _Match:
         return self._source.rule is not None and not self._source.tensor.is_optional
 
     def _some_bound(self) -> Bound:
-        """Some meaning for names in braces when shapes do not tell."""
+        """Some meaning for names in braces where the shape of `a` gives none."""
         gathered = [step for step in self._steps if isinstance(step, Gathered)]
         labels = {str(step.field): (step.over or "0")[0] for step in gathered}
         return {**self._source.bound, **labels}
@@ -215,8 +216,8 @@ class _Match:
             return self._called(first, self._turn)
         for found, shape in self.pieces:
             if not is_fold(found.shape, shape):
-                told = f"{shown(found.text)} has {found.shape}, and {shape} is needed"
-                reason = told if self._steps else "their shapes differ"
+                lack = f"{shown(found.text)} has {found.shape}, and {shape} is needed"
+                reason = lack if self._steps else "their shapes differ"
                 return Pair(self.entry, first, reason)
         entries = (found for found, _ in self.pieces)
         made = _assembled(self._steps, self.entry.shape, entries)

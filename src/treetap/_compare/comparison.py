@@ -68,7 +68,7 @@ class Difference:
         unequal: How many numbers are not the same.
         size: How many there are.
         limit: What `relative` may be.
-        floor: What `relative` is from rounding alone, if `noise` told it.
+        floor: What `relative` is from rounding alone, if there is `noise`.
         reason: Why the site counts as different; empty when it does not.
     """
 
@@ -183,12 +183,12 @@ class Comparison:
 
     def __repr__(self) -> str:
         first = self.first
-        told = self._title()
+        text = self._title()
         if first is not None:
-            told += f"; first {first.site}, relative {_number(first.relative)}"
+            text += f"; first {first.site}, relative {_number(first.relative)}"
         alone = len(self.only_a), len(self.only_b)
-        told += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
-        return f"Comparison({told})"
+        text += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
+        return f"Comparison({text})"
 
 
 def _listing(lines: Sequence[Difference]) -> Listing:

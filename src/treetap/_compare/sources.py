@@ -100,7 +100,7 @@ def side_of(given: Any, what: str) -> Side:
 def by_selector(given: Any) -> list[tuple[Select, Any]]:
     """An option for all sites, or for those of some selectors, as rules to go through.
 
-    Where it is None, nothing is said of these sites.
+    Rules that are None are left out.
     """
     rules = given if isinstance(given, Mapping) else {"**": given}
     return [
@@ -220,11 +220,11 @@ def _of_file(path: str | os.PathLike[str]) -> Side:
 
 
 def _ordered(stored: Mapping[str, Any], text: str | None) -> list[str]:
-    """Names in the order in which they were computed, as far as a file tells."""
+    """Names in the order in which they were computed, if the file has it."""
     try:
         order = json.loads(text or "[]")
     except (ValueError, RecursionError):
         order = []
     names = order if isinstance(order, list) else []
-    told = [key for key in names if isinstance(key, str) and key in stored]
-    return [*dict.fromkeys([*told, *sorted(stored)])]
+    known = [key for key in names if isinstance(key, str) and key in stored]
+    return [*dict.fromkeys([*known, *sorted(stored)])]

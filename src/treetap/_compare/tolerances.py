@@ -7,7 +7,7 @@ are equal when both are the same; one that has no equal makes every distance inf
 
 `Limits` says when two arrays count as different. Without more knowledge the limit
 depends on the type of numbers. A third run of the same computation, in float64 or in
-another order, tells what rounding alone does to each site: then the limit is a multiple
+another order, shows what rounding alone does to each site: then the limit is a multiple
 of that.
 """
 
@@ -223,8 +223,8 @@ class Limits:
             least = 0.0 if is_exact(dtype) else float(jnp.finfo(dtype).eps) / 2
             relative = self._factor * max(floor.relative, least)
             return relative, self._factor * max(floor.peak, 2 * least)
-        told = (value for select, value in self._rules if select(a.site))
-        relative = float(next(told, usual(dtype)))
+        given = (value for select, value in self._rules if select(a.site))
+        relative = float(next(given, usual(dtype)))
         return relative, PEAK * relative
 
     def why(self, found: Measures, relative: float, peak: float) -> str:

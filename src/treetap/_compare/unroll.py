@@ -15,7 +15,7 @@ from typing import NamedTuple
 from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._compare.sources import Entry
 
-MOST = 4096  # iterations that are told apart: of layers, not of tokens
+MOST = 4096  # iterations that become pairs of their own: of layers, not of tokens
 
 
 class Pair(NamedTuple):
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells pairs apart: the name in the first side, and the part."""
+        """A name for the pair: the name in the first side, and the part."""
         return self.a.text, self.a.part
 
 

@@ -2,8 +2,8 @@
 """FLOPs: how many operations a call of a method takes, as XLA counts them.
 
 The method is lowered alone, for the types it was called with, and XLA's analysis of the
-lowered program is asked; nothing is compiled or run. XLA counts what is inside a loop
-once: the iterations of a `scan` are added here. What is inside a `while` stays at one,
+lowered program gives the number; nothing is compiled or run. XLA counts the body of a
+loop once: the other iterations of a `scan` are added here. Those of a `while` are not,
 since nobody knows how often it runs.
 """
 
@@ -33,7 +33,7 @@ class Flops:
         self._known = functools.cache(_counted)
 
     def forward(self, note: Note) -> int | None:
-        """FLOPs of a call; None if XLA does not tell."""
+        """FLOPs of a call; None if XLA gives none."""
         return self._of(_forward, note.given)
 
     def backward(self, note: Note) -> int | None:
@@ -111,7 +111,7 @@ def _by_xla(body: Body) -> float:
 
 
 def _analysis(fn: Callable[..., Any], given: list[Any]) -> Any:
-    """What XLA says of a function that is lowered for the device in use, or None."""
+    """XLA's analysis of a function, lowered for the device in use, or None."""
     lowered = jax.jit(fn).lower(*given)
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
         return lowered.cost_analysis()

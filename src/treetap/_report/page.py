@@ -59,7 +59,7 @@ class Report:
 
     Attributes:
         title: What is at its top.
-        verdict: What it says first: whether all was finite, and what was not.
+        verdict: Its first line: whether all was finite, and what was not.
         payload: All that the page shows, as dicts, lists, texts and numbers.
     """
 
@@ -101,7 +101,9 @@ class Report:
                 # A lone surrogate in a name is no reason to lose the report.
                 beside.write_bytes(self.html.encode("utf-8", "replace"))
         except OSError as error:
-            if error.strerror is None:  # what it says is for people already
+            if (
+                error.strerror is None
+            ):  # raised by `written_whole`, with a text for people
                 raise
             raise type(error)(
                 f"Report.save: {path} could not be written: {error.strerror}. Choose a "
@@ -235,8 +237,8 @@ def _verdict_text(
     return f"{verdict['text']} {site}{at} ({verdict['troubles']})"
 
 
-# The payload: what the page is told, as dicts, lists, texts and numbers. What was not
-# measured is left out.
+# The payload: what the page gets to show, as dicts, lists, texts and numbers. What was
+# not measured is left out.
 
 
 def _entries(

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         total: How many tiles there could be.
         block: How many rows and columns go into one byte.
         size: Rows and columns of a tile.
-        is_attention: Whether rows are shares of one.
+        is_attention: Whether rows sum up to one: then the scale begins at zero.
     """
 
     axes: tuple[str, ...]
@@ -116,7 +116,7 @@ def _narrowed(value: Any) -> np.ndarray:
 
 
 def _is_attention(value: Any, figures: Figures | None) -> bool:
-    """Whether rows are shares of one; measured only if the figures allow it."""
+    """Whether rows sum up to one, as in attention; measured if the figures allow it."""
     is_floating = jnp.issubdtype(value.dtype, jnp.floating)
     if value.ndim < 3 or value.shape[-1] < 2 or not is_floating:
         return False
@@ -128,7 +128,7 @@ def _is_attention(value: Any, figures: Figures | None) -> bool:
 
 
 def _plan(value: Any, loops: int, figures: Figures | None) -> Plan:
-    """How a value is cut: its first axes tell iterations apart."""
+    """Says how a value is cut, whose first axes are those of loops."""
     *lead, rows, columns = value.shape
     loops = min(loops, len(lead))
     is_attention = _is_attention(value, figures)
@@ -228,7 +228,7 @@ def _are_shares(value: Any) -> Any:
 
 
 def _picture(text: str, plan: Plan, means: np.ndarray) -> dict[str, Any]:
-    """What the page is told."""
+    """A picture as the payload of a page has it."""
     codes, scale = _coded(means, is_share=plan.is_attention)
     rows, columns = plan.size
     return {

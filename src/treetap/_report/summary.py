@@ -350,7 +350,7 @@ def _columns_of(
     sizes: Sequence[tuple[str, Size]],
     compact: bool,
 ) -> list[Column]:
-    """The columns of `tabulate`: what rows tell, then one for each kind of Variable."""
+    """The columns of `tabulate`: the call, its FLOPs, and each kind of Variable."""
     from rich.text import Text
 
     def short(text: str) -> str:
@@ -387,9 +387,9 @@ def _variable_text(name: str, value: Any) -> str:
         return f"{name}: {text_of(value)}"
     text = text_of(value.get_raw_value())
     hidden = {*REQUIRED, "mesh"}
-    told = {k: x for k, x in value.get_metadata().items() if k not in hidden}
-    if not told and "\n" not in text:
+    metadata = {k: x for k, x in value.get_metadata().items() if k not in hidden}
+    if not metadata and "\n" not in text:
         return f"{name}: {text}"
     body = text.replace("\n", "\n    ")
-    lines = [f"  {key}: {told[key]}" for key in sorted(told)]
+    lines = [f"  {key}: {metadata[key]}" for key in sorted(metadata)]
     return "\n".join([f"{name}:", *lines, f"  value: {body}"])
