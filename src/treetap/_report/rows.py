@@ -99,17 +99,18 @@ def parameters_of(leaves: Iterable[Any]) -> Size:
     return size_of(raw_values(value for value in leaves if isinstance(value, Param)))
 
 
-def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """Variables and arrays that an object holds itself, in containers too."""
+def own_leaves(value: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """Variables and arrays that an object holds itself, in containers too.
 
-    def visit(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Variable) or is_array(value):
-            yield "/".join(map(str, path)), value
-        elif not path or isinstance(value, List | Dict) or not isinstance(value, Node):
-            for key, child in zip(*(opened(value) or ((), ()))):
-                yield from visit((*path, key), child)
-
-    return visit((), node)
+    Args:
+        value: The object, or what was found in it.
+        path: Where in the object that was.
+    """
+    if isinstance(value, Variable) or is_array(value):
+        yield "/".join(map(str, path)), value
+    elif not path or isinstance(value, List | Dict) or not isinstance(value, Node):
+        for key, child in zip(*(opened(value) or ((), ()))):
+            yield from own_leaves(child, (*path, key))
 
 
 def rows_of(
