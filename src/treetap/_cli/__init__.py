@@ -9,7 +9,8 @@ The road of a command, file by file:
 - `targets`: imports what a TARGET names. `inputs`: arrays for it, and weights.
   `programs`: what is run then, the call or the gradient of a loss.
 - `figures`: what was seen, as a table and as JSON. `console`: where it is printed.
-- `demo`: the built-in model, for when there is no TARGET yet.
+- `demo`: the built-in model, for when there is no TARGET yet. It learns the poem in
+  `jabberwocky.txt`.
 - `run_nnx`: a program written for flax.nnx, run with treetap in flax's place.
 
 Only `treetap.__main__` imports this folder.
