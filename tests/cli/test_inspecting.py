@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """inspect: figures of users' models, of the examples, and of the built-in one."""
 
-import json
 import math
 import os
 import types
@@ -15,7 +14,6 @@ from rich.cells import cell_len
 
 import treetap as tt
 from treetap._cli import main
-from treetap._cli.command import Request
 from treetap._cli.figures import look_at
 from treetap._core.wording import json_number
 
@@ -104,19 +102,18 @@ def test_bits_say_that_something_is_not_finite_but_not_what():
     assert "(not finite" in look.verdict
 
 
-def test_the_built_in_model_as_json(monkeypatch, capsys):
+def test_the_built_in_model_as_json(monkeypatch, tmp_path):
     """All but the training, which takes a while."""
-    out, record = tt.observe(lambda x: tt.tap(x * 2, "doubled"))(jnp.ones(2))
+    _, record = tt.observe(lambda x: tt.tap(x * 2, "doubled"))(jnp.ones(2))
     found = types.SimpleNamespace(
-        records=[record], losses=[3.0, 2.0], steps=[0, 1], model=out
+        records=[record] * 2, losses=[3.0, 2.0], steps=[0, 1], model=None
     )
     monkeypatch.setattr(main, "trained", lambda *_: found)
     monkeypatch.setattr(main, "written", lambda *_: "'Twas brillig")
-    request = Request(None, (), 0, None, cast=False, as_json=True)
-    assert main.show_demo(request, 1, None, ()) == 0
-    told = json.loads(capsys.readouterr().out)
+    out = str(tmp_path / "poet.html")
+    told = loaded("inspect", "--out", out)
     assert told["written"] == "'Twas brillig"
-    assert (told["losses"], told["steps"], told["out"]) == ([3.0, 2.0], [0, 1], [])
+    assert (told["losses"], told["steps"], told["out"]) == ([3.0, 2.0], [0, 1], [out])
     assert [row["site"] for row in told["sites"]] == ["doubled"]
 
 

@@ -15,6 +15,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from command_line import passed, refused, run
 
 from meshes import devices_of
 from treetap._cli import run_nnx as running
@@ -60,7 +61,7 @@ def test_every_program_is_recorded():
 def test_programs_print_what_they_print_under_flax(name, capsys):
     if name == "sharded":
         devices_of(8)
-    assert running.run(str(PROGRAMS / f"{name}.py"), []) == 0
+    running.run(str(PROGRAMS / f"{name}.py"), [])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(RECORDED[name])
     # JAX 0.12 draws normal numbers that differ in the last bit from those recorded.
@@ -83,7 +84,7 @@ def test_a_program_is_main_with_its_arguments_and_folder(tmp_path, capsys):
     )
     script = write(tmp_path, text)
     argv, path, main = sys.argv, sys.path[:], sys.modules["__main__"]
-    assert running.run(script, ["--rate", "0.1"]) == 0
+    running.run(script, ["--rate", "0.1"])
     assert capsys.readouterr().out.splitlines() == [
         "__main__ ['--rate', '0.1'] beside",
         "True",
@@ -100,7 +101,7 @@ def test_a_module_runs_by_its_name(tmp_path, capsys, monkeypatch):
     write(package, "", "__init__.py")
     write(package, "import sys; print(__package__, sys.argv[1:])", "__main__.py")
     monkeypatch.chdir(tmp_path)
-    assert running.run("package_to_run", ["x"], module=True) == 0
+    running.run("package_to_run", ["x"], module=True)
     assert capsys.readouterr().out == "package_to_run ['x']\n"
 
 
@@ -112,49 +113,50 @@ def test_a_module_runs_by_its_name(tmp_path, capsys, monkeypatch):
         ("import sys; sys.exit('no luck')", 1, "no luck\n"),
     ],
 )
-def test_the_exit_code_is_the_programs(tmp_path, capsys, text, code, said):
-    assert running.run(write(tmp_path, text), []) == code
-    assert capsys.readouterr().err == said
+def test_the_exit_code_is_the_programs(tmp_path, text, code, said):
+    assert passed("run-nnx", write(tmp_path, text), code=code) == said
 
 
-def test_an_error_is_shown_with_the_programs_frames_alone(tmp_path, capsys):
+def shown_by(*args, code):
+    """What is shown of a program that ends with a code."""
+    result = run("run-nnx", *args)
+    assert result.exit_code == code
+    return result.stderr
+
+
+def test_an_error_is_shown_with_the_programs_frames_alone(tmp_path):
     text = "def fail():\n    return 1 / 0\n\nfail()\n"
     script = write(tmp_path, text)
-    assert running.run(script, []) == 1
-    shown = capsys.readouterr().err
+    shown = shown_by(script, code=1)
     assert shown.startswith(f'Traceback (most recent call last):\n  File "{script}"')
     assert "ZeroDivisionError" in shown
     assert "runpy" not in shown
     assert "running.py" not in shown
 
 
-def test_a_program_with_an_error_of_syntax_is_shown_as_python_shows_it(
-    tmp_path, capsys
-):
-    assert running.run(write(tmp_path, "def ("), []) == 1
-    shown = capsys.readouterr().err
+def test_a_program_with_an_error_of_syntax_is_shown_as_python_shows_it(tmp_path):
+    shown = shown_by(write(tmp_path, "def ("), code=1)
     assert "program.py" in shown
     assert "SyntaxError" in shown
     assert "runpy" not in shown
 
 
-def test_ctrl_c_in_a_program_is_an_interruption(tmp_path, capsys):
-    assert running.run(write(tmp_path, "raise KeyboardInterrupt"), []) == 130
-    assert "KeyboardInterrupt" in capsys.readouterr().err
+def test_ctrl_c_in_a_program_is_an_interruption(tmp_path):
+    script = write(tmp_path, "raise KeyboardInterrupt")
+    assert "KeyboardInterrupt" in shown_by(script, code=130)
 
 
-def test_what_is_not_there_is_named(tmp_path, capsys):
+def test_what_is_not_there_is_named(tmp_path):
     script = write(tmp_path, "from flax import linen as nn")
-    assert running.run(script, []) == 1
-    shown = capsys.readouterr().err
+    shown = shown_by(script, code=1)
     assert "no flax.linen: treetap has NNX's Modules only" in shown
 
 
-def test_a_missing_file_or_module_is_refused(tmp_path, capsys):
-    assert running.run(str(tmp_path / "absent.py"), []) == 2
-    assert "run-nnx: there is no file" in capsys.readouterr().err
-    assert running.run("absent_module_of_nobody", [], module=True) == 2
-    assert "run-nnx: No module named" in capsys.readouterr().err
+def test_a_missing_file_or_module_is_refused(tmp_path):
+    text = refused("run-nnx", tmp_path / "absent.py")
+    assert text.startswith("run-nnx: there is no file")
+    text = refused("run-nnx", "-m", "absent_module_of_nobody")
+    assert text.startswith("run-nnx: No module named")
 
 
 def test_as_a_process_of_its_own(tmp_path):

@@ -677,3 +677,19 @@ def test_steps_that_do_not_fit_are_told_in_the_line():
     comparison = compare({"x": ONES}, {"u": ONES, "v": ONES}, rename=rules)
     assert "cannot give an axis of 2" in comparison.first.reason
     assert comparison.only_b == ("v",)
+
+
+def test_the_shape_of_a_single_number_is_told_as_it_is():
+    comparison = compare({"x": np.ones(1)}, {"x": np.ones(())})
+    assert comparison["x"].shapes == ((1,), ())
+
+
+def test_layers_of_a_stack_of_stacks_have_their_own_names():
+    value = np.arange(24.0).reshape(2, 3, 4)
+    a = Record((Site(value, path=("h",), name="__call__", wraps=("scan", "scan")),))
+    names = [f"g.{i}.h.{j}" for i in range(2) for j in range(3)]
+    b = dict(zip(names, value.reshape(6, 4)))
+    rules = {"h": tt.tensor("g.{i}.h.{j}").stack("j").stack("i")}
+    comparison = compare(a, b, rename=rules)
+    assert comparison
+    assert [each.other for each in comparison] == names

@@ -91,6 +91,7 @@ def test_abstract_values_print():
 def test_bytes_are_readable():
     assert readable_bytes(999) == "999 B"
     assert readable_bytes(1500) == "1.5 KB"
+    assert readable_bytes(999_999) == "1.0 MB"
     assert readable_bytes(2_500_000) == "2.5 MB"
     assert readable_bytes(3 * 10**9) == "3.0 GB"
     assert readable_bytes(5 * 10**12) == "5.0 TB"

@@ -189,11 +189,11 @@ def test_figures_are_those_of_the_record():
     assert figures["count"] == 200
     assert figures["mean"] == pytest.approx(value.mean(), rel=1e-4)
     assert figures["std"] == pytest.approx(value.std(), rel=1e-4)
-    assert figures["max"] == pytest.approx(abs(value).max(), rel=1e-4)
+    assert figures["abs_max"] == pytest.approx(abs(value).max(), rel=1e-4)
     assert figures["bars"]["edges"] == pytest.approx([value.min(), value.max()])
     counts, _ = np.histogram(value, bins=len(figures["bars"]["counts"]))
     assert np.abs(np.array(figures["bars"]["counts"]) - counts).max() <= 1
-    assert (figures["nan"], figures["inf"], figures["dead"]) == (0, 0, 0.0)
+    assert (figures["nan"], figures["infinite"], figures["dead"]) == (0, 0, 0.0)
 
 
 def test_a_site_says_what_it_is():

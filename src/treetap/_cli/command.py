@@ -3,7 +3,7 @@
 
 `command` makes one of a function, whose result is the exit code. What the shared
 options ask for comes to it as a `Request`, which imports the TARGET, makes its inputs
-ready, and writes the answer for people or as JSON. Whatever goes wrong is told in one
+ready, and writes the answer for people or as JSON. Whatever goes wrong ends in one
 message.
 """
 
@@ -16,38 +16,22 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
 
 from treetap._cli.console import console_of, waiting
 from treetap._cli.failures import (
-    BAD,
     INTERRUPTED,
     Failure,
     message_of,
     place_of,
 )
-from treetap._cli.inputs import inputs_for, load_into
+from treetap._cli.inputs import inputs_from, load_into
 from treetap._cli.programs import How, Program, program_of
-from treetap._cli.targets import Case, Inputs, case_of, refuse_misfit
-
-TARGET_HELP = """
-A TARGET is `package.module:factory` or `path/to/file.py:factory`. The current folder is
-importable; so is the folder of a file, as with `python file.py`.
-
-The factory is called without arguments, and returns
-
-\b
-  model                    a Module, a method of one, or any function
-  (model, inputs)          inputs: an array, a tuple or list of arguments,
-                           or a dict of arguments by name
-  (model, inputs, loss)    loss(model, *inputs) gives a single number
-
-A Module may stand in place of the factory. A function that needs arguments is itself
-what is called, with the inputs of --inputs or --shape. These take the place of those
-that a factory returns.
-"""
+from treetap._cli.targets import Case, case_of, refuse_misfit
+from treetap._io.files import require_place
 
 
 def option(name: str, text: str, **settings: Any) -> click.Option:
@@ -55,9 +39,9 @@ def option(name: str, text: str, **settings: Any) -> click.Option:
     return click.Option([name], help=text, **settings)
 
 
-def several(name: str, metavar: str, text: str) -> click.Option:
+def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option:
     """An option that may be repeated."""
-    return option(name, text, metavar=metavar, multiple=True)
+    return option(name, text, metavar=metavar, multiple=True, **settings)
 
 
 def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
@@ -67,11 +51,10 @@ def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Opt
 
 
 TARGET = click.Argument(["target"])
-SELECT = option(
+SELECT = several(
     "--select",
+    "SELECTOR",
     "Only some sites: 'blocks/*/attn', '**:attention_weights'. May be repeated.",
-    metavar="SELECTOR",
-    multiple=True,
     callback=lambda _, __, texts: texts[0] if len(texts) == 1 else list(texts) or None,
 )
 GRADS = flag("--grads", "Differentiate the loss, too.")
@@ -105,7 +88,7 @@ ENDS = [
 
 
 class Request(NamedTuple):
-    """What is asked for by the options that all commands have.
+    """The values of the options that all commands have.
 
     Attributes:
         inputs: A file of inputs.
@@ -125,26 +108,27 @@ class Request(NamedTuple):
 
     @property
     def has_inputs(self) -> bool:
-        """Whether anything is said of inputs or weights, but perhaps the seed."""
+        """Whether any option for inputs or weights is given, other than the seed."""
         return bool(self.inputs or self.shape or self.weights or self.cast)
 
-    def prepared(self, target: str, *, abstract: bool = False) -> tuple[Case, Inputs]:
+    def case(self, target: str, *, abstract: bool = False) -> Case:
         """Imports a TARGET, and makes its inputs ready."""
         case = case_of(target)
         if self.weights is not None:
             load_into(case, self.weights, cast=self.cast)
-        inputs = inputs_for(case, self.inputs, self.shape, self.seed, abstract=abstract)
-        refuse_misfit(case, inputs)
-        return case, inputs
+        given = inputs_from(self.inputs, self.shape, self.seed, abstract=abstract)
+        case = case if given is None else replace(case, inputs=given)
+        refuse_misfit(case)
+        return case
 
     def program(self, target: str, *, grads: bool, how: How) -> Program:
         """What to run for a TARGET; from shapes alone if it is only traced."""
-        case, inputs = self.prepared(target, abstract=how == "traced")
-        return program_of(case, inputs, grads=grads, how=how)
+        case = self.case(target, abstract=how == "traced")
+        return program_of(case, grads=grads, how=how)
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Long work: told on a terminal. What others print is kept out of JSON."""
+        """Shows on a terminal what is going on; keeps what others print out of JSON."""
         aside = contextlib.redirect_stdout(sys.stderr)
         with aside if self.as_json else contextlib.nullcontext(), waiting(text):
             yield
@@ -170,12 +154,14 @@ def command(
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
-    Its help is the function's docstring, and what a TARGET is.
+    Its help is the function's docstring, and the part on TARGETs of that of `case_of`.
 
     Args:
         short: What it does, for the list of commands.
         *options: Its own arguments and options.
     """
+
+    _, _, about_targets = (inspect.getdoc(case_of) or "").partition("\n\n")
 
     def made(fn: Callable[..., int]) -> click.Command:
         def run(**given: Any) -> int:
@@ -186,7 +172,7 @@ def command(
             fn.__name__,
             callback=guarded(run),
             params=[*options, *ENDS],
-            help=f"{inspect.getdoc(fn)}\n{TARGET_HELP}",
+            help=f"{inspect.getdoc(fn)}\n\n{about_targets}",
             short_help=short,
         )
 
@@ -201,7 +187,7 @@ def guarded(run: Callable[..., int]) -> Callable[..., None]:
     def call(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
             code = run(*args, **kwargs)
-        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+        except (click.UsageError, click.exceptions.Exit, BrokenPipeError):
             raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
@@ -211,8 +197,7 @@ def guarded(run: Callable[..., int]) -> Callable[..., None]:
                 raise  # rich's, when nobody reads on
             if debug:
                 traceback.print_exception(error)
-            click.echo(f"Error: {message_of(error)}", err=True)
-            code = BAD
+            raise Failure(message_of(error)) from error
         click.get_current_context().exit(code)
 
     return call
@@ -223,9 +208,6 @@ def refuse_output(path: str, suffixes: tuple[str, ...]) -> None:
     file = pathlib.Path(path)
     if file.suffix not in suffixes:
         raise Failure(f"--out {path}: a name that ends in {' or '.join(suffixes)}.")
-    if file.is_dir():
-        raise Failure(f"--out: {path} is a folder; name a file in it.")
-    if not file.parent.is_dir():
-        raise Failure(f"--out: there is no folder {file.parent}.")
+    require_place(file, "--out")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise Failure(f"--out: nothing can be written in the folder {file.parent}.")

@@ -40,7 +40,7 @@ def progress_of() -> Iterator["Progress"]:
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[state]}"),
     )
     shown = sys.stderr.isatty() and not console.is_dumb_terminal
     with Progress(
@@ -55,9 +55,9 @@ def progress_of() -> Iterator["Progress"]:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Says what is going on, while it is."""
+    """Shows what is going on, until it ends."""
     with progress_of() as progress:
-        progress.add_task(text, total=None, told="")
+        progress.add_task(text, total=None, state="")
         yield
 
 

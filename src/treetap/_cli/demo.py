@@ -6,6 +6,7 @@ model. It is trained in the plainest way the library has, and looked at now and 
 """
 
 from collections.abc import Callable
+from importlib import resources
 from typing import Any, NamedTuple
 
 import jax
@@ -28,27 +29,7 @@ from treetap._transforms.grad import value_and_grad
 from treetap._transforms.jit import jit
 
 # Lewis Carroll, "Jabberwocky", 1871.
-POEM = """\
-'Twas brillig, and the slithy toves
-Did gyre and gimble in the wabe:
-All mimsy were the borogoves,
-And the mome raths outgrabe.
-
-"Beware the Jabberwock, my son!
-The jaws that bite, the claws that catch!
-Beware the Jubjub bird, and shun
-The frumious Bandersnatch!"
-
-He took his vorpal sword in hand;
-Long time the manxome foe he sought-
-So rested he by the Tumtum tree
-And stood awhile in thought.
-
-And, as in uffish thought he stood,
-The Jabberwock, with eyes of flame,
-Came whiffling through the tulgey wood,
-And burbled as it came!
-"""
+POEM = resources.files("treetap._cli").joinpath("jabberwocky.txt").read_text("utf-8")
 LETTERS = sorted(set(POEM))
 NUMBERS = np.array([LETTERS.index(letter) for letter in POEM], np.int32)
 WIDTH, HEADS, BLOCKS, CONTEXT, BATCH = 64, 4, 3, 32, 16
@@ -129,7 +110,7 @@ def trained(
         steps: How many steps.
         seed: Of weights and batches.
         select: Which sites to look at.
-        report: Told the step and its loss, after each.
+        report: Called with the step and its loss, after each.
     """
     import optax
 

@@ -11,6 +11,7 @@ import os
 import traceback
 from types import FrameType
 
+import click
 import jax
 
 from treetap._core.errors import TreetapError
@@ -28,8 +29,10 @@ _LOOKED = (
 )
 
 
-class Failure(Exception):
-    """Something to be told in one message; the command ends with the code 2."""
+class Failure(click.ClickException):
+    """What went wrong, in one message; the command ends with the code 2."""
+
+    exit_code = BAD
 
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -52,9 +55,9 @@ def short_path(file: str) -> str:
 
 def _place(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
-    told = f"at {short_path(file)}:{line}"
-    told += f", in {function}" if function else ""
-    return told + (f": {source}" if source else "")
+    text = f"at {short_path(file)}:{line}"
+    text += f", in {function}" if function else ""
+    return text + (f": {source}" if source else "")
 
 
 def place_of(error: BaseException) -> str:
@@ -70,7 +73,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the library itself raised an error: then its text says all."""
+    """Whether the library itself raised an error: then its text is enough."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
 
@@ -89,7 +92,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What to tell of an error."""
+    """The message for an error: its text, unless its line says more."""
     text = _text_of(error)
     if isinstance(error, Failure):
         return text

@@ -214,7 +214,7 @@ def sites_listing(record: Record) -> Listing:
 
 
 def _numbers_dict(figures: Figures) -> dict[str, Any]:
-    names = (*NUMBERS.values(), "nonfinite")
+    names = (*NUMBERS, "nonfinite")
     return {name: json_number(getattr(figures, name)) for name in names}
 
 

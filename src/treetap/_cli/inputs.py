@@ -38,14 +38,12 @@ class Spec(NamedTuple):
 
     Attributes:
         name: Of the argument; empty if it is given by position.
-        shape: Its shape.
-        dtype: Its type of numbers.
+        array: Its shape and type of numbers.
         below: What integers are less than.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    array: jax.ShapeDtypeStruct
     below: int
 
 
@@ -80,17 +78,19 @@ def spec_of(text: str) -> Spec:
     below = 2 if found["below"] is None else int(found["below"])
     if is_integer and not 1 <= below <= int(jnp.iinfo(dtype).max):
         raise Failure(f"--shape {text!r}: no {name} is from 0 to below {below}.")
-    return Spec(found["name"] or "", tuple(map(int, sizes)), dtype, below)
+    array = jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
+    return Spec(found["name"] or "", array, below)
 
 
 def _drawn(spec: Spec, key: jax.Array) -> jax.Array:
-    if jnp.issubdtype(spec.dtype, jnp.bool_):
-        return jax.random.bernoulli(key, 0.5, spec.shape)
-    if jnp.issubdtype(spec.dtype, jnp.integer):
-        return jax.random.randint(key, spec.shape, 0, spec.below, spec.dtype)
-    if spec.dtype.itemsize < 2:  # of 8 bits, for which nothing is drawn
-        return jax.random.normal(key, spec.shape).astype(spec.dtype)
-    return jax.random.normal(key, spec.shape, spec.dtype)
+    shape, dtype = spec.array.shape, spec.array.dtype
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jax.random.bernoulli(key, 0.5, shape)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, 0, spec.below, dtype)
+    if dtype.itemsize < 2:  # JAX draws no numbers of 8 bits
+        return jax.random.normal(key, shape).astype(dtype)
+    return jax.random.normal(key, shape, dtype)
 
 
 def drawn(texts: Sequence[str], seed: int, *, abstract: bool = False) -> Inputs:
@@ -102,8 +102,7 @@ def drawn(texts: Sequence[str], seed: int, *, abstract: bool = False) -> Inputs:
     for spec, key in zip(specs, keys):
         if spec.name in named:
             raise Failure(f"--shape has two inputs called {spec.name!r}.")
-        array = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-        array = array if abstract else _drawn(spec, key)
+        array = spec.array if abstract else _drawn(spec, key)
         if spec.name:
             named[spec.name] = array
         else:
@@ -203,17 +202,15 @@ def _by_position(arrays: Mapping[str, Any], path: str) -> Inputs:
     return Inputs(args, named)
 
 
-def inputs_for(
-    case: Case, file: str | None, shapes: Sequence[str], seed: int, *, abstract: bool
-) -> Inputs:
-    """What a case is called with: as told, or what it brought along."""
+def inputs_from(
+    file: str | None, shapes: Sequence[str], seed: int, *, abstract: bool
+) -> Inputs | None:
+    """The inputs that options ask for; None if they ask for none."""
     if file is not None and shapes:
         raise Failure("--inputs and --shape both say what the inputs are. Give one.")
     if file is not None:
         return read(file)
-    if shapes:
-        return drawn(shapes, seed, abstract=abstract)
-    return case.inputs or Inputs()
+    return drawn(shapes, seed, abstract=abstract) if shapes else None
 
 
 def load_into(case: Case, path: str, *, cast: bool) -> None:

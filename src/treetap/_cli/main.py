@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `treetap` can be asked to do: its commands.
+"""The commands of `treetap`.
 
-Each command imports a TARGET, runs what is asked for, prints a table or JSON, and ends
+Each command imports a TARGET, does its work, prints a table or JSON, and ends
 with 0 if all is well, 1 if it found what it looks for, 2 if it could not be done.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -37,7 +37,7 @@ from treetap._cli.figures import (
     site_dict,
     sites_listing,
 )
-from treetap._cli.programs import How
+from treetap._cli.programs import How, Program
 from treetap._compare.comparison import compare as compare_sides
 from treetap._compare.tolerances import FACTOR
 from treetap._core.display import readable_bytes
@@ -50,6 +50,7 @@ from treetap._observe.records import Record
 from treetap._report.page import report
 from treetap._report.summary import summary as summary_of
 
+Texts = tuple[str, ...]
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 OUTPUTS = (".html", ".safetensors")
 DEMO_STEPS = 240
@@ -112,86 +113,96 @@ def inspect(
     Without a TARGET, a small built-in model is trained and shown, and a report written
     to treetap-report.html.
     """
-    if target is None:
-        if request.has_inputs or reduce or how == "eager":
-            raise Failure(
-                "Without a TARGET the built-in model is shown, which has inputs and "
-                "weights of its own. Name a TARGET, or leave those options out."
-            )
-        return show_demo(request, steps, select, out or (DEMO_OUT,))
+    out = out or (() if target else (DEMO_OUT,))
     for path in out:
         refuse_output(path, OUTPUTS)
+    if target is None and (request.has_inputs or reduce or how == "eager"):
+        raise Failure(
+            "Without a TARGET the built-in model is shown, which has inputs and "
+            "weights of its own. Name a TARGET, or leave those options out."
+        )
     if reduce and any(path.endswith(".safetensors") for path in out):
         raise Failure(
             "--reduce keeps no values, and a record in a file is of values. Write an "
             ".html, or leave out --reduce."
         )
-    with request.working(f"Running {target}"):
-        program = request.program(target, grads=grads, how=how)
-        look = observed(program, select, grads=grads, reduce=reduce)
-    for path in out:
-        write_output(path, [look.record], target)
+    if target is None:
+        seen = run_demo(request, steps, select)
+    else:
+        with request.working(f"Running {target}"):
+            program = request.program(target, grads=grads, how=how)
+            seen = run_target(program, target, select, grads=grads, reduce=reduce)
+    with request.working("Writing"):
+        for path in out:
+            write_output(path, seen, target or "A small poet")
+    notes = [*seen.notes, *(f"Wrote {path}." for path in out)]
+    found = {"target": target, **look_dict(seen.look), **seen.extra, "out": list(out)}
+    request.answer(found, *look_shown(seen.look, seen.title, notes))
+    return 0 if seen.look.first is None else FOUND
+
+
+class Seen(NamedTuple):
+    """What `inspect` shows.
+
+    Attributes:
+        look: The figures.
+        title: What it is of.
+        notes: Lines for people, at the end.
+        extra: More for JSON.
+        records: What a report is of; the last one is the look's.
+        steps: When each was made, in a training.
+    """
+
+    look: Look
+    title: str
+    notes: list[str]
+    extra: dict[str, Any]
+    records: Sequence[Record]
+    steps: Sequence[int] | None = None
+
+
+def run_target(
+    program: Program, target: str, select: Any, *, grads: bool, reduce: bool
+) -> Seen:
+    """Runs a program, and looks at it."""
+    look = observed(program, select, grads=grads, reduce=reduce)
     notes = [program.note] if program.note else []
-    told = {"loss_of": program.loss or None, "notes": notes, "out": list(out)}
+    extra = {"loss_of": program.loss or None, "notes": notes}
     title = f"{target}: {many(len(look.rows), 'site')}"
     title += f", {readable_bytes(sum(row.site.nbytes for row in look.rows))}"
     title += "" if look.loss is None else f", loss {number_text(look.loss)}"
-    notes = [*notes, *(f"Wrote {path}." for path in out)]
-    return answer_look(request, target, look, told, title, notes)
+    return Seen(look, title, notes, extra, [look.record])
 
 
-def answer_look(  # noqa: PLR0917 - all that there is to say
-    request: Request,
-    target: str | None,
-    look: Look,
-    told: dict[str, Any],
-    title: str,
-    notes: Sequence[str],
-) -> int:
-    """Tells of a look; gives the exit code."""
-    found = {"target": target, **look_dict(look), **told}
-    request.answer(found, *look_shown(look, title, notes))
-    return FOUND if look.first is not None else 0
-
-
-def write_output(
-    path: str,
-    records: Sequence[Record],
-    title: str,
-    steps: Sequence[int] | None = None,
-) -> None:
-    """Writes a report, or the last record, as the name of the file asks."""
-    if Path(path).suffix == ".html":
-        report(records, title=title, steps=steps).save(path)
-    else:
-        save_record(path, records[-1])
-
-
-def show_demo(request: Request, steps: int, select: Any, out: tuple[str, ...]) -> int:
-    """Trains the built-in model, and shows what it is like."""
-    for path in out:
-        refuse_output(path, OUTPUTS)
+def run_demo(request: Request, steps: int, select: Any) -> Seen:
+    """Trains the built-in model, and looks at it."""
     with progress_of() as progress:
-        task = progress.add_task("Training", total=steps, told="")
+        task = progress.add_task("Training", total=steps, state="")
 
-        def tell(step: int, loss: float) -> None:
-            progress.update(task, completed=step, told=f"loss {loss:.3f}")
+        def show(step: int, loss: float) -> None:
+            progress.update(task, completed=step, state=f"loss {loss:.3f}")
 
-        found = trained(steps, request.seed, select, tell)
-    with request.working("Writing"):
-        for path in out:
-            write_output(path, found.records, "A small poet", found.steps)
+        found = trained(steps, request.seed, select, show)
+    with request.working("Writing a poem"):
         text = written(found.model, "'Twas", 60)
         look = look_at(found.records[-1], found.losses[-1])
-    told = {"losses": found.losses, "steps": found.steps, "written": text}
     first, last = found.losses[0], found.losses[-1]
     notes = [
         f"Loss {first:.2f} → {last:.2f}  {spark(found.losses, 24)}",
         f"It writes: {' / '.join(text.splitlines())}",
-        f"Wrote {', '.join(out)}: open it in a browser.",
+        "A report is a page to open in a browser.",
     ]
+    extra = {"losses": found.losses, "steps": found.steps, "written": text}
     title = f"A character transformer after {steps} steps on a poem"
-    return answer_look(request, None, look, {**told, "out": list(out)}, title, notes)
+    return Seen(look, title, notes, extra, found.records, found.steps)
+
+
+def write_output(path: str, seen: Seen, title: str) -> None:
+    """Writes a report, or the last record, as the name of the file asks."""
+    if Path(path).suffix == ".html":
+        report(seen.records, title=title, steps=seen.steps).save(path)
+    else:
+        save_record(path, seen.records[-1])
 
 
 # sites and summary.
@@ -222,7 +233,7 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
 def summary(request: Request, target: str, *, depth: int | None) -> int:
     """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
     with request.working(f"Tracing {target}"):
-        case, inputs = request.prepared(target, abstract=True)
+        case = request.case(target, abstract=True)
         if case.owner is None:
             raise Failure(
                 f"{target} is a function, and a summary is of a Module. Return the "
@@ -230,10 +241,10 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
             )
         found = summary_of(
             case.owner,
-            *inputs.args,
+            *case.inputs.args,
             method="__call__" if case.owner is case.call else case.call.__name__,
             depth=depth,
-            **inputs.kwargs,
+            **case.inputs.kwargs,
         )
     request.answer({"target": target, **found.to_dict()}, found)
     return 0
@@ -262,9 +273,9 @@ def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> in
         run = blame_fn(program.fn, everywhere=everywhere)
         found = run(*program.args, **program.kwargs)
     about = {key: json_number(value) for key, value in asdict(found).items()}
-    told = {"target": target, "found": bool(found), "text": str(found)}
+    verdict = {"target": target, "found": bool(found), "text": str(found)}
     request.answer(
-        {**told, **about, "path": [*map(str, found.path)]},
+        {**verdict, **about, "path": [*map(str, found.path)]},
         Text(str(found), "bold red" if found else "green"),
         Text(program.note) if program.note else None,
     )
@@ -272,6 +283,40 @@ def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> in
 
 
 # compare.
+
+
+def renames(_: click.Context, option: click.Parameter, texts: Texts) -> dict[str, str]:
+    """`OURS=THEIRS`s as a mapping."""
+    for text in texts:
+        if "=" not in text:
+            raise Failure(f"{option.opts[0]} {text!r} is written OURS=THEIRS.")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def by_site(_: click.Context, option: click.Parameter, texts: Texts) -> dict[str, str]:
+    """`SITES=VALUE`s as a mapping; a VALUE alone is for all sites, and comes last."""
+    found: dict[str, str] = {}
+    for text in texts:
+        sites, equals, value = text.partition("=")
+        key, value = (sites, value) if equals else ("**", text)
+        if not value or key in found:
+            reason = "twice" if value else "no value"
+            raise Failure(f"{option.opts[0]} {text!r}: {reason}.")
+        found[key] = value
+    return dict(sorted(found.items(), key=lambda pair: pair[0] == "**"))
+
+
+def numbers_by_site(
+    context: click.Context, option: click.Parameter, texts: Texts
+) -> dict[str, float]:
+    """The same, of numbers."""
+    found: dict[str, float] = {}
+    for key, text in by_site(context, option, texts).items():
+        try:
+            found[key] = float(text)
+        except ValueError as error:
+            raise Failure(f"{option.opts[0]} {text!r}: that is no number.") from error
+    return found
 
 
 @command(
@@ -282,17 +327,20 @@ def blame(request: Request, target: str, *, grads: bool, everywhere: bool) -> in
         "--rename",
         "OURS=THEIRS",
         "What sites of A are called in B: 'blocks/{i}=encoder.layer.{i}'.",
+        callback=renames,
     ),
     several(
         "--layout",
         "[SITES=]AXES",
         "How arrays of B are turned: 'NCHW->NHWC', 'stem=b (h w) c -> b h w c'.",
+        callback=by_site,
     ),
     several("--ignore", "SELECTOR", "Sites that may be alone."),
     several(
         "--tolerance",
         "[SITES=]NUMBER",
         "What the relative error may be; by default it depends on the dtype.",
+        callback=numbers_by_site,
     ),
     option(
         "--absolute",
@@ -321,10 +369,6 @@ def compare(
     a: str,
     b: str,
     *,
-    rename: tuple[str, ...],
-    layout: tuple[str, ...],
-    ignore: tuple[str, ...],
-    tolerance: tuple[str, ...],
     noise: str | None,
     grads: bool,
     how: How,
@@ -338,25 +382,10 @@ def compare(
     """
     from rich.text import Text
 
-    if without := [text for text in rename if "=" not in text]:
-        raise Failure(f"--rename {without[0]!r} is written OURS=THEIRS.")
-    limits = {
-        key: number_of(text, "--tolerance")
-        for key, text in pairs_of(tolerance, "--tolerance").items()
-    }
     third = noise and side_from(request, noise, grads=grads, how=how)
     sides = [side_from(request, text, grads=grads, how=how) for text in (a, b)]
-    layouts = pairs_of(layout, "--layout")
     with request.working("Comparing"):
-        found = compare_sides(
-            *sides,
-            rename=dict(text.split("=", 1) for text in rename) or None,
-            layout=layouts or None,
-            ignore=list(ignore),
-            tolerance=limits or None,
-            noise=third,
-            **options,
-        )
+        found = compare_sides(*sides, noise=third, **options)
     request.answer(
         {"a": a, "b": b, **found.to_dict()},
         Text(f"a: {a}\nb: {b}", "bold"),
@@ -364,26 +393,6 @@ def compare(
         Text("They agree.", "green") if found else None,
     )
     return 0 if found else FOUND
-
-
-def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
-    """`name=value`s as a mapping; what has no `=` is for all sites, and comes last."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        key, value = (name, value) if equals else ("**", text)
-        if not value or key in found:
-            raise Failure(f"{option} {text!r}: {'no value' if not value else 'twice'}.")
-        found[key] = value
-    return dict(sorted(found.items(), key=lambda pair: pair[0] == "**"))
-
-
-def number_of(text: str, option: str) -> float:
-    """A number as it is written."""
-    try:
-        return float(text)
-    except ValueError as error:
-        raise Failure(f"{option} {text!r}: that is no number.") from error
 
 
 def side_from(request: Request, text: str, *, grads: bool, how: How) -> Any:
@@ -419,8 +428,7 @@ def run_nnx(script: str, arguments: tuple[str, ...], module: bool) -> None:
     """Run a program that imports flax.nnx, with treetap in its place."""
     from treetap._cli.run_nnx import run
 
-    code = run(script, list(arguments), module)
-    click.get_current_context().exit(code)
+    run(script, list(arguments), module)
 
 
 @click.command(short_help="A script for your shell.")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._cli.failures import Failure
-from treetap._cli.targets import Case, Inputs
+from treetap._cli.targets import Case
 from treetap._core.trees.attributes import Node
 from treetap._transforms.grad import value_and_grad
 from treetap._transforms.jit import jit
@@ -41,42 +41,37 @@ class Program(NamedTuple):
     note: str = ""
 
 
-def program_of(
-    case: Case, inputs: Inputs, *, grads: bool = False, how: How = "eager"
-) -> Program:
+def program_of(case: Case, *, grads: bool = False, how: How = "eager") -> Program:
     """What to run for a case.
 
     Args:
         case: The case.
-        inputs: What it is called with.
         grads: Whether to differentiate its loss.
         how: `"jit"` to compile it as a whole, `"traced"` if JAX will trace it anyway:
             then flags and other constants are no arguments; or `"eager"`.
     """
     if grads:
-        made = _differentiated(case, inputs)
+        made = _differentiated(case)
     elif how == "eager":
-        made = Program(case.call, inputs.args, inputs.kwargs)
+        made = Program(case.call, *case.inputs)
     else:
-        args = (case.owner, *inputs.args)
-        made = Program(_applied(case), args, inputs.kwargs)
+        made = _applied(case)
     if how == "eager":
         return made
     made = _with_constants(made)
     return made._replace(fn=jit(made.fn, graph=True)) if how == "jit" else made
 
 
-def _differentiated(case: Case, inputs: Inputs) -> Program:
+def _differentiated(case: Case) -> Program:
     """The value and gradient of a case's loss."""
     owner = case.owner
     if case.loss is None:
-        call = case.call if owner is None else _applied(case)
-        loss, told = mean_square(call), MEAN_SQUARE
+        call, args, *_ = _applied(case)
+        loss, name = mean_square(call), MEAN_SQUARE
         note = f"No loss was given: gradients are those of {MEAN_SQUARE}."
-        args = inputs.args if owner is None else (owner, *inputs.args)
     else:
-        loss, told, note = _single(case.loss, case.name), "the target's loss", ""
-        args = (case.call, *inputs.args)
+        loss, name, note = _single(case.loss, case.name), "the target's loss", ""
+        args = (case.call, *case.inputs.args)
         if owner is not None and owner is not case.call:
             raise Failure(
                 f"{case.name}: a loss is of the Module, and the model returned is a "
@@ -91,7 +86,7 @@ def _differentiated(case: Case, inputs: Inputs) -> Program:
         )
     argnums = where[0] if len(where) == 1 else tuple(where)
     fn = value_and_grad(loss, argnums=argnums, graph=True)
-    return Program(fn, args, inputs.kwargs, told, note)
+    return Program(fn, args, case.inputs.kwargs, name, note)
 
 
 def _with_constants(program: Program) -> Program:
@@ -120,13 +115,17 @@ def _is_constant(value: Any) -> bool:
     return jax.tree_util.all_leaves([value]) and not is_number
 
 
-def _applied(case: Case) -> Callable[..., Any]:
-    """The call as a function of the Module, or of None, and its inputs."""
+def _applied(case: Case) -> Program:
+    """The call, with its Module, if it has one, as the first argument."""
+    args, kwargs = case.inputs
     if case.owner is None:
-        return lambda _, *args, **kwargs: case.call(*args, **kwargs)
-    if inspect.ismethod(case.call):
-        return case.call.__func__
-    return lambda model, *args, **kwargs: model(*args, **kwargs)
+        return Program(case.call, args, kwargs)
+    fn = case.call.__func__ if inspect.ismethod(case.call) else _call
+    return Program(fn, (case.owner, *args), kwargs)
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 def _is_differentiable(arg: Any) -> bool:
@@ -144,15 +143,13 @@ def mean_square(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     def loss(*args: Any, **kwargs: Any) -> jax.Array:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(fn(*args, **kwargs))]
         leaves = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-        count = sum(leaf.size for leaf in leaves)
+        count = sum(x.size for x in leaves)
         if not count:
             raise Failure(
                 "--grads: the call has no floating output to take a loss of. Return "
                 "`(model, inputs, loss)` from the factory."
             )
-        wide = [
-            leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves
-        ]
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
         return sum((jnp.sum(jnp.abs(x) ** 2) for x in wide), jnp.zeros(())) / count
 
     return loss

@@ -14,21 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from treetap._cli.failures import BAD, INTERRUPTED
+from treetap._cli.failures import INTERRUPTED, Failure
 from treetap.nnx.as_flax import as_flax
 
 
-def run(script: str, args: list[str], module: bool = False) -> int:
-    """Runs a program with treetap in flax's place, and returns its exit code.
+def run(script: str, args: list[str], module: bool = False) -> None:
+    """Runs a program with treetap in flax's place.
 
     Args:
         script: A file (or a folder or zip file with a `__main__.py`), or the name of a
             module.
         args: What the program finds in `sys.argv` after its own name.
         module: `script` is the name of a module.
+
+    Raises:
+        SystemExit: As the program raised it; or it failed, which was shown.
     """
     if not module and not os.path.exists(script):
-        return _refuse(f"run-nnx: there is no file {script!r}. Give the path of one.")
+        raise Failure(f"run-nnx: there is no file {script!r}. Give the path of one.")
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     with as_flax(), _program(script, args, folder):
         try:
@@ -36,11 +39,10 @@ def run(script: str, args: list[str], module: bool = False) -> int:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-        except SystemExit as leaving:
-            return _code_of(leaving)
+        except SystemExit:
+            raise
         except BaseException as error:
-            return _show(error)
-    return 0
+            sys.exit(_show(error))
 
 
 @contextmanager
@@ -55,27 +57,12 @@ def _program(script: str, args: list[str], folder: str) -> Iterator[None]:
         sys.argv, sys.path[:] = arguments, path
 
 
-def _refuse(text: str) -> int:
-    print(text, file=sys.stderr)
-    return BAD
-
-
-def _code_of(leaving: SystemExit) -> int:
-    """The exit code of `sys.exit(...)`; a text is printed, as Python does."""
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
 def _show(error: BaseException) -> int:
     """Shows an error as Python would have, and returns the exit code."""
     sys.stdout.flush()
     frames = _without_ours(error.__traceback__)
     if frames is None and isinstance(error, ImportError):  # from runpy: no such module
-        return _refuse(f"run-nnx: {error}")
+        raise Failure(f"run-nnx: {error}")
     sys.excepthook(type(error), error.with_traceback(frames), frames)
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets: a model that is named at the command line, imported and made.
 
-A TARGET is `package.module:name` or `path/to/file.py:name`. It is the only code that a
-command runs, and it is run as Python would: the current folder is importable, and so is
-the folder of a file.
+What a TARGET is says `case_of`, in the words that `--help` shows. It is the only code
+that a command runs, and it is run as Python would.
 """
 
 import difflib
@@ -38,6 +37,9 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
+NONE = Inputs()
+
+
 @dataclass(frozen=True)
 class Case:
     """What a TARGET stands for.
@@ -45,13 +47,13 @@ class Case:
     Attributes:
         name: The TARGET, as it was written.
         call: What is called: a Module, or a function.
-        inputs: What it is called with; None if that was not told.
+        inputs: What it is called with.
         loss: `loss(call, *inputs)`, a single number; None if there is none.
     """
 
     name: str
     call: Callable[..., Any]
-    inputs: Inputs | None = None
+    inputs: Inputs = NONE
     loss: Callable[..., Any] | None = None
 
     @property
@@ -61,7 +63,23 @@ class Case:
 
 
 def case_of(target: str) -> Case:
-    """Imports a TARGET and makes what it stands for."""
+    """Imports a TARGET and makes what it stands for.
+
+    A TARGET is `package.module:factory` or `path/to/file.py:factory`. The current
+    folder is importable; so is the folder of a file, as with `python file.py`.
+
+    The factory is called without arguments, and returns
+
+    \b
+      model                    a Module, a method of one, or any function
+      (model, inputs)          inputs: an array, a tuple or list of arguments,
+                               or a dict of arguments by name
+      (model, inputs, loss)    loss(model, *inputs) gives a single number
+
+    A Module may stand in place of the factory. A function that needs arguments is
+    itself what is called, with the inputs of --inputs or --shape. These take the place
+    of those that a factory returns.
+    """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
         raise Failure(f"{target!r} names no factory. {FORM}")
@@ -192,9 +210,9 @@ def _case_from(returned: Any, target: str) -> Case:
     return Case(target, call, _inputs_from(inputs, target), loss)
 
 
-def _inputs_from(inputs: Any, target: str) -> Inputs | None:
+def _inputs_from(inputs: Any, target: str) -> Inputs:
     if inputs is None:
-        return None
+        return NONE
     if isinstance(inputs, tuple | list):
         return Inputs(tuple(inputs))
     if isinstance(inputs, Mapping):
@@ -212,17 +230,18 @@ def _inputs_from(inputs: Any, target: str) -> Inputs | None:
     )
 
 
-def refuse_misfit(case: Case, inputs: Inputs) -> None:
+def refuse_misfit(case: Case) -> None:
     """Refuses inputs that a call does not take, before it is called."""
+    args, kwargs = case.inputs
     try:
         signature = inspect.signature(case.call)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*inputs.args, **inputs.kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [f"{len(inputs.args)} by position"] if inputs.args else []
-        given += [f"{key!r}" for key in inputs.kwargs]
+        given = [f"{len(args)} by position"] if args else []
+        given += [f"{key!r}" for key in kwargs]
         names = ", ".join(given) or "none"
         raise Failure(
             f"{case.name}: the call takes {signature}, and the inputs do not fit "

@@ -9,7 +9,7 @@ The road through it, file by file:
   compared with, by rules and by names, and how these are laid out.
 - `unroll`: takes values of loops apart, so that pairs stand in the order in which their
   numbers were computed.
-- `tolerances`: measures a pair, and says whether it is further apart than it may be.
+- `tolerances`: measures a pair, and decides whether the two count as different.
 - `comparison`: `compare` itself, and what it returns.
 
 The command line imports this folder, and the root names what is public.

@@ -3,22 +3,22 @@
 
 Names are compared as they are written, then with `/` as `.` and without `:__call__`, so
 that `blocks/0/attn:__call__` is PyTorch's `blocks.0.attn`. Rules rename, as those of
-`load_weights` do, and may have steps; layouts turn axes. What has no partner is told.
+`load_weights` do, and may have steps; layouts turn axes. What has no partner is
+listed.
 """
 
-import functools
 import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treetap._capture.selectors import Select, as_select, refuse_nothing
-from treetap._compare.sources import Entry, Side, without_call
+from treetap._capture.selectors import refuse_nothing
+from treetap._compare.sources import Entry, Side, by_selector, without_call
 from treetap._compare.unroll import Pair
 from treetap._core.errors import CaptureError
 from treetap._core.wording import near_to, shown
@@ -31,7 +31,6 @@ from treetap._io.weight_rules import (
     Shape,
     Source,
     Step,
-    assembled,
     needs,
     tensor,
 )
@@ -82,7 +81,7 @@ class Aligner:
             given = {_pattern(key): value for key, value in rename.items()}
         self._rules = Rules(given, "compare")
         self._order = {key: n for n, key in enumerate(given or {})}
-        self._layout = _layouts(layout)
+        self._layout = [(select, _turn(turn)) for select, turn in by_selector(layout)]
 
     def align(self, a: Side, b: Side) -> tuple[list[Pair], Side, Side]:
         """Finds the partner of each entry of `a`.
@@ -101,16 +100,15 @@ class Aligner:
             if entry.part not in parts_b:
                 continue
             match = _Match(entry, self._source(entry), self._turn(entry), names)
-            used.update(id(found) for found, _ in match.pieces.values())
-            missing = match.missing()
-            if missing is None:
+            used.update(id(found) for found, _ in match.pieces)
+            if not match.lost:
                 pairs.append(match.pair())
             elif entry.part not in NUMBERS:
                 continue  # a flag, of a branch that the other does not have
             elif match.is_required:
-                near = ", ".join(names.near(missing))
+                near = ", ".join(names.near(match.lost[0]))
                 where = f" (near it: {near})" if near else ""
-                lost.append(f"{shown(entry.label)}: {shown(missing)}{where}")
+                lost.append(f"{shown(entry.label)}: {shown(match.lost[0])}{where}")
             else:
                 alone.append(entry)
         if lost:
@@ -140,7 +138,7 @@ class Aligner:
                 raise refuse_nothing(select, texts, "compare: `layout`")
 
     def _source(self, entry: Entry) -> Source:
-        """What the first rule that matches says; without a call index, for each."""
+        """The first rule that matches; without the index of a call it is for all."""
         forms = entry.text, without_call(entry.text)
         texts = [text for form in forms for text in (form, _CALL.sub("", form))]
         found = [self._rules.find((text,)) for text in texts]
@@ -165,13 +163,13 @@ class _Match:
     """One entry of `a`, and the entries of `b` that it is to be compared with.
 
     Without steps in its rule it has one partner; a stack has one for each layer. Steps
-    are undone from the shape in `a`, so that tells the shape of each. If they cannot
+    are undone from the shape in `a`, which gives the shape of each. If they cannot
     give that shape there is a misfit, and only the first partner is looked for.
 
     Attributes:
         entry: Of `a`.
-        pieces: Entries of `b`, or None where there is none, with the shapes that are
-            wanted; by the name that is looked for first.
+        pieces: Entries of `b`, with the shapes that are wanted.
+        lost: Names that `b` does not have; of each piece the one looked for first.
         misfit: Why the shape of `a` cannot be had; empty if it can.
     """
 
@@ -181,86 +179,51 @@ class _Match:
         self._steps = source.tensor.steps + (() if callable(turn) else turn)
         call = _CALL.search(entry.text)
         is_of_all_calls = source.rule is not None and "#" not in source.rule
-        self._call = call[0] if call and is_of_all_calls else ""
+        suffix = call[0] if call and is_of_all_calls else ""
         self.misfit = ""
         try:
             wanted = list(needs(self._steps, entry.shape, source.bound))
         except Misfit as error:
             self.misfit = str(error)
             wanted = [(self._some_bound(), entry.shape)]
-        self.pieces: dict[str, tuple[Entry | None, Shape]] = {}
+        self.pieces: list[tuple[Entry, Shape]] = []
+        self.lost: list[str] = []
         for bound, shape in wanted:
-            texts = self._texts(bound)
+            texts = [f"{text}{suffix}" for text in source.names(bound)]
             found = (names.find(text, entry.part) for text in texts)
-            self.pieces[texts[0]] = next(filter(None, found), None), shape
+            if piece := next(filter(None, found), None):
+                self.pieces.append((piece, shape))
+            else:
+                self.lost.append(texts[0])
 
     @property
     def is_required(self) -> bool:
         """Whether a rule says that there is a partner."""
         return self._source.rule is not None and not self._source.tensor.is_optional
 
-    def _texts(self, bound: Bound) -> list[str]:
-        return [f"{text}{self._call}" for text in self._source.names(bound)]
-
     def _some_bound(self) -> Bound:
-        """Some meaning for names in braces when shapes do not tell."""
+        """Some meaning for names in braces where the shape of `a` gives none."""
         gathered = [step for step in self._steps if isinstance(step, Gathered)]
         labels = {str(step.field): (step.over or "0")[0] for step in gathered}
         return {**self._source.bound, **labels}
 
-    def missing(self) -> str | None:
-        """The first name that `b` does not have."""
-        lost = (text for text, (found, _) in self.pieces.items() if found is None)
-        return next(lost, None)
-
-    def _piece(self, text: str) -> tuple[Entry, Shape]:
-        found, shape = self.pieces[text]
-        assert found is not None, text
-        return found, shape
-
     def pair(self) -> Pair:
-        """Both, the second in the layout of the first; of a match that misses none."""
-        pieces = [*map(self._piece, self.pieces)]
-        first = pieces[0][0]
+        """Both, the second in the layout of the first; of a match that lost nothing."""
+        first, _ = self.pieces[0]
         if self.misfit:
             return Pair(self.entry, first, self.misfit)
         if callable(self._turn):
             return self._called(first, self._turn)
-        for found, shape in pieces:
+        for found, shape in self.pieces:
             if not is_fold(found.shape, shape):
-                told = f"{shown(found.text)} has {found.shape}, and {shape} is needed"
-                reason = told if self._steps else "their shapes differ"
+                lack = f"{shown(found.text)} has {found.shape}, and {shape} is needed"
+                reason = lack if self._steps else "their shapes differ"
                 return Pair(self.entry, first, reason)
-        shape, bound = self.entry.shape, self._source.bound
-        made = replace(
-            first,
-            read=functools.partial(self._read, self._steps, shape, bound),
-            shape=shape,
-            own_shape=first.shape,
-            text=first.text if len(pieces) == 1 else f"{first.text}, …",
-            pieces=self._layers(),
-        )
+        entries = (found for found, _ in self.pieces)
+        made = _assembled(self._steps, self.entry.shape, entries)
+        if len(self.pieces) > 1:
+            made = replace(made, text=f"{first.text}, …")
         return Pair(self.entry, made)
-
-    def _read(self, steps: Sequence[Step], shape: Shape, bound: Bound) -> np.ndarray:
-        texts = (self._texts(each)[0] for each, _ in needs(steps, shape, bound))
-        pieces = map(self._piece, texts)
-        arrays = (found.read().reshape(piece) for found, piece in pieces)
-        return assembled(steps, shape, arrays)
-
-    def _layers(self) -> tuple[tuple[str, Callable[[], np.ndarray]], ...]:
-        """The layers of a stack, each by itself."""
-        *steps, last = self._steps or (None,)
-        if not isinstance(last, Gathered) or not last.is_new or last.axis != 0:
-            return ()
-        layers: list[tuple[str, Callable[[], np.ndarray]]] = []
-        for more, shape in last.pieces(self.entry.shape):
-            bound = {**self._source.bound, **more}
-            innermost, _ = next(needs(steps, shape, bound))
-            first, _ = self._piece(self._texts(innermost)[0])
-            read = functools.partial(self._read, steps, shape, bound)
-            layers.append((first.text, read))
-        return tuple(layers)
 
     def _called(self, first: Entry, turn: Callable[[np.ndarray], Any]) -> Pair:
         """With a layout that is a function."""
@@ -269,12 +232,39 @@ class _Match:
                 f"compare: {shown(self.entry.label)} has a rule with steps and a "
                 "`layout` that is a function; put the steps into the function."
             )
-        array, shape = np.asarray(turn(first.read())), self.entry.shape
-        if not is_fold(array.shape, shape):
-            turned = replace(first, shape=array.shape)
+        array = np.asarray(turn(first.read()))
+        turned = replace(
+            first, shape=array.shape, dtype=array.dtype, read=lambda: array
+        )
+        if not is_fold(array.shape, self.entry.shape):
             return Pair(self.entry, turned, "their shapes differ")
-        found = replace(first, dtype=array.dtype, read=lambda: array.reshape(shape))
-        return Pair(self.entry, replace(found, shape=shape, own_shape=first.shape))
+        made = _assembled((), self.entry.shape, iter([turned]))
+        return Pair(self.entry, replace(made, own_shape=first.shape))
+
+
+def _assembled(steps: Sequence[Step], shape: Shape, entries: Iterator[Entry]) -> Entry:
+    """What steps make of entries, in a shape; nothing is read yet.
+
+    Each entry is taken when its turn comes, as `needs` lists them. What is stacked on a
+    new first axis is kept layer by layer, too.
+    """
+    if not steps:
+        found = next(entries)
+        return replace(
+            found,
+            shape=shape,
+            own_shape=found.shape,
+            read=lambda: found.read().reshape(shape),
+        )
+    *before, last = steps
+    pieces = [_assembled(before, each, entries) for _, each in last.pieces(shape)]
+    is_stack = isinstance(last, Gathered) and last.is_new and last.axis == 0
+    return replace(
+        pieces[0],
+        shape=shape,
+        read=lambda: last.join([piece.read() for piece in pieces], shape),
+        pieces=tuple(pieces) if is_stack else (),
+    )
 
 
 def is_fold(one: Shape, other: Shape) -> bool:
@@ -292,18 +282,8 @@ def is_fold(one: Shape, other: Shape) -> bool:
     return ends - {1} <= others or others - {1} <= ends
 
 
-# Layouts.
-
-
-def _layouts(given: Any) -> list[tuple[Select, Turn]]:
-    if given is None:
-        return []
-    if not isinstance(given, Mapping):
-        given = {"**": given}
-    return [(as_select(key), _turn(turn)) for key, turn in given.items()]
-
-
 def _turn(given: Any) -> Turn:
+    """What a layout does to an array of `b`."""
     if callable(given):
         return given
     if isinstance(given, str) and "->" in given:

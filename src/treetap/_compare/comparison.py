@@ -68,7 +68,7 @@ class Difference:
         unequal: How many numbers are not the same.
         size: How many there are.
         limit: What `relative` may be.
-        floor: What `relative` is from rounding alone, if `noise` told it.
+        floor: What `relative` is from rounding alone, if there is `noise`.
         reason: Why the site counts as different; empty when it does not.
     """
 
@@ -183,12 +183,12 @@ class Comparison:
 
     def __repr__(self) -> str:
         first = self.first
-        told = self._title()
+        text = self._title()
         if first is not None:
-            told += f"; first {first.site}, relative {_number(first.relative)}"
+            text += f"; first {first.site}, relative {_number(first.relative)}"
         alone = len(self.only_a), len(self.only_b)
-        told += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
-        return f"Comparison({told})"
+        text += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
+        return f"Comparison({text})"
 
 
 def _listing(lines: Sequence[Difference]) -> Listing:
@@ -363,6 +363,7 @@ def _with_floor(
 def _difference(pair: Pair, limits: Limits) -> Difference:
     """Measures a pair, unless there is a reason that it cannot be."""
     a, b = pair.a, pair.b
+    b_shape = b.shape if b.own_shape is None else b.own_shape
     found, limit, floor, reason = UNKNOWN, NAN, None, pair.reason
     if not reason:
         arrays = a.read(), b.read()
@@ -376,7 +377,7 @@ def _difference(pair: Pair, limits: Limits) -> Difference:
     return Difference(
         site=a.label,
         other=b.label,
-        shapes=(a.shape, b.own_shape or b.shape),
+        shapes=(a.shape, b_shape),
         dtypes=(a.dtype.name, b.dtype.name),
         **found._asdict(),
         limit=limit,

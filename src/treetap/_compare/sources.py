@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import tree_flatten_with_path
 
+from treetap._capture.selectors import Select, as_select
 from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._core.paths import plain_key
@@ -44,8 +45,7 @@ class Entry:
         axes: What its first axes are.
         layers: Which iterations of the loops around it are meant, outermost first.
         own_shape: The shape where it comes from, when `shape` is that of a partner.
-        pieces: Names and readers of what it is stacked of along its first axis, if it
-            is.
+        pieces: What it is stacked of along its first axis, if it is.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Entry:
     axes: tuple[Axis, ...] = ()
     layers: tuple[int, ...] = ()
     own_shape: tuple[int, ...] | None = None
-    pieces: tuple[tuple[str, Callable[[], np.ndarray]], ...] = ()
+    pieces: tuple["Entry", ...] = ()
 
     @property
     def label(self) -> str:
@@ -95,6 +95,17 @@ def side_of(given: Any, what: str) -> Side:
     if not found:
         raise CaptureError(f"compare: `{what}` has no values to compare.")
     return found
+
+
+def by_selector(given: Any) -> list[tuple[Select, Any]]:
+    """An option for all sites, or for those of some selectors, as rules to go through.
+
+    Rules that are None are left out.
+    """
+    rules = given if isinstance(given, Mapping) else {"**": given}
+    return [
+        (as_select(key), value) for key, value in rules.items() if value is not None
+    ]
 
 
 # Records.
@@ -209,11 +220,11 @@ def _of_file(path: str | os.PathLike[str]) -> Side:
 
 
 def _ordered(stored: Mapping[str, Any], text: str | None) -> list[str]:
-    """Names in the order in which they were computed, as far as a file tells."""
+    """Names in the order in which they were computed, if the file has it."""
     try:
         order = json.loads(text or "[]")
     except (ValueError, RecursionError):
         order = []
     names = order if isinstance(order, list) else []
-    told = [key for key in names if isinstance(key, str) and key in stored]
-    return [*dict.fromkeys([*told, *sorted(stored)])]
+    known = [key for key in names if isinstance(key, str) and key in stored]
+    return [*dict.fromkeys([*known, *sorted(stored)])]

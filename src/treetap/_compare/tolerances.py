@@ -7,19 +7,18 @@ are equal when both are the same; one that has no equal makes every distance inf
 
 `Limits` says when two arrays count as different. Without more knowledge the limit
 depends on the type of numbers. A third run of the same computation, in float64 or in
-another order, tells what rounding alone does to each site: then the limit is a multiple
+another order, shows what rounding alone does to each site: then the limit is a multiple
 of that.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from treetap._capture.selectors import as_select
-from treetap._compare.sources import Entry
+from treetap._compare.sources import Entry, by_selector
 
 FACTOR = 8.0
 PEAK = 4.0
@@ -202,9 +201,7 @@ class Limits:
     """
 
     def __init__(self, tolerance: Any, absolute: float, factor: float):
-        given = tolerance if isinstance(tolerance, Mapping) else {"**": tolerance}
-        rules = [(as_select(key), value) for key, value in given.items()]
-        self._rules = [(select, value) for select, value in rules if value is not None]
+        self._rules = by_selector(tolerance)
         for number in (*(value for _, value in self._rules), absolute, factor):
             is_number = isinstance(number, int | float | np.number)
             if not is_number or isinstance(number, bool) or not number >= 0:
@@ -226,8 +223,8 @@ class Limits:
             least = 0.0 if is_exact(dtype) else float(jnp.finfo(dtype).eps) / 2
             relative = self._factor * max(floor.relative, least)
             return relative, self._factor * max(floor.peak, 2 * least)
-        told = (value for select, value in self._rules if select(a.site))
-        relative = float(next(told, usual(dtype)))
+        given = (value for select, value in self._rules if select(a.site))
+        relative = float(next(given, usual(dtype)))
         return relative, PEAK * relative
 
     def why(self, found: Measures, relative: float, peak: float) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._compare.sources import Entry
 
-MOST = 4096  # iterations that are told apart: of layers, not of tokens
+MOST = 4096  # iterations that become pairs of their own: of layers, not of tokens
 
 
 class Pair(NamedTuple):
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells pairs apart: the name in the first side, and the part."""
+        """A name for the pair: the name in the first side, and the part."""
         return self.a.text, self.a.part
 
 
@@ -85,16 +85,14 @@ def _iteration(pair: Pair, level: int, number: int) -> Pair:
 
 
 def _taken(entry: Entry, axis: int, number: int) -> Entry:
-    taken = replace(
+    if axis == 0 and number < len(entry.pieces):  # it is there by itself
+        return replace(entry.pieces[number], layers=entry.layers)
+    shape = (*entry.shape[:axis], *entry.shape[axis + 1 :])
+    return replace(
         entry,
-        shape=(*entry.shape[:axis], *entry.shape[axis + 1 :]),
+        shape=shape,
         read=lambda: entry.read()[(slice(None),) * axis + (number,)],
         layers=(*entry.layers, number),
+        own_shape=shape if entry.own_shape == entry.shape else entry.own_shape,
         pieces=(),
     )
-    if axis == 0 and number < len(entry.pieces):  # it is there by itself
-        text, read = entry.pieces[number]
-        return replace(taken, text=text, read=read, layers=entry.layers)
-    if entry.own_shape == entry.shape:
-        return replace(taken, own_shape=taken.shape)
-    return taken

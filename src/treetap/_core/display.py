@@ -7,7 +7,7 @@ shows as `Type(...)`, so cycles end.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -81,31 +81,37 @@ class Raw(str):
     __repr__ = str.__str__
 
 
+def in_thousands(count: int, units: Sequence[str]) -> str:
+    """Writes a number in powers of a thousand, with a unit for each: `1.5 M`."""
+    size, power = float(count), 0
+    while size >= 999.95 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    text = f"{size:.1f}" if power else str(count)
+    return f"{text} {units[power]}".rstrip()
+
+
 def readable_bytes(count: int) -> str:
     """Writes a number of bytes in powers of a thousand."""
-    if count < 1000:
-        return f"{count} B"
-    size = count / 1000
-    for unit in ("KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    return in_thousands(count, ("B", "KB", "MB", "GB", "TB"))
 
 
-def size_of(value: Any) -> tuple[int, int]:
+class Size(NamedTuple):
+    """A number of elements, and the bytes they take."""
+
+    elements: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.elements:,} ({readable_bytes(self.nbytes)})"
+
+
+def size_of(value: Any) -> Size:
     """Elements and bytes of the arrays inside a value."""
     leaves = jax.tree.leaves(value)
     arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
     counts = [math.prod(array.shape) for array in arrays]
     sizes = [n * array.dtype.itemsize for n, array in zip(counts, arrays)]
-    return sum(counts), sum(sizes)
-
-
-def size_text(value: Any) -> str:
-    """Elements and bytes of the arrays inside a value, as people read them."""
-    elements, size = size_of(value)
-    return f"{elements:,} ({readable_bytes(size)})"
+    return Size(sum(counts), sum(sizes))
 
 
 def has_arrays(value: Any) -> bool:

@@ -67,6 +67,19 @@ def require_path(path: Any, name: str) -> None:
     )
 
 
+def require_place(path: pathlib.Path, name: str) -> None:
+    """Refuses a path at which no file can be.
+
+    Args:
+        path: Where it is to be.
+        name: The function, or option, that it was given to.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
+
+
 def to_disk(place: pathlib.Path, mode: int = os.O_RDONLY) -> None:
     """Waits until a file, or the names in a folder, are on the disk.
 
@@ -91,10 +104,7 @@ def written_whole(path: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
         path: The final place.
         name: The public function at work, for messages.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
+    require_place(path, name)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield beside

@@ -192,7 +192,8 @@ class Site:
     @property
     def nbytes(self) -> int:
         """How much memory the value and its statistics take."""
-        return display.size_of((self.value, self.reduced, self.grad_reduced))[1]
+        kept = self.value, self.reduced, self.grad_reduced
+        return display.size_of(kept).nbytes
 
     def _cells(self) -> tuple[str, str, str, str, str]:
         leaves = jax.tree.leaves(self.value)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls: which methods of Modules run in a call of a model, and with what.
 
-The model is traced, not run, on copies of its objects. Each method emits one tap at its
-start, whose structure holds a `Note` of the call. Nobody takes these taps out: they
-stay in the jaxpr, also where no capture can go, as in the condition of a `while`, and a
-function that is traced once and called for many layers tells of each. `recorded` reads
-them off, in the order in which the calls start, loops and mappings counted. Nothing is
-written on a class or an object.
+The model is traced, not run, on copies of its objects: nothing is written on a class or
+an object. Each method emits one tap at its start, whose structure holds a `Note` of the
+call. These taps are left in the jaxpr, so they are found where no capture can go, too,
+as in the condition of a `while`; and a function that is traced once and called for many
+layers has one in each of its calls. `recorded` reads them off, in the order in which
+the calls start, and counts how often loops and mappings run each.
 """
 
 import functools
@@ -75,9 +75,9 @@ class MethodCall(NamedTuple):
     def run(
         self, arrays: Sequence[Any], asked: Listening = QUIET
     ) -> tuple[Any, list[Any], Roots]:
-        """Calls the method as in a capture; marks that are heard stay in the program.
+        """Calls the method as in a capture; taps that are asked for stay in its jaxpr.
 
-        So `sow` and `perturb` do not store anything, and do not complain.
+        As in a capture `sow` and `perturb` store nothing, and raise no error.
 
         Returns:
             The result, the Variables and plain values of the arguments, and what is
@@ -91,13 +91,13 @@ class MethodCall(NamedTuple):
             return bound(*args, **kwargs)
 
         @functools.wraps(bound)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
             with inside(node):
-                return _told(self.method, call, node, args, kwargs)
+                return _with_note(self.method, call, node, args, kwargs)
 
-        # Of a method that is not wrapped nobody else tells.
+        # A wrapped method goes through `around_methods`; any other is noted here.
         is_wanted = asked is CALLS and not is_wrapped(getattr(type(node), self.method))
-        fn, handler = told if is_wanted else bound, Handler(asked)
+        fn, handler = noted if is_wanted else bound, Handler(asked)
         with handler.around(fn, args, kwargs, run=leave_marked) as out:
             return out, leaves, handler.session.known
 
@@ -136,7 +136,7 @@ def _abstract(value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Note:
-    """What a call of a method says of itself.
+    """What is known of a call of a method.
 
     Attributes:
         kind: The class of the Module.
@@ -165,8 +165,12 @@ class Start:
 CALLS = Listening(frozenset({Start}), None, False)
 
 
-def _told(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a method, and tells of it: what `around_methods` is given."""
+def _with_note(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a method, and emits a tap with a `Note` of it before; for `around_methods`.
+
+    The result is written into the note when the method returns. The jaxpr holds the
+    same object, so whoever reads the note there finds it.
+    """
     given, values = taken_apart(module, name, args, kwargs)
     arrays = [value for value in values if isinstance(value, jax.Array)] or [TICKET]
     shapes = tuple(np.shape(value) for value in arrays)
@@ -183,7 +187,7 @@ class Call(NamedTuple):
 
     Attributes:
         path: The Module, as the model holds it.
-        note: What the call said.
+        note: What is known of the call.
         times: How often it runs, in loops and mappings; None if that is not known.
     """
 
@@ -201,7 +205,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
     known: list[Roots] = []
 
     def pure(arrays: list[Any]) -> None:
-        with around_methods(around_methods.value), around_methods(_told):
+        with around_methods(around_methods.value), around_methods(_with_note):
             known.append(given.run(arrays, CALLS)[2])
 
     jaxpr = jax.make_jaxpr(pure)(given.arrays)
@@ -256,32 +260,36 @@ def nodes_of(root: Any) -> dict[Path, Any]:
 
 
 class _Names:
-    """The paths of Modules that a function got as arguments, and scopes call by class.
+    """Paths for Modules that a function got as arguments: scopes name these by class.
 
-    Inside a loop a Module is a slice of the one that the model holds. It can be no
-    other if the model has only one, of the same class, that it could be a slice of.
+    Inside a loop such a Module is a slice of one that the model holds. Which one, is
+    known only if the model has a single one, of the same class, that it can be a slice
+    of; otherwise the call keeps the path that its scope gives.
     """
 
     def __init__(self, root: Any):
         self.nodes = nodes_of(root)
-        self.known: dict[Path, Path] = {}  # from what scopes say
+        self.known: dict[Path, Path] = {}  # from paths in scopes to those in the model
 
-    def call(self, told: Path, note: Note, times: int | None) -> Call:
-        """A call, under the path that the model has for what scopes told."""
-        path = told
-        for end in range(len(told) - 1, 0, -1):
-            if told[:end] in self.known:
-                path = (*self.known[told[:end]], *told[end:])
+    def call(self, scope: Path, note: Note, times: int | None) -> Call:
+        """A call, under the path that the model has for the path in its scope."""
+        path = scope
+        for end in range(len(scope) - 1, 0, -1):
+            if scope[:end] in self.known:
+                path = (*self.known[scope[:end]], *scope[end:])
                 break
         if path not in self.nodes and path and path[-1] == note.kind.__name__:
-            self.known.pop(told, None)
+            self.known.pop(scope, None)
             found = self._sliced(path[:-1], note, times)
             if found is not None:
-                path = self.known[told] = found
+                path = self.known[scope] = found
         return Call(path, note, times)
 
     def _sliced(self, around: Path, note: Note, times: int | None) -> Path | None:
-        """The only object below a path that holds as many such Modules, or any."""
+        """The only object below a path that may be a stack of such Modules.
+
+        Objects that hold exactly as many as the call has iterations go first.
+        """
         counts = {
             place: _slices(note, node)
             for place, node in self.nodes.items()

@@ -2,12 +2,13 @@
 """FLOPs: how many operations a call of a method takes, as XLA counts them.
 
 The method is lowered alone, for the types it was called with, and XLA's analysis of the
-lowered program is asked; nothing is compiled or run. XLA counts what is inside a loop
-once: the iterations of a `scan` are added here. What is inside a `while` stays at one,
+lowered program gives the number; nothing is compiled or run. XLA counts the body of a
+loop once: the other iterations of a `scan` are added here. Those of a `while` are not,
 since nobody knows how often it runs.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,80 +21,67 @@ from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
 from treetap._core.variables.values import is_inexact
 from treetap._core.variables.variable import raw_values
-from treetap._report.calls import Note
-from treetap._report.texts import is_array
+from treetap._report.calls import MethodCall, Note
 
-Program = Callable[[list[Any]], Any]
+Program = Callable[[MethodCall, list[Any]], Any]
 
 
 class Flops:
     """Counts the FLOPs of calls; equal calls are counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, int | None] = {}
+        self._known = functools.cache(_counted)
 
     def forward(self, note: Note) -> int | None:
-        """FLOPs of a call; None if XLA does not tell."""
-        return self._of(note, _forward)
+        """FLOPs of a call; None if XLA gives none."""
+        return self._of(_forward, note.given)
 
     def backward(self, note: Note) -> int | None:
         """FLOPs of a call and of its derivatives by Variables and arguments."""
-        return self._of(note, _with_derivatives)
+        return self._of(_with_derivatives, note.given)
 
-    def _of(self, note: Note, make: Callable[[Note], Any]) -> int | None:
-        leaves = note.given.leaves
-        types = tuple((x.shape, x.dtype) if is_array(x) else x for x in leaves)
-        key = make, note.kind, note.given._replace(leaves=types)
+    def _of(self, program: Program, call: MethodCall) -> int | None:
         try:
-            if key not in self._known:
-                self._known[key] = _counted(*make(note))
-            return self._known[key]
+            return self._known(program, call)
         except TypeError:  # something static cannot be hashed
-            return _counted(*make(note))
+            return _counted(program, call)
 
 
-def _forward(note: Note) -> tuple[Program, list[Any]]:
-    """A call as a function of arrays: its results, and what Variables come to hold."""
-
-    def program(arrays: list[Any]) -> Any:
-        out, leaves, _ = note.given.run(arrays)
-        given = set(map(id, arrays))
-        held = _arrays_in(raw_values(leaves))
-        return _arrays_in(out), [x for x in held if id(x) not in given]
-
-    return program, note.given.arrays
+def _forward(call: MethodCall, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The results of a call, and what Variables come to hold."""
+    out, leaves, _ = call.run(arrays)
+    given = set(map(id, arrays))
+    held = _arrays_in(raw_values(leaves))
+    return _arrays_in(out), [x for x in held if id(x) not in given]
 
 
-def _with_derivatives(note: Note) -> tuple[Program, list[Any]]:
-    """A call and its derivatives as a function of arrays."""
-    forward, arrays = _forward(note)
+def _with_derivatives(call: MethodCall, arrays: list[Any]) -> Any:
+    """The results of a call, and their derivatives."""
+    chosen = {n: array for n, array in enumerate(arrays) if is_inexact(array)}
 
-    def program(arrays: list[Any]) -> Any:
-        chosen = {n: array for n, array in enumerate(arrays) if is_inexact(array)}
+    def of_chosen(values: dict[int, Any]) -> list[Any]:
+        given = [values.get(n, array) for n, array in enumerate(arrays)]
+        return [x for x in _forward(call, given)[0] if is_inexact(x)]
 
-        def of_chosen(values: dict[int, Any]) -> list[Any]:
-            given = [values.get(n, array) for n, array in enumerate(arrays)]
-            return [x for x in forward(given)[0] if is_inexact(x)]
-
-        out, pullback = jax.vjp(of_chosen, chosen)
-        return out, pullback([jnp.ones_like(x) for x in out])
-
-    return program, arrays
+    out, pullback = jax.vjp(of_chosen, chosen)
+    return out, pullback([jnp.ones_like(x) for x in out])
 
 
 def _arrays_in(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
-def _counted(program: Program, arrays: list[Any]) -> int | None:
-    """FLOPs of a program, of sharded arrays or else of plain ones; None if it fails.
+def _counted(program: Program, call: MethodCall) -> int | None:
+    """FLOPs of a program of a call, sharded or else not; None if it fails.
 
     Alone, a method may lack what is around it, such as a mapped axis or a mesh; and not
     every device has an analysis.
     """
-    for tried in (arrays, [array.update(sharding=None) for array in arrays]):
+    of_arrays = functools.partial(program, call)
+    plain = [array.update(sharding=None) for array in call.arrays]
+    for arrays in (call.arrays, plain):
         with contextlib.suppress(Exception):
-            body = jax_compat.body_of(jax.make_jaxpr(program)(tried))
+            body = jax_compat.body_of(jax.make_jaxpr(of_arrays)(arrays))
             return round(_flops_of(body)[1])
     return None
 
@@ -123,7 +111,7 @@ def _by_xla(body: Body) -> float:
 
 
 def _analysis(fn: Callable[..., Any], given: list[Any]) -> Any:
-    """What XLA says of a function that is lowered for the device in use, or None."""
+    """XLA's analysis of a function, lowered for the device in use, or None."""
     lowered = jax.jit(fn).lower(*given)
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
         return lowered.cost_analysis()

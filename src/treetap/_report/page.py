@@ -21,7 +21,7 @@ import os
 import pathlib
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -49,18 +49,7 @@ Entry = dict[str, Any]
 Pair = tuple[Figures, Figures | None]  # of a value, and of its gradient
 Row = list[Pair | None]  # by site; None where a step has no such site
 
-NUMBERS = {
-    "count": "count",
-    "mean": "mean",
-    "std": "std",
-    "low": "low",
-    "high": "high",
-    "max": "abs_max",
-    "norm": "norm",
-    "dead": "dead",
-    "nan": "nan",
-    "inf": "infinite",
-}
+NUMBERS = "count mean std low high abs_max norm dead nan infinite".split()
 BY_PART = ("mean", "std", "low", "high", "norm", "dead")
 
 
@@ -70,7 +59,7 @@ class Report:
 
     Attributes:
         title: What is at its top.
-        verdict: What it says first: whether all was finite, and what was not.
+        verdict: Its first line: whether all was finite, and what was not.
         payload: All that the page shows, as dicts, lists, texts and numbers.
     """
 
@@ -112,7 +101,9 @@ class Report:
                 # A lone surrogate in a name is no reason to lose the report.
                 beside.write_bytes(self.html.encode("utf-8", "replace"))
         except OSError as error:
-            if error.strerror is None:  # what it says is for people already
+            if (
+                error.strerror is None
+            ):  # raised by `written_whole`, with a text for people
                 raise
             raise type(error)(
                 f"Report.save: {path} could not be written: {error.strerror}. Choose a "
@@ -180,7 +171,7 @@ def report(
         "first": {key: verdicts[0][key] for key in ("site", "step")},
         "notes": notes,
     }
-    texts = [_verdict_text(verdict, payload) for verdict in verdicts]
+    texts = [_verdict_text(verdict, entries, numbers) for verdict in verdicts]
     return Report(payload["title"], "; ".join(texts), payload)
 
 
@@ -191,18 +182,13 @@ def _page(name: str) -> str:
 
 
 def _records(records: Any) -> list[Record]:
-    held = [records] if isinstance(records, Record) else records
-    if not isinstance(held, Iterable) or isinstance(held, str | bytes):
-        raise TypeError(
-            f"report: the records are a {type(held).__name__}. Give a Record, the "
-            "second result of `observe`, or a list of them."
-        )
-    held = list(held)
-    for place, record in enumerate(held):
+    is_many = isinstance(records, Iterable) and not isinstance(records, Record)
+    held: list[Any] = list(records) if is_many else [records]
+    for record in held:
         if not isinstance(record, Record):
             raise TypeError(
-                f"report: item {place} of the records is a {type(record).__name__}. "
-                "Give Records: the second result of `observe`."
+                f"report: expected Records, got a {type(record).__name__}. Give the "
+                "second result of `observe`, or a list of them."
             )
     if not held:
         raise CaptureError("report: there are no records. Give one or more.")
@@ -241,34 +227,40 @@ def _add_pictures(
     ]
 
 
-def _verdict_text(verdict: dict[str, Any], payload: dict[str, Any]) -> str:
+def _verdict_text(
+    verdict: Entry, entries: Sequence[Entry], steps: Sequence[int | None]
+) -> str:
     if verdict["site"] is None:
         return verdict["text"]
-    site = payload["sites"][verdict["site"]]["text"]
-    steps = payload["steps"]
+    site = entries[verdict["site"]]["text"]
     at = f" at step {steps[verdict['step']]}" if len(steps) > 1 else ""
     return f"{verdict['text']} {site}{at} ({verdict['troubles']})"
 
 
-# The payload: what the page is told, as dicts, lists, texts and numbers. What was not
-# measured is left out.
+# The payload: what the page gets to show, as dicts, lists, texts and numbers. What was
+# not measured is left out.
 
 
 def _entries(
     sites: Sequence[Site], rows: Sequence[Row]
 ) -> tuple[list[Entry], list[str]]:
     """The sites with their figures by step, and notes on what is left out."""
-    is_many = 2 * len(sites) * len(rows) > MOST_BARS
-    has_bars = [not is_many or row is rows[-1] for row in rows]
+    notes: list[str] = []
+    if len(rows) > 1 and 2 * len(sites) * len(rows) > MOST_BARS:
+        rows = [*map(_without_bars, rows[:-1]), rows[-1]]
+        notes = ["Histograms are of the last step only: there are many sites."]
     flags = jax.device_get([(site.taken, site.count) for site in sites])
-    entries = [
-        _site(site, list(zip(found, has_bars)), _note(*flag))
-        for site, found, flag in zip(sites, zip(*rows), flags)
-    ]
-    if is_many and len(rows) > 1:
-        note = "Histograms are of the last step only: there are many sites."
-        return entries, [note]
-    return entries, []
+    texts = [_note(*each) for each in flags]
+    return [*map(_site, sites, zip(*rows), texts)], notes
+
+
+def _without_bars(row: Row) -> Row:
+    """The figures of a step without histograms."""
+
+    def plain(figures: Figures | None) -> Any:
+        return figures and replace(figures, bars=None)
+
+    return [pair and (plain(pair[0]), plain(pair[1])) for pair in row]
 
 
 def sites_of(records: Sequence[Record]) -> list[Site]:
@@ -277,16 +269,14 @@ def sites_of(records: Sequence[Record]) -> list[Site]:
     A site that only some steps have comes after the one that it follows there.
     """
     order = [site.text for site in records[-1]]
-    known = set(order)
     for record in records:
         texts = [site.text for site in record]
-        if known.issuperset(texts):
+        if set(order).issuperset(texts):
             continue
         place = 0
         for text in texts:
-            if text not in known:
+            if text not in order:
                 order.insert(place, text)
-                known.add(text)
             place = order.index(text) + 1
     last = {site.text: site for record in records for site in record}
     return [last[text] for text in order]
@@ -317,9 +307,9 @@ def _about(
 # Sites.
 
 
-def _site(site: Site, pairs: Sequence[tuple[Pair | None, bool]], note: str) -> Entry:
-    values = [pair and _figures(pair[0], bars) for pair, bars in pairs]
-    grads = [pair and pair[1] and _figures(pair[1], bars) for pair, bars in pairs]
+def _site(site: Site, pairs: Sequence[Pair | None], note: str) -> Entry:
+    values = [pair and _figures(pair[0]) for pair in pairs]
+    grads = [pair and pair[1] and _figures(pair[1]) for pair in pairs]
     entry = {
         "text": site.text,
         "path": [str(key) for key in site.path],
@@ -366,13 +356,13 @@ def _type(site: Site) -> str:
     return typed(leaves[0]) + more
 
 
-def _figures(figures: Figures, has_bars: bool = True) -> Entry | None:
+def _figures(figures: Figures) -> Entry | None:
     """Figures without what was not measured; None if nothing was."""
-    numbers = {key: getattr(figures, name) for key, name in NUMBERS.items()}
+    numbers = {name: getattr(figures, name) for name in NUMBERS}
     found: Entry = {k: _number(x) for k, x in numbers.items() if x is not None}
     if figures.nonfinite and not (figures.nan or figures.infinite):
         found["bad"] = True
-    if figures.bars is not None and has_bars:
+    if figures.bars is not None:
         found["bars"] = _bars(figures.bars)
     if len(figures.parts) > 1:
         found["parts"] = _parts(figures.parts)
@@ -404,7 +394,7 @@ def _parts(parts: Sequence[Figures]) -> Entry:
     """Figures of iterations, by figure."""
     found: Entry = {"count": len(parts)}
     for key in BY_PART:
-        series = [getattr(part, NUMBERS[key]) for part in parts]
+        series = [getattr(part, key) for part in parts]
         if any(number is not None for number in series):
             found[key] = [None if x is None else _number(x) for x in series]
     bad = [int(bool(part.nonfinite)) for part in parts]
@@ -456,7 +446,7 @@ def troubles_text(figures: Figures) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> list[Entry]:
     if troubles := first_troubles(rows):
-        return [_verdict(trouble) for trouble in troubles]
+        return [*map(_verdict, troubles)]
     measured = [pair for row in rows for pair in row if pair]
     known = [value.nonfinite is not None for value, _ in measured]
     kind, text = "good", "All finite"
@@ -470,10 +460,9 @@ def _verdicts(rows: Sequence[Row]) -> list[Entry]:
 
 
 def _verdict(trouble: Trouble) -> Entry:
-    what = "gradient" if trouble.is_grad else ""
     return {
         "kind": "bad",
-        "text": f"First non-finite {what}".strip() + ":",
+        "text": f"First non-finite{' gradient' if trouble.is_grad else ''}:",
         "site": trouble.site,
         "step": trouble.step,
         "troubles": troubles_text(trouble.figures),

@@ -36,22 +36,23 @@ class Plan(NamedTuple):
     """Which parts of a value are tiles.
 
     Attributes:
+        axes: How each axis but the last two is written: `i` for iterations, `h` for
+            heads, or the number of the one item that is shown.
         indices: Of each tile, all but the last two axes.
         labels: What each tile is called.
         total: How many tiles there could be.
         block: How many rows and columns go into one byte.
         size: Rows and columns of a tile.
-        free: From which to which axis one item is shown.
-        axes: How each axis but the last two is written, if it is not free.
+        is_attention: Whether rows sum up to one: then the scale begins at zero.
     """
 
+    axes: tuple[str, ...]
     indices: tuple[Index, ...]
     labels: tuple[str, ...]
     total: int
     block: tuple[int, int]
     size: tuple[int, int]
-    free: tuple[int, int]
-    axes: tuple[str, ...]
+    is_attention: bool
 
     @property
     def nbytes(self) -> int:
@@ -70,25 +71,21 @@ def pictures_of(
         figures: Of the values, where they are known.
         budget: How many bytes all pictures may take.
     """
-    pending: dict[int, tuple[str, list[Plan], Any]] = {}
+    pending: dict[int, tuple[str, Plan, Any]] = {}
     left_out = 0
     for number, (site, known) in enumerate(zip(sites, figures)):
         leaf, value = _matrix(site.value)
         if value is None:
             continue
         axes, text = axes_of(site, "value", leaf), typed(value)
-        apart, value = sum(map(is_loop, axes)), loops_first(value, axes)
-        plans = [_plan(value, apart, with_heads=False)]
-        if value.ndim > 2 and _may_be_attention(value, known):
-            plans.append(_plan(value, apart, with_heads=True))
-        needed = max(plan.nbytes for plan in plans)
-        if needed > budget:
+        value = loops_first(value, axes)
+        plan = _plan(value, sum(map(is_loop, axes)), known)
+        if plan.nbytes > budget:
             left_out += 1
             continue
-        budget -= needed
-        is_wrong = known is not None and bool(known.nonfinite)
-        drawn = _drawn(value, plans, is_wrong=is_wrong)
-        pending[number] = text, plans, drawn
+        budget -= plan.nbytes
+        places = tuple(np.array(plan.indices, int).T)
+        pending[number] = text, plan, _tiles(value, places, plan.block)
     fetched = jax.device_get(pending)
     return {number: _picture(*held) for number, held in fetched.items()}, left_out
 
@@ -118,35 +115,41 @@ def _narrowed(value: Any) -> np.ndarray:
     return np.where(is_finite, np.clip(value, -most, most), value).astype(np.float32)
 
 
-def _may_be_attention(value: Any, figures: Figures | None) -> bool:
-    """Whether figures allow rows that are shares of one; measured exactly later."""
-    if not jnp.issubdtype(value.dtype, jnp.floating) or value.shape[-1] < 2:
+def _is_attention(value: Any, figures: Figures | None) -> bool:
+    """Whether rows sum up to one, as in attention; measured if the figures allow it."""
+    is_floating = jnp.issubdtype(value.dtype, jnp.floating)
+    if value.ndim < 3 or value.shape[-1] < 2 or not is_floating:
         return False
-    if figures is None or figures.low is None or figures.mean is None:
-        return True
-    is_share = figures.low >= 0 and (figures.high or 0) <= 1.01
-    return is_share and abs(figures.mean * value.shape[-1] - 1) < 0.05
+    if figures is not None and figures.low is not None and figures.mean is not None:
+        is_share = figures.low >= 0 and (figures.high or 0) <= 1.01
+        if not is_share or abs(figures.mean * value.shape[-1] - 1) >= 0.05:
+            return False
+    return bool(_are_shares(value))
 
 
-def _plan(value: Any, apart: int, *, with_heads: bool) -> Plan:
-    """How a value is cut."""
+def _plan(value: Any, loops: int, figures: Figures | None) -> Plan:
+    """Says how a value is cut, whose first axes are those of loops."""
     *lead, rows, columns = value.shape
-    apart = min(apart, len(lead))
-    inner = lead[apart:]
-    heads = inner[-1] if with_heads and inner else 0
-    outer = math.prod(lead[:apart])
-    some = list(itertools.islice(np.ndindex(*lead[:apart]), MOST_TILES))
-    zeros = (0,) * (len(inner) - bool(heads))
-    shown = min(heads, max(1, MOST_TILES // len(some)))
-    ends = [*np.ndindex(shown)] if heads else [()]
-    tiles = [(place, end) for place in some for end in ends]
-    indices = tuple((*place, *zeros, *end) for place, end in tiles)
-    labels = tuple(_label(place, end) for place, end in tiles)
+    loops = min(loops, len(lead))
+    is_attention = _is_attention(value, figures)
+    heads = lead[loops:][-1:] if is_attention else []
+    end = len(lead) - len(heads)
+    is_wrong = figures is not None and bool(figures.nonfinite)
+    item = _first_wrong(value, loops, end) if is_wrong else (0,) * (end - loops)
+    places = list(itertools.islice(np.ndindex(*lead[:loops]), MOST_TILES))
+    most = max(1, MOST_TILES // len(places))
+    some_heads = list(itertools.islice(np.ndindex(*heads), most))
+    tiles = list(itertools.product(places, some_heads))
     block = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
-    size = math.ceil(rows / block[0]), math.ceil(columns / block[1])
-    axes = (*["i"] * apart, *[""] * len(zeros), *["h"] * bool(heads))
-    total, free = outer * (heads or 1), (apart, apart + len(zeros))
-    return Plan(indices, labels, total, block, size, free, axes)
+    return Plan(
+        axes=(*["i"] * loops, *map(str, item), *["h"] * len(heads)),
+        indices=tuple((*place, *item, *head) for place, head in tiles),
+        labels=tuple(_label(place, head) for place, head in tiles),
+        total=math.prod([*lead[:loops], *heads]),
+        block=block,
+        size=(math.ceil(rows / block[0]), math.ceil(columns / block[1])),
+        is_attention=is_attention,
+    )
 
 
 def _label(place: Index, head: Index) -> str:
@@ -155,42 +158,32 @@ def _label(place: Index, head: Index) -> str:
     return " · ".join(filter(None, [",".join(map(str, place)), *heads]))
 
 
-def _drawn(value: Any, plans: Sequence[Plan], *, is_wrong: bool) -> Any:
-    """The tiles of each plan, and whether the rows are shares of one."""
-    tiles = []
-    for plan in plans:
-        places = tuple(np.array(plan.indices, int).T) if value.ndim > 2 else ()
-        start, stop = plan.free
-        if is_wrong and stop > start and not _is_spread(value):
-            item = _first_wrong(value, plan.free)
-        else:
-            item = tuple(np.zeros(stop - start, int))
-        tiles.append((_tiles(value, places, item, plan.free, plan.block), item))
-    return tiles, _are_shares(value) if len(plans) > 1 else False
-
-
 def _is_spread(value: Any) -> bool:
     """Whether axes of a value are spread over an explicit mesh."""
     spec = getattr(getattr(jax.typeof(value), "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
 
 
-@functools.partial(jax.jit, static_argnums=(1,))
-def _first_wrong(value: Any, free: tuple[int, int]) -> Any:
-    """Where along some axes the first item is that is not finite."""
-    others = [axis for axis in range(value.ndim) if not free[0] <= axis < free[1]]
-    is_wrong = jnp.any(~jnp.isfinite(value), axis=others)
-    return jnp.unravel_index(jnp.argmax(is_wrong.ravel()), is_wrong.shape)
+def _first_wrong(value: Any, start: int, end: int) -> Index:
+    """Where along some axes the first item is that is not finite, or item 0.
+
+    What is spread over an explicit mesh is not searched.
+    """
+    if start == end or _is_spread(value):
+        return (0,) * (end - start)
+    others = (*range(start), *range(end, value.ndim))
+    is_wrong = np.asarray(_has_wrong(value, others))
+    return tuple(map(int, np.unravel_index(is_wrong.argmax(), is_wrong.shape)))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _tiles(
-    value: Any, places: Any, item: Any, free: tuple[int, int], block: tuple[int, int]
-) -> Any:
+@functools.partial(jax.jit, static_argnums=1)
+def _has_wrong(value: Any, axes: tuple[int, ...]) -> Any:
+    return jnp.any(~jnp.isfinite(value), axis=axes)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tiles(value: Any, places: Any, block: tuple[int, int]) -> Any:
     """Means `[tile, row, column]`; NaN for blocks that are not all finite."""
-    start, stop = free
-    chosen = [jnp.broadcast_to(n, old.shape) for n, old in zip(item, places[start:])]
-    places = (*places[:start], *chosen, *places[stop:])
     picked = _items(value, places) if places else value[None]
     if jnp.issubdtype(picked.dtype, jnp.complexfloating):
         picked = jnp.abs(picked)
@@ -234,18 +227,13 @@ def _are_shares(value: Any) -> Any:
     return jnp.all(is_broken | is_share) & jnp.any(is_share)
 
 
-def _picture(text: str, plans: Sequence[Plan], made: Any) -> dict[str, Any]:
-    """What the page is told."""
-    tiles, is_attention = made
-    which = int(bool(is_attention))
-    plan, (means, item) = plans[which], tiles[which]
-    chosen = iter(item)
-    axes = ", ".join(axis or str(int(next(chosen))) for axis in plan.axes)
-    codes, scale = _coded(means, is_share=bool(which))
+def _picture(text: str, plan: Plan, means: np.ndarray) -> dict[str, Any]:
+    """A picture as the payload of a page has it."""
+    codes, scale = _coded(means, is_share=plan.is_attention)
     rows, columns = plan.size
     return {
-        "kind": "attention" if which else "heat",
-        "of": f"[{axes}, :, :] of {text}" if axes else text,
+        "kind": "attention" if plan.is_attention else "heat",
+        "of": f"[{', '.join(plan.axes)}, :, :] of {text}" if plan.axes else text,
         "tiles": [
             {"label": label, "data": base64.b64encode(tile.tobytes()).decode()}
             for label, tile in zip(plan.labels, codes)

@@ -9,13 +9,13 @@ Variable holds as kind `Array`.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from treetap._core import display
+from treetap._core.display import Size, size_of
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
-from treetap._core.trees.pytree import opened
+from treetap._core.trees.pytree import by_kind, opened
 from treetap._core.trees.sharing import places
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.variable import Variable, raw_values
@@ -23,16 +23,6 @@ from treetap._modules.containers import Dict, List
 from treetap._report.calls import Call, nodes_of, recorded
 from treetap._report.flops import Flops
 from treetap._report.texts import is_array
-
-
-class Size(NamedTuple):
-    """A number of elements, and the bytes they take."""
-
-    elements: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.elements:,} ({display.readable_bytes(self.nbytes)})"
 
 
 @dataclass(frozen=True)
@@ -91,52 +81,36 @@ def sizes_dict(sizes: Iterable[tuple[str, Size]]) -> dict[str, dict[str, int]]:
     return {k: {"elements": x.elements, "bytes": x.nbytes} for k, x in sizes}
 
 
-def kind_name(value: Any) -> str:
-    """What the values of a Variable, or an array that none holds, are counted as."""
-    if not isinstance(value, Variable):
-        return "Array"
-    return value._counted_as or type(value).__name__
-
-
-def leaves_below(root: Any) -> Iterator[Any]:
+def leaves_below(root: Any) -> Iterable[Any]:
     """Variables, and arrays outside of them, each once."""
-    seen: set[int] = set()
-    for _, value in places(root):
-        if (isinstance(value, Variable) or is_array(value)) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-
-
-def size_of(leaves: Iterable[Any]) -> Size:
-    """The size of Variables and arrays together."""
-    return Size(*display.size_of(raw_values(leaves)))
+    values = (value for _, value in places(root))
+    found = (x for x in values if isinstance(x, Variable) or is_array(x))
+    return {id(leaf): leaf for leaf in found}.values()
 
 
 def sizes_of(root: Any) -> tuple[tuple[str, Size], ...]:
     """Sizes by kind of Variable of all that is below a value, kinds sorted."""
-    found: dict[str, list[Any]] = {}
-    for value in leaves_below(root):
-        if display.has_arrays(raw_values([value])):
-            found.setdefault(kind_name(value), []).append(value)
+    found = by_kind(leaves_below(root))
     return tuple((kind, size_of(found[kind])) for kind in sorted(found))
 
 
 def parameters_of(leaves: Iterable[Any]) -> Size:
     """The size of the Params among Variables and arrays."""
-    return size_of(value for value in leaves if isinstance(value, Param))
+    return size_of(raw_values(value for value in leaves if isinstance(value, Param)))
 
 
-def own_leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """Variables and arrays that an object holds itself, in containers too."""
+def own_leaves(value: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """Variables and arrays that an object holds itself, in containers too.
 
-    def visit(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Variable) or is_array(value):
-            yield "/".join(map(str, path)), value
-        elif not path or isinstance(value, List | Dict) or not isinstance(value, Node):
-            for key, child in zip(*(opened(value) or ((), ()))):
-                yield from visit((*path, key), child)
-
-    return visit((), node)
+    Args:
+        value: The object, or what was found in it.
+        path: Where in the object that was.
+    """
+    if isinstance(value, Variable) or is_array(value):
+        yield "/".join(map(str, path)), value
+    elif not path or isinstance(value, List | Dict) or not isinstance(value, Node):
+        for key, child in zip(*(opened(value) or ((), ()))):
+            yield from own_leaves(child, (*path, key))
 
 
 def rows_of(

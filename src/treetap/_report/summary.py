@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treetap._core.display import readable_bytes
+from treetap._core.display import Size, in_thousands, readable_bytes
 from treetap._core.paths import Path
+from treetap._core.trees.pytree import kind_name
 from treetap._core.variables.metadata import REQUIRED
 from treetap._core.variables.variable import Variable
 from treetap._modules.random_streams import RngStream
 from treetap._report.rows import (
     Row,
-    Size,
-    kind_name,
     leaves_below,
     own_leaves,
     parameters_of,
@@ -143,14 +142,7 @@ HIGHLIGHTS = {
 
 def count_text(count: int | None) -> str:
     """A number of operations in powers of a thousand; `-` if it is not known."""
-    if count is None:
-        return "-"
-    size = float(count)
-    for unit in ("", " K", " M", " G", " T"):
-        if size < 999.95:
-            return f"{size:.1f}{unit}" if unit else str(count)
-        size /= 1000
-    return f"{size:.1f} P"
+    return "-" if count is None else in_thousands(count, ("", "K", "M", "G", "T", "P"))
 
 
 def labels(rows: Sequence[Row], compact: bool, root: str = "") -> list[str]:
@@ -358,7 +350,7 @@ def _columns_of(
     sizes: Sequence[tuple[str, Size]],
     compact: bool,
 ) -> list[Column]:
-    """The columns of `tabulate`: what rows tell, then one for each kind of Variable."""
+    """The columns of `tabulate`: the call, its FLOPs, and each kind of Variable."""
     from rich.text import Text
 
     def short(text: str) -> str:
@@ -395,9 +387,9 @@ def _variable_text(name: str, value: Any) -> str:
         return f"{name}: {text_of(value)}"
     text = text_of(value.get_raw_value())
     hidden = {*REQUIRED, "mesh"}
-    told = {k: x for k, x in value.get_metadata().items() if k not in hidden}
-    if not told and "\n" not in text:
+    metadata = {k: x for k, x in value.get_metadata().items() if k not in hidden}
+    if not metadata and "\n" not in text:
         return f"{name}: {text}"
     body = text.replace("\n", "\n    ")
-    lines = [f"  {key}: {told[key]}" for key in sorted(told)]
+    lines = [f"  {key}: {metadata[key]}" for key in sorted(metadata)]
     return "\n".join([f"{name}:", *lines, f"  value: {body}"])

@@ -118,7 +118,7 @@ class Fitting(NamedTuple):
     """A table that is compact, and has no frame, where it would be too wide.
 
     Attributes:
-        columns: Makes the columns; told whether they are to be compact.
+        columns: Makes the columns; its argument is whether they are to be compact.
         frame: Options of the table where it has room.
         options: Options of `table_of`.
     """
@@ -166,8 +166,8 @@ class Listing(NamedTuple):
         yield self._table(kept, options.max_width)
         gone = [each.head for each in self.columns if each.head and each not in kept]
         if gone:
-            told = f"Too narrow to show: {', '.join(gone)}{self.remedy}."
-            yield Text(told, "dim")
+            note = f"Too narrow to show: {', '.join(gone)}{self.remedy}."
+            yield Text(note, "dim")
 
     def _table(self, kept: Sequence[Column], width: int) -> "Table":
         """The table: what room there is beyond what is needed goes to the first."""

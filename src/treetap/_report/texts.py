@@ -30,7 +30,7 @@ def is_array(value: Any) -> bool:
 def arguments_text(args: Any, kwargs: Any) -> str:
     """Arguments of a call, a line for each unless there is only one.
 
-    A keyword that is None says that an argument is left out, and is.
+    Keyword arguments that are None are left out: most are defaults, written out.
     """
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if not kwargs and len(args) < 2:

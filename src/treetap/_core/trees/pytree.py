@@ -466,17 +466,29 @@ def variables_below(root: Any) -> Iterator[Variable[Any]]:
             waiting.extend(reversed(tuple(inside[1])))
 
 
+def by_kind(leaves: Iterable[Any]) -> dict[str, list[Any]]:
+    """What Variables hold by the kind they are counted as, and other arrays."""
+    found: dict[str, list[Any]] = {}
+    for leaf in leaves:
+        raw = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
+        if display.has_arrays(raw):
+            found.setdefault(kind_name(leaf), []).append(raw)
+    return found
+
+
+def kind_name(value: Any) -> str:
+    """What the values of a Variable, or an array that none holds, are counted as."""
+    if not isinstance(value, Variable):
+        return "Array"
+    return value._counted_as or type(value).__name__
+
+
 def counts(node: Pytree) -> str:
     """Elements and bytes per kind of Variable below an object, each counted once."""
-    held: dict[str, list[Any]] = {}
-    for variable in variables_below(node):
-        raw = variable.get_raw_value()
-        if display.has_arrays(raw):
-            kind = variable._counted_as or type(variable).__name__
-            held.setdefault(kind, []).append(raw)
+    held = by_kind(variables_below(node))
     if len(held) > 1:
         held["Total"] = [*held.values()]
-    return ", ".join(f"{kind}: {display.size_text(x)}" for kind, x in held.items())
+    return ", ".join(f"{kind}: {display.size_of(x)}" for kind, x in held.items())
 
 
 def check_pytree(node: Pytree) -> None:

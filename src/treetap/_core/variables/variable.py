@@ -382,7 +382,7 @@ class Variable(
 
     def _display_parts(self) -> display.Parts:
         value: Any = self._box[0]
-        comment = display.size_text(value) if display.has_arrays(value) else ""
+        comment = str(display.size_of(value)) if display.has_arrays(value) else ""
         shown = [("value", value), *special_of(self._metadata).items()]
         return display.Parts(comment, shown)
 

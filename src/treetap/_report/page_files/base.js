@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report's page, first part: the data, the state, elements and numbers.
 //
-// All parts are put together, in the order of `PARTS` in `html.py`, into one function.
+// All parts are put together, in the order of `PARTS` in `page.py`, into one function.
 // All data is in the JSON block `data`. Names in it are untrusted: they become text nodes
 // and nothing else.
 
@@ -99,14 +99,14 @@ function memory(bytes) {
 function troubles(figures, count = whole) {
   const parts = [];
   if (figures && figures.nan) parts.push(`${count(figures.nan)} NaN`);
-  if (figures && figures.inf) parts.push(`${count(figures.inf)} Inf`);
+  if (figures && figures.infinite) parts.push(`${count(figures.infinite)} Inf`);
   if (!parts.length && figures && figures.bad) parts.push("not finite");
   return parts.join(", ");
 }
 
 const valueOf = (site, step = state.step) => (site.values && site.values[step]) || null;
 const gradOf = (site, step = state.step) => (site.grads && site.grads[step]) || null;
-const isWrong = (f) => Boolean(f && (f.nan || f.inf || f.bad));
+const isWrong = (f) => Boolean(f && (f.nan || f.infinite || f.bad));
 const isBad = (site) => isWrong(valueOf(site)) || isWrong(gradOf(site));
 
 function ratio(site, step) {

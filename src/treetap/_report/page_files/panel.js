@@ -220,7 +220,7 @@ function stepsSection(site, width) {
   const band = bandChart(of(valueOf), wrong(valueOf), labels, width);
   const small = [
     smallChart("Norm", of(valueOf)("norm"), wrong(valueOf), labels, numeral, ""),
-    smallChart("Max |x|", of(valueOf)("max"), wrong(valueOf), labels, numeral, ""),
+    smallChart("Max |x|", of(valueOf)("abs_max"), wrong(valueOf), labels, numeral, ""),
     smallChart("Dead units", of(valueOf)("dead"), wrong(valueOf), labels, percent, ""),
     smallChart(
       "Gradient norm",
@@ -256,11 +256,11 @@ function numbersSection(site, value, grad) {
     ["Standard deviation", "std"],
     ["Smallest", "low"],
     ["Largest", "high"],
-    ["Largest magnitude", "max"],
+    ["Largest magnitude", "abs_max"],
     ["Norm", "norm"],
     ["Dead units", "dead", percent],
     ["NaN", "nan", whole],
-    ["Infinite", "inf", whole],
+    ["Infinite", "infinite", whole],
   ];
   const body = make("tbody");
   for (const [label, key, show = numeral] of lines) {
@@ -270,7 +270,7 @@ function numbersSection(site, value, grad) {
       make(
         "td",
         {
-          class: (key === "nan" || key === "inf") && x ? "wrong" : null,
+          class: (key === "nan" || key === "infinite") && x ? "wrong" : null,
           title: isNumber(x) ? String(x) : null,
         },
         show(x),

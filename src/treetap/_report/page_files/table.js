@@ -88,7 +88,7 @@ const columns = [
     label: "Max |x|",
     width: 62,
     rank: 2,
-    get: ofValue("max"),
+    get: ofValue("abs_max"),
     tip: "Largest magnitude of the finite values",
   },
   {
@@ -167,7 +167,7 @@ function sortBy(key) {
 }
 
 function troubleCount(site) {
-  const of = (f) => (f ? (f.nan || 0) + (f.inf || 0) + (f.bad ? 1 : 0) : 0);
+  const of = (f) => (f ? (f.nan || 0) + (f.infinite || 0) + (f.bad ? 1 : 0) : 0);
   return of(valueOf(site)) || of(gradOf(site));
 }
 
