@@ -15,7 +15,9 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
+from treetap._capture.listening import listening
 from treetap._capture.walk.jax_compat import zero_tangent
+from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.settings import Mode
@@ -42,11 +44,11 @@ from treetap._transforms.lift.lift import (
     Lift,
     Options,
     Updates,
-    Written,
     filled,
     transform,
 )
 from treetap._transforms.lift.prefixes import spread
+from treetap._transforms.lift.program import MAX_PROGRAMS
 from treetap._transforms.lift.results import WHOLE, as_tuple, rebuild
 
 
@@ -72,6 +74,7 @@ class CustomVjp:
         self._fwd: Callable[..., Any] | None = None
         self._bwd: Callable[..., Any] | None = None
         self._wants_updates = False
+        self._written: BoundedCache[Any, frozenset[int]] = BoundedCache(MAX_PROGRAMS)
 
     def defvjp(
         self,
@@ -99,6 +102,7 @@ class CustomVjp:
             )
         self._fwd, self._bwd = fwd, bwd
         self._wants_updates = _wants_updates(bwd)
+        self._written.clear()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -160,9 +164,9 @@ class _Rule:
             for number, value in enumerate(leaves)
             if not self.active[number] and not _is_numeric(value)
         }
-        self.written: Collection[int] = ()  # while that is found out
-        self.written = self._written(self._numeric(leaves))
-        self._check_written(inputs.leaves)
+        self.kinds = [type(leaf).__name__ for leaf in inputs.leaves]
+        self.written: set[int] = set()  # while that is found out
+        self._add_written(self._written_by_rule(self._numeric(leaves)), leaves)
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
@@ -186,31 +190,44 @@ class _Rule:
     def _numeric(self, leaves: list[Any]) -> list[Any]:
         return [x for n, x in enumerate(leaves) if n not in self.fixed]
 
-    def _written(self, values: list[Any]) -> set[int]:
-        """The Variables that the function or its rule changes."""
+    def _written_by_rule(self, values: list[Any]) -> frozenset[int]:
+        """The Variables that the rule changes, found once for arguments of one kind.
 
-        def probe(values: Any) -> tuple[Written, Written]:
-            return self._run(values)[1].written, self._forward(values)[2].written
+        The function and its rule must return the same ones. JAX traces the function
+        first, if it traces both, so those of the rule must be known before.
+        """
+        flat, tree = jax.tree.flatten(values)
+        key = self.definition, tree, tuple(map(jax.typeof, flat)), listening.value
 
-        by_function, by_rule = jax.eval_shape(probe, values)
-        return by_function.numbers() | by_rule.numbers()
+        def find() -> frozenset[int]:
+            updates = jax.eval_shape(self._forward, values)[2]
+            return frozenset(updates.written.numbers())
 
-    def _check_written(self, leaves: list[Any]) -> None:
-        """Refuses changes whose gradient would be lost for want of `updates_g`."""
+        return find() if self.fixed else self.owner._written.made(key, find)
+
+    def _add_written(self, numbers: Collection[int], leaves: Sequence[Any]) -> None:
+        """Adds Variables that are changed; refuses them if a gradient would be lost.
+
+        Args:
+            numbers: The Variables.
+            leaves: The values of all arguments.
+        """
+        self.written |= {*numbers}
         if self.owner._wants_updates or self.has_states:
             return
         for number in self.written:
-            leaf = leaves[number]
-            if self.active[number] and is_inexact(leaf._box[0]):
+            if self.active[number] and is_inexact(leaves[number]):
                 raise StructureError(
-                    f"custom_vjp: a differentiable {type(leaf).__name__} is changed "
+                    f"custom_vjp: a differentiable {self.kinds[number]} is changed "
                     "inside, and `bwd` does not take its cotangent. Give `bwd` a "
                     "keyword `updates_g`, or put the argument into `nondiff_argnums`."
                 )
 
     def _run(self, values: Any) -> Any:
-        lift, fun = self.owner.lift, self.owner.fun
-        return lift.run(fun, self.outline, self._all(values), keep=self.written)
+        lift, fun, every = self.owner.lift, self.owner.fun, self._all(values)
+        out, updates = lift.run(fun, self.outline, every, keep=self.written)
+        self._add_written(updates.written.numbers(), every)
+        return out, updates
 
     def call(self, leaves: list[Any]) -> Any:
         """Runs through `jax.custom_vjp`: the result and what changed."""

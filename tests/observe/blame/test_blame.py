@@ -696,3 +696,105 @@ def test_a_value_that_went_bad_in_a_loop_spoils_another_later():
 def test_what_a_checkpoint_computes_again_is_of_the_backward_pass(wrap):
     found = tt.blame(jax.grad(wrap(lambda x: jnp.sqrt(jnp.sum(x**2)))))(jnp.zeros(3))
     assert (found.operation, found.kind, found.backward) == ("div", "inf", True)
+
+
+LOWEST = jnp.array([0.0, -jnp.inf, 0.0])
+
+
+def test_a_mask_that_came_in_with_an_argument_is_harmless():
+    def attend(x, mask):
+        return jax.nn.softmax(x + mask)
+
+    x = jnp.ones(3)
+    assert not tt.blame(attend)(x, LOWEST)
+    assert not tt.blame(jax.jit(attend))(x, mask=LOWEST)
+    assert not tt.blame(jax.grad(lambda x, mask: attend(x, mask)[0]))(x, LOWEST)
+    assert not tt.blame(attend, everywhere=True)(x, LOWEST)
+    assert not tt.blame(lambda x, unused: x)(x, x * jnp.nan)
+    lowest = tt.Variable(LOWEST)
+    assert not tt.blame(lambda x, mask: attend(x, mask[...]))(x, lowest)
+
+
+def test_a_carry_may_begin_at_infinity():
+    def smallest(xs, start):
+        return jax.lax.scan(lambda c, x: (jnp.minimum(c, x), None), start, xs)[0]
+
+    assert not tt.blame(smallest)(jnp.ones(3), jnp.inf)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_bad_argument_does_not_hide_an_operation(bad):
+    def masked(x, y):
+        return jnp.log(x) + jnp.where(jnp.isfinite(y), y, 0.0)
+
+    def mixed(x, y):
+        return jnp.log(x) + y
+
+    for fn in (masked, mixed):
+        for x in (jnp.array([-1.0, 1.0]), jnp.array([1.0, -1.0])):
+            found = tt.blame(fn)(x, jnp.array([bad, 0.0]))
+            assert (found.operation, found.argument) == ("log", "")
+            assert found.inputs_finite
+            assert found.arguments == ()
+
+
+def test_an_argument_is_told_if_it_is_why():
+    def times(x, y):
+        return jnp.sin(x * y)
+
+    found = tt.blame(times)(jnp.ones(2), jnp.array([0.0, jnp.nan]))
+    assert (found.kind, found.argument, found.operation) == ("nan", "y", "")
+    found = tt.blame(lambda x, y: x + y)(jnp.ones(2), jnp.array([0.0, jnp.inf]))
+    assert (found.kind, found.argument) == ("inf", "y")
+    # Of two bad arguments the one that is as bad as the result.
+    found = tt.blame(lambda x, y: x + y)(jnp.array(jnp.inf), jnp.array(jnp.nan))
+    assert found.argument == "y"
+
+
+def test_an_operation_names_the_infinite_arguments_that_went_into_it():
+    def attend(x, mask):
+        return jax.nn.softmax(x + mask)
+
+    found = tt.blame(attend)(jnp.ones(3), jnp.full(3, -jnp.inf))
+    assert (found.kind, found.operation) == ("nan", "sub")
+    assert found.arguments == ("mask",)
+    assert not found.inputs_finite
+    assert "What went into it comes from mask, which was not finite." in str(found)
+
+
+def test_a_bad_value_that_is_written_is_a_result():
+    class Counter(tt.Module):
+        def __init__(self):
+            self.total = tt.Variable(jnp.zeros(()))
+            self.bound = tt.Variable(jnp.array(jnp.inf))
+
+        def __call__(self, x):
+            self.total[...] += jnp.log(x)
+            return x
+
+    assert tt.blame(Counter())(jnp.array(-1.0)).operation == "log"
+    assert not tt.blame(Counter())(jnp.array(1.0))
+
+
+def test_an_argument_is_followed_through_loops():
+    def loop(xs, start):
+        def body(carry, x):
+            low, total = carry
+            return (jnp.minimum(low, x), total + jnp.log(x)), None
+
+        return jax.lax.scan(body, (start, 0.0), xs)[0]
+
+    found = tt.blame(loop)(jnp.array([1.0, -1.0, 2.0]), jnp.inf)
+    assert (found.operation, found.iterations) == ("log", (("scan", 1),))
+    found = tt.blame(loop)(jnp.ones(3), jnp.nan)
+    assert found.argument == "start"
+
+
+def test_blame_inside_a_capture_is_not_heard():
+    def f(x):
+        found = tt.blame(lambda x: tt.tap(jnp.log(x), "inner"))(x)
+        return tt.tap(x, "outer"), found
+
+    (_, found), record = tt.observe(f)(jnp.array([-1.0]))
+    assert found.operation == "log"
+    assert [site.text for site in record] == ["outer"]
