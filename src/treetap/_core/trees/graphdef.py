@@ -12,9 +12,9 @@ from jax.tree_util import register_static
 
 from treetap._core.paths import Key, Opened, Path
 from treetap._core.settings import Mode
-from treetap._core.static_values import Statics
+from treetap._core.static_values import Described
 from treetap._core.trees.layout import Structure
-from treetap._core.variables.metadata import MISSING, ExactMetadata, special_of
+from treetap._core.variables.metadata import MISSING, special_of
 
 
 class ObjectSpec(NamedTuple):
@@ -126,7 +126,7 @@ def can_change(spec: Spec) -> bool:
 
 
 def _may_change(facts: Any) -> bool:
-    return isinstance(facts, Statics | ExactMetadata) and facts.can_change
+    return isinstance(facts, Described) and facts.can_change
 
 
 def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:

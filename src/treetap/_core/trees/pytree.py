@@ -16,7 +16,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.paths import is_container, open_container
-from treetap._core.static_values import Statics, Watch
+from treetap._core.static_values import Statics, Watch, items_of
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
@@ -56,15 +56,8 @@ _set_trace = Node.__dict__["_pytree__trace"].__set__
 _read_flat = attrgetter("_pytree__flat")
 
 
-class Watched(NamedTuple):
-    """Children and structure, and what must be looked at before they are used."""
-
-    flat: Flat
-    watches: tuple[Watch, ...]
-
-    def holds(self) -> bool:
-        """Whether they are still right."""
-        return all(watch.holds() for watch in self.watches)
+# Children and structure, and what must be looked at before they are used.
+Watched = tuple[Flat, Watch]
 
 
 def watched_of(node: Node) -> Watched | None:
@@ -290,8 +283,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def _refresh(self) -> Flat:
         """Reads children and statics from the attributes, and keeps them."""
         watched = watched_of(self)
-        if watched is not None and watched.holds():
-            return watched.flat
+        if watched is not None and watched[1].holds():
+            return watched[0]
         attributes = attributes_of(self)
         if not type(self)._pytree__is_pytree:  # it keeps no status
             found = {name: bool(has_data(held)) for name, held in attributes.items()}
@@ -360,15 +353,13 @@ def keep_flat(node: Any, flat: Flat) -> None:
     """Keeps the children and structure of an object until it changes."""
     _, (layout, statics, _) = flat
     replace_status(node, layout.status)
-    watches = ()
-    if type(statics) is Statics and statics.can_change:
-        watches = (statics.snapshot.watch,)
+    watch = Watch()
+    if type(statics) is Statics:
+        watch.add(statics.snapshot.watch)
     if _slot(node, "_pytree__exposed"):
-        own, attributes = Watch(), attributes_of(node)
-        own.hold(attributes, attributes.values())
-        watches = (*watches, own)
-    if watches:
-        _set_watched(node, Watched(flat, watches))
+        watch.hold(items_of, attributes_of(node))
+    if watch:
+        _set_watched(node, (flat, watch))
     else:
         set_flat(node, flat)
 
