@@ -31,9 +31,8 @@ import functools
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -48,6 +47,7 @@ MAX_PARTS = 10_000  # a value with more inside it counts by identity
 _PLAIN = {type(None), str, bytes, type(...), types.FunctionType, jax.P}
 _PLAIN |= {types.BuiltinFunctionType, type(jax.jit(len))}
 _opaque: list[type] = [jax.Array, jax.Ref, types.ModuleType]
+_opaque += [jax.custom_jvp, jax.custom_vjp]  # functions with rules, such as `relu`
 
 
 def count_by_identity(kind: type) -> None:
@@ -88,7 +88,18 @@ class _Empty:
     """What stands in the key for a cell of a closure or a slot that has no value."""
 
 
-Reader = Callable[[Any], Iterable[Any]]
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """What is in the slots of an object, or in cells of closures, as in a container."""
+
+    places: tuple[Any, ...]
+    read: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.read, self.places)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,55 +107,44 @@ class Watch:
     """What could change in a value, and what it was.
 
     Attributes:
-        holders: Containers and objects, each with a function that reads what is in it,
-            and what that was.
+        holders: Containers and views of them, each with the items it had.
+        objects: Objects, each with its class and its attribute dict (None if it has
+            none), both of which may be replaced.
         buffers: Numpy arrays and the like, each with its facts.
     """
 
-    holders: list[tuple[Reader, Any, list[Any]]] = field(default_factory=list)
+    holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    objects: list[tuple[Any, type, Any]] = field(default_factory=list)
     buffers: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.holders or self.buffers)
+        return bool(self.holders or self.objects or self.buffers)
 
     def add(self, other: "Watch") -> None:
         """Watches what another watch does, too."""
         self.holders += other.holders
+        self.objects += other.objects
         self.buffers += other.buffers
 
-    def hold(self, read: Reader, holder: Any) -> None:
-        """Watches what is read from a container or an object."""
-        self.holders.append((read, holder, [*read(holder)]))
+    def hold(self, *holders: Iterable[Any]) -> None:
+        """Watches the items of containers."""
+        self.holders += [(holder, tuple(holder)) for holder in holders]
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        for read, holder, before in self.holders:
-            now = [*read(holder)]
-            if len(now) != len(before) or not all(map(is_, now, before)):
+        for holder, before in self.holders:
+            if len(holder) != len(before) or not all(map(is_, holder, before)):
+                return False
+        for value, kind, held in self.objects:
+            if type(value) is not kind or getattr(value, "__dict__", None) is not held:
                 return False
         return not self.buffers or all(
             facts_of(buffer) == before for buffer, before in self.buffers
         )
 
 
-def items_of(mapping: Mapping[Any, Any]) -> Iterable[Any]:
-    """Reads the keys and the values of a mapping."""
-    return chain(mapping, mapping.values())
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    """Reads what an object consists of: class, attributes (or none), and slots."""
-    held = getattr(value, "__dict__", None)
-    slots = [getattr(value, name, _Empty) for name in _slots(type(value))]
-    return chain((type(value), held), items_of(held or {}), slots)
-
-
-def _contents_of(cells: Iterable[types.CellType]) -> list[Any]:
-    """Reads what is in the cells of a closure."""
-    return list(map(_content_of, cells))
-
-
 def _content_of(cell: types.CellType) -> Any:
+    """What is in a cell of a closure."""
     try:
         return cell.cell_contents
     except ValueError:  # nothing was assigned yet, or it was deleted
@@ -259,16 +259,17 @@ class _Description:
         """The code of a function, and what is in its closure."""
         closure = value.__closure__ or ()
         self.functions[id(closure)] = value
-        inside = [*_contents_of(closure), value.__defaults__, value.__kwdefaults__]
-        return (value.__code__, _Identity(value.__globals__)), inside
+        contents = map(_content_of, closure)
+        head = value.__code__, _Identity(value.__globals__)
+        return head, [*contents, value.__defaults__, value.__kwdefaults__]
 
     def _container(self, kind: Any, value: Any) -> Opened:
         """The items of a container, and the attributes of any object."""
         if isinstance(value, dict | types.MappingProxyType):
-            self.watch.hold(items_of, value)
-            return len(value), [*items_of(value), *self._attributes(value)]
+            self.watch.hold(value, value.values())
+            return len(value), [*value, *value.values(), *self._attributes(value)]
         if isinstance(value, list | deque | set):
-            self.watch.hold(iter, value)
+            self.watch.hold(value)
         if isinstance(value, set | frozenset):
             inner = frozenset(map(self.key, value))
             return inner, self._attributes(value)
@@ -288,9 +289,15 @@ class _Description:
         slots = _slots(kind)
         if held is None and not slots:
             return []
-        self.watch.hold(_parts_of, value)
-        found = {x: y for x, y in (held or {}).items() if not _is_cached(kind, x)}
-        found |= {name: getattr(value, name, _Empty) for name in slots}
+        self.watch.objects.append((value, kind, held))
+        found: dict[str, Any] = {}
+        if slots:
+            contents = _Parts(slots, lambda name: getattr(value, name, _Empty))
+            self.watch.hold(contents)
+            found |= zip(slots, contents)
+        if held is not None:
+            self.watch.hold(held, held.values())
+            found |= {x: y for x, y in held.items() if not _is_cached(kind, x)}
         return [part for name in sorted(found) for part in (name, found[name])]
 
 
@@ -393,8 +400,8 @@ class Snapshot:
         except _TooLarge:
             self._fixed[id(value)] = value
             return _Identity(value)
-        if cells := [*_cells_to_watch(list(work.functions.values()))]:
-            work.watch.hold(_contents_of, cells)
+        if cells := tuple(_cells_to_watch(list(work.functions.values()))):
+            work.watch.hold(_Parts(cells, _content_of))
         self.watch.add(work.watch)
         self._fixed |= work.fixed
         return key
@@ -478,7 +485,7 @@ def _kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if kind is None:
                 return None
         elif kind is float or kind is complex:
-            if value != value:  # nan, which is unequal to itself
+            if value != value:  # noqa: PLR0124 - nan, which is unequal to itself
                 return None
             kind = kind if kind is float and value else repr(value)
         elif not is_atom(kind):

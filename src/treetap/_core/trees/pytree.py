@@ -24,7 +24,7 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.paths import is_container, open_container
-from treetap._core.static_values import Statics, Watch, items_of
+from treetap._core.static_values import Statics, Watch
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
@@ -357,7 +357,8 @@ def keep_flat(node: Any, flat: Flat) -> None:
     if type(statics) is Statics:
         watch.add(statics.snapshot.watch)
     if _slot(node, "_pytree__exposed"):
-        watch.hold(items_of, attributes_of(node))
+        attributes = attributes_of(node)
+        watch.hold(attributes, attributes.values())
     if watch:
         _set_watched(node, (flat, watch))
     else:
