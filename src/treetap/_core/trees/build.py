@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import is_, is_not
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -157,14 +156,11 @@ def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
     adopt_all(node, structure, children)
 
 
-NOBODYS: Mapping[Any, Any] = MappingProxyType({})
-
-
 def regrow(
     graphdef: GraphDef,
     values: Iterable[Any],
     made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] = NOBODYS,
+    owners: Mapping[Any, Any] | None = None,
     nodes: list[Any] | None = None,
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
@@ -183,7 +179,7 @@ def regrow(
     """
     made = {} if made is None else made
     nodes = [] if nodes is None else nodes
-    work = Builder(iter(values), made, owners, nodes)
+    work = Builder(iter(values), made, owners or {}, nodes)
     return work.any(graphdef.spec), work.leaves
 
 
@@ -291,7 +287,7 @@ def put_together(
     copy: bool = False,
     recreate_variables: bool = True,
     made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] = NOBODYS,
+    owners: Mapping[Any, Any] | None = None,
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 
@@ -304,7 +300,7 @@ def put_together(
     if named.problems:
         raise StructureError(_complaint(name, graphdef, state, named.problems))
     made, leaves = {} if made is None else made, iter(named.leaves)
-    work = Builder(leaves, made, owners, recreate=False, grouped=True)
+    work = Builder(leaves, made, owners or {}, recreate=False, grouped=True)
     return work.any(graphdef.spec)
 
 

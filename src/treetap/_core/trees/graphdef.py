@@ -65,7 +65,7 @@ NOTHING: Any = MISSING  # the state of what holds no leaf
 
 
 @register_static
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, repr=False)
 class GraphDef:
     """The static description of an object; equal for objects of equal structure.
 
@@ -76,16 +76,7 @@ class GraphDef:
     spec: Spec
     num_leaves: int
     graph: bool | Mode
-    _hash: int | None = field(default=None, init=False)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GraphDef):
-            return NotImplemented
-        return self is other or (
-            self.num_leaves == other.num_leaves
-            and self.graph == other.graph
-            and bool(self.spec == other.spec)
-        )
+    _hash: int | None = field(default=None, init=False, compare=False)
 
     def __hash__(self) -> int:
         if self._hash is None:

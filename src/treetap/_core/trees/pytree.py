@@ -37,7 +37,7 @@ from treetap._core.trees.layout import Flat, Sealed, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.values import Marked
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.variable import Variable, none_if_empty
 
 # The attributes of an object, without dropping what is cached.
 attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
@@ -60,17 +60,10 @@ _read_flat = attrgetter("_pytree__flat")
 Watched = tuple[Flat, Watch]
 
 
-def watched_of(node: Node) -> Watched | None:
-    """What an object keeps that may change unseen; None for all others."""
-    return _slot(node, "_pytree__watched")
-
-
-def _slot(node: Node, name: str) -> Any:
-    """What is in a slot; None if nothing is."""
-    try:
-        return Node.__dict__[name].__get__(node)
-    except AttributeError:
-        return None
+# What an object keeps that may change unseen; None for all others.
+watched_of: Callable[[Node], Watched | None]
+watched_of = none_if_empty(Node.__dict__["_pytree__watched"].__get__)
+_is_exposed = none_if_empty(Node.__dict__["_pytree__exposed"].__get__)
 
 
 def drop_flat(node: Node) -> None:
@@ -293,7 +286,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         status = self._pytree__status
         if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
-        if _slot(self, "_pytree__exposed"):
+        if _is_exposed(self):
             self._check_statics(status)
         layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.flat(attributes)
@@ -356,7 +349,7 @@ def keep_flat(node: Any, flat: Flat) -> None:
     watch = Watch()
     if type(statics) is Statics:
         watch.add(statics.snapshot.watch)
-    if _slot(node, "_pytree__exposed"):
+    if _is_exposed(node):
         attributes = attributes_of(node)
         watch.hold(attributes, attributes.values())
     if watch:

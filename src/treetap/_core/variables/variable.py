@@ -406,19 +406,21 @@ set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
 del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__
 
 
-def _none_if_empty(read: Callable[[Any], Any]) -> Callable[[Variable[Any]], Any]:
-    def value(variable: Variable[Any]) -> Any:
+def none_if_empty(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same way to read a slot, but giving None where nothing is in it."""
+
+    def read_or_none(holder: Any) -> Any:
         try:
-            return read(variable)
+            return read(holder)
         except AttributeError:
             return None
 
-    return value
+    return read_or_none
 
 
 # The box of a Variable, None while it has none of its own; the pack it belongs to.
-own_box = _none_if_empty(Variable.__dict__["_box"].__get__)
-pack_of = _none_if_empty(Variable.__dict__["_pack"].__get__)
+own_box = none_if_empty(Variable.__dict__["_box"].__get__)
+pack_of = none_if_empty(Variable.__dict__["_pack"].__get__)
 
 
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__
