@@ -43,7 +43,7 @@ from treetap._core.errors import StructureError
 
 MAX_PARTS = 10_000  # a value with more inside it counts by identity
 
-# Among values of these types, those that are equal have one type; none can change.
+# Two values of these types that are equal are of the same type; none can change.
 _PLAIN = {type(None), str, bytes, type(...), types.FunctionType, jax.P}
 _PLAIN |= {types.BuiltinFunctionType, type(jax.jit(len))}
 _opaque: list[type] = [jax.Array, jax.Ref, types.ModuleType]
@@ -469,11 +469,12 @@ def exact(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What `==` does not tell of static values; None if they need a description.
+    """What makes `==` of static values exact; None if they need a description.
 
-    Atoms of one type that are equal are the same. So there is the type of each, but of
-    those types that `==` tells apart. Of numbers that are equal and not the same, as
-    0.0 and -0.0 are, there is what they look like.
+    Equal atoms are the same value if they are of one type. So an atom has its type here
+    (or None, if its type is one of `_PLAIN`), and a tuple has the kinds of its items.
+    Numbers of one type may be equal and differ, as 0.0 and -0.0 do; a number that may
+    be one of those has its text.
     """
     kinds: list[Any] = []
     for value in values:

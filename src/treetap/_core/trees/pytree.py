@@ -245,8 +245,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             for name, value in attributes.items():
                 known = own.get(name)
                 if known is None:
-                    told = by_class.get(name)
-                    held, known = classify(cls.__name__, name, value, told)
+                    known = by_class.get(name)
+                    held, known = classify(cls.__name__, name, value, known)
                     attributes[name] = held
                     if known:
                         adopt(held, name, self._pytree__place)

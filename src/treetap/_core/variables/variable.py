@@ -368,14 +368,7 @@ class Variable(
     def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        value = copy.deepcopy(without_ref(self._box[0]), memo)
-        metadata = self._metadata
-        if metadata is not PLAIN:
-            metadata = copy.deepcopy(metadata, memo)
-        return _unpickle(type(self), value, metadata)
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # for pickles, and for deep copies
         return _unpickle, (type(self), without_ref(self._box[0]), self._metadata)
 
     # Display.
