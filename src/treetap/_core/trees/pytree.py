@@ -63,7 +63,7 @@ Watched = tuple[Flat, Watch]
 # What an object keeps that may change unseen; None for all others.
 watched_of: Callable[[Node], Watched | None]
 watched_of = none_if_empty(Node.__dict__["_pytree__watched"].__get__)
-_is_exposed = none_if_empty(Node.__dict__["_pytree__exposed"].__get__)
+_is_exposed = Node.__dict__["_pytree__exposed"].__get__
 
 
 def drop_flat(node: Node) -> None:
@@ -211,9 +211,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def __delattr__(self, name: str) -> None:
         self._check_trace()
         object.__delattr__(self, name)
-        status = dict(self._pytree__status)
-        status.pop(name, None)
-        unseal(self, status)
+        status = self._pytree__status
+        unseal(self, {key: flag for key, flag in status.items() if key != name})
 
     if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
 
@@ -335,6 +334,7 @@ def bare(cls: type[Any], trace: Any = None) -> Any:
     self = object.__new__(cls)
     _set_trace(self, current_trace() if trace is None else trace)
     _set_place(self, [None, None, cls, True])
+    _set_exposed(self, False)
     set_spec(self, None)
     return self
 
@@ -346,16 +346,17 @@ def keep_flat(node: Any, flat: Flat) -> None:
     """Keeps the children and structure of an object until it changes."""
     _, (layout, statics, _) = flat
     replace_status(node, layout.status)
+    can_change = type(statics) is Statics and statics.can_change
+    if not (can_change or _is_exposed(node)):
+        set_flat(node, flat)
+        return
     watch = Watch()
-    if type(statics) is Statics:
+    if can_change:
         watch.add(statics.snapshot.watch)
     if _is_exposed(node):
         attributes = attributes_of(node)
         watch.hold(attributes, attributes.values())
-    if watch:
-        _set_watched(node, (flat, watch))
-    else:
-        set_flat(node, flat)
+    _set_watched(node, (flat, watch))
 
 
 def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:

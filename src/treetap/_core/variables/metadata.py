@@ -155,9 +155,8 @@ class MetadataMethods:
         if name is None:
             if default is not MISSING:
                 raise TypeError("get_metadata: `default` needs a `name`.")
-            if not exclude_required:
-                return dict(self._metadata)
-            return {k: v for k, v in self._metadata.items() if k not in REQUIRED}
+            left_out = REQUIRED if exclude_required else ()
+            return {k: v for k, v in self._metadata.items() if k not in left_out}
         if exclude_required is not None:
             raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
         if name not in self._metadata and default is MISSING:
