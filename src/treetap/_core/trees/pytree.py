@@ -346,14 +346,15 @@ def keep_flat(node: Any, flat: Flat) -> None:
     """Keeps the children and structure of an object until it changes."""
     _, (layout, statics, _) = flat
     replace_status(node, layout.status)
-    can_change = type(statics) is Statics and statics.can_change
-    if not (can_change or _is_exposed(node)):
+    may_change = type(statics) is Statics and statics.can_change
+    is_exposed = _is_exposed(node)
+    if not (may_change or is_exposed):
         set_flat(node, flat)
         return
     watch = Watch()
-    if can_change:
+    if type(statics) is Statics:
         watch.add(statics.snapshot.watch)
-    if _is_exposed(node):
+    if is_exposed:
         attributes = attributes_of(node)
         watch.hold(attributes, attributes.values())
     _set_watched(node, (flat, watch))
