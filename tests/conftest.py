@@ -34,10 +34,10 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a process-wide setting behind."""
-    before = {key: list(held) for key, held in settings.Setting._process.items()}
+    before = [(kind, list(kind._process)) for kind in settings.Setting.__subclasses__()]
     yield
-    for key, held in before.items():
-        settings.Setting._process[key][:] = held
+    for kind, held in before:
+        kind._process[:] = held
 
 
 _finished = itertools.count(1)

@@ -47,40 +47,37 @@ MOVED = {  # folders as well: what is in one has kept its name there, or stands 
 }
 
 
-def _moved_to(name: str) -> str | None:
+def _present_module(name: str) -> str | None:
     """What a module that moved is called now; None for one that is where it was."""
+    if not name.startswith(PACKAGE):
+        return None
+    name = name.removeprefix(PACKAGE)
+    folder, _, file = name.rpartition(".")
     if name in MOVED:
-        return MOVED[name]
-    folder, dot, file = name.rpartition(".")
-    return f"{MOVED[folder]}.{file}" if dot and folder in MOVED else None
+        return PACKAGE + MOVED[name]
+    return f"{PACKAGE}{MOVED[folder]}.{file}" if folder in MOVED else None
 
 
-class _Loader(Loader):
-    """Gives a module that is there under another name."""
-
-    def __init__(self, name: str):
-        self.module = import_module(name)
-        self.spec = self.module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self.module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has put the alias there
-
-
-class _Finder(MetaPathFinder):
-    """Finds modules by the names they had."""
+class _Finder(MetaPathFinder, Loader):
+    """Finds modules by the names they had, and gives them under their present ones."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(PACKAGE):
+        present = _present_module(fullname)
+        if present is None:
             return None
-        moved = _moved_to(fullname.removeprefix(PACKAGE))
-        if moved is None:
-            return None
-        return ModuleSpec(fullname, _Loader(PACKAGE + moved))
+        return ModuleSpec(fullname, self, loader_state=import_module(present))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = spec.loader_state
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has put the spec of the old name there.
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def present_name(name: str) -> str:
@@ -91,9 +88,9 @@ def present_name(name: str) -> str:
         >>> present_name("treetap._kinds.Param")
         'treetap._core.variables.kinds.Param'
     """
-    module, _, own = name.removeprefix(PACKAGE).rpartition(".")
-    moved = _moved_to(module) if name.startswith(PACKAGE) else None
-    return name if moved is None else f"{PACKAGE}{moved}.{own}"
+    module, _, own = name.rpartition(".")
+    present = _present_module(module)
+    return name if present is None else f"{present}.{own}"
 
 
 def install() -> None:

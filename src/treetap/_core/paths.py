@@ -30,18 +30,6 @@ def show_path(path: Iterable[Key]) -> str:
     return "/".join(map(str, path)) or "(root)"
 
 
-Trail = Any  # (trail of the parent, key), () at the root: what hot walks keep
-
-
-def show_trail(trail: Trail) -> str:
-    """Writes a trail as people say a path."""
-    keys = []
-    while trail:
-        trail, key = trail
-        keys.append(key)
-    return show_path(reversed(keys))
-
-
 def sort_key(key: Key) -> tuple[bool, str, Key]:
     """Orders keys of mixed types: numbers first, then names, then the rest by type."""
     if isinstance(key, int | float):

@@ -22,23 +22,21 @@ from typing import Any, ClassVar, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
+_FLAGS = {
+    **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
+    **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
+}
 
 
 def read_flag(variable: str) -> bool | None:
     """Reads a boolean from the environment; None when it is not set."""
     text = os.environ.get(variable)
-    if text is None:
-        return None
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise ValueError(
-        f"The environment variable {variable} is {text!r}. "
-        f"Use one of {', '.join(_TRUE)} or {', '.join(_FALSE)}."
-    )
+    if text is not None and text.lower() not in _FLAGS:
+        raise ValueError(
+            f"The environment variable {variable} is {text!r}. "
+            f"Use one of {', '.join(_FLAGS)}."
+        )
+    return None if text is None else _FLAGS[text.lower()]
 
 
 _KEPT = 64  # process-wide values remembered, should the latest be taken back
@@ -48,19 +46,17 @@ class Setting(ContextDecorator):
     """One on/off setting; see the module's text. Subclasses name the setting."""
 
     default: ClassVar[bool]
-    # Process-wide values by setting, the latest last. One that turns out to belong to a
-    # block or a decorator is taken out again, whatever was set in between.
-    _process: ClassVar[dict[str, list["Setting"]]] = {}
+    # Process-wide values, the latest last. One that turns out to belong to a block or a
+    # decorator is taken out again, whatever was set in between.
+    _process: ClassVar[list["Setting"]]
     _local: ClassVar[ContextVar[tuple[bool, ...]]]  # of the blocks around, inmost last
-    _key: ClassVar[str]
 
     def __init_subclass__(cls, *, key: str, default: bool, variable: str | None = None):
         cls.default = default
-        cls._key = key
-        if "_local" not in vars(cls.__mro__[1]):  # a variant shares its parent's scopes
+        if not hasattr(cls, "_local"):  # a variant shares its parent's scopes
             cls._local = ContextVar(key, default=())
+            cls._process = []
             preset = read_flag(variable) if variable else None
-            cls._process[key] = []
             if preset is not None:
                 cls(preset)
 
@@ -70,9 +66,8 @@ class Setting(ContextDecorator):
                 f"{type(self).__name__}: expected True or False, got {value!r}."
             )
         self._value = value
-        entries = self._process[self._key]
-        entries.append(self)
-        del entries[:-_KEPT]
+        self._process.append(self)
+        del self._process[:-_KEPT]
 
     @classmethod
     def current_value(cls) -> bool:
@@ -80,13 +75,11 @@ class Setting(ContextDecorator):
         blocks = cls._local.get()
         if blocks:
             return blocks[-1]
-        entries = cls._process[cls._key]
-        return entries[-1]._value if entries else cls.default
+        return cls._process[-1]._value if cls._process else cls.default
 
     def _take_back(self) -> None:
         """Undoes the process-wide change that calling the setting made."""
-        entries = self._process[self._key]
-        entries[:] = [entry for entry in entries if entry is not self]
+        self._process[:] = [entry for entry in self._process if entry is not self]
 
     def __enter__(self) -> None:
         self._take_back()

@@ -33,8 +33,8 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
-from typing import Any, Protocol
+from operator import is_
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,12 +43,11 @@ from treetap._core.errors import StructureError
 
 MAX_PARTS = 10_000  # a value with more inside it counts by identity
 
-# Values of these types are the same when they are equal, and cannot change.
-_ATOMS: set[type] = {type(None), str, bytes, bool, int, type, type(...)}
-_ATOMS |= {types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.P}
-_OTHERS: set[type] = {float, complex, tuple}  # types known not to be like that
-_CLOSED = (tuple, frozenset)  # few of these have attributes, and none gets any later
+# Two values of these types that are equal are of the same type; none can change.
+_PLAIN = {type(None), str, bytes, type(...), types.FunctionType, jax.P}
+_PLAIN |= {types.BuiltinFunctionType, type(jax.jit(len))}
 _opaque: list[type] = [jax.Array, jax.Ref, types.ModuleType]
+_opaque += [jax.custom_jvp, jax.custom_vjp]  # functions with rules, such as `relu`
 
 
 def count_by_identity(kind: type) -> None:
@@ -56,15 +55,11 @@ def count_by_identity(kind: type) -> None:
     _opaque.append(kind)
 
 
+@functools.lru_cache(4096)
 def is_atom(kind: type) -> bool:
     """Whether values of a type are the same when they are equal, and cannot change."""
-    if kind in _ATOMS:
-        return True
-    if kind in _OTHERS:
-        return False
-    is_one = issubclass(kind, type | np.dtype | enum.Enum)
-    (_ATOMS if is_one else _OTHERS).add(kind)
-    return is_one
+    is_named = issubclass(kind, type | np.dtype | enum.Enum)
+    return is_named or kind in _PLAIN or kind in (bool, int)
 
 
 class FunctionHolder:
@@ -89,25 +84,22 @@ class _Identity:
         return id(self.value)
 
 
-class _Items(Protocol):
-    """What has items that can be counted: containers, and views of them."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
+class _Empty:
+    """What stands in the key for a cell of a closure or a slot that has no value."""
 
 
 @dataclass(slots=True, eq=False)
 class _Parts:
-    """Parts of an object that are no container, such as slots, as items of one."""
+    """What is in the slots of an object, or in cells of closures, as in a container."""
 
-    names: tuple[Any, ...]
+    places: tuple[Any, ...]
     read: Callable[[Any], Any]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.places)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.read, self.names)
+        return map(self.read, self.places)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +113,7 @@ class Watch:
         buffers: Numpy arrays and the like, each with its facts.
     """
 
-    holders: list[tuple[_Items, tuple[Any, ...]]] = field(default_factory=list)
+    holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     objects: list[tuple[Any, type, Any]] = field(default_factory=list)
     buffers: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
@@ -134,7 +126,7 @@ class Watch:
         self.objects += other.objects
         self.buffers += other.buffers
 
-    def hold(self, *holders: _Items) -> None:
+    def hold(self, *holders: Iterable[Any]) -> None:
         """Watches the items of containers."""
         self.holders += [(holder, tuple(holder)) for holder in holders]
 
@@ -151,8 +143,20 @@ class Watch:
         )
 
 
+def _content_of(cell: types.CellType) -> Any:
+    """What is in a cell of a closure."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet, or it was deleted
+        return _Empty
+
+
 def facts_of(buffer: Any) -> tuple[Any, ...]:
-    """What two equal numpy arrays have in common, or byte arrays."""
+    """What two equal numpy arrays or scalars have in common, or byte arrays.
+
+    Of an array of objects these are their addresses, which tell for as long as the
+    objects live.
+    """
     dtype, shape = getattr(buffer, "dtype", None), getattr(buffer, "shape", None)
     content = bytes(buffer) if dtype is None else buffer.tobytes()
     return type(buffer), dtype, shape, content
@@ -183,15 +187,8 @@ class _Description:
     watch: Watch = field(default_factory=Watch)
     fixed: dict[int, Any] = field(default_factory=dict)  # what is not to be copied
     _opening: int = 0  # in how many holders of functions we are
-    # By the identity of its closure: each function that was opened.
-    _functions: dict[int, Any] = field(default_factory=dict)
-
-    def snapshot(self, value: Any) -> tuple[Any, ...]:
-        """The key of a value; all that could change in it is watched."""
-        key = self.key(value)
-        if cells := list(_cells_to_watch(list(self._functions.values()))):
-            self.watch.hold(_Parts(tuple(cells), attrgetter("cell_contents")))
-        return key
+    # Each function that was opened, by the identity of its closure.
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)
 
     def key(self, value: Any) -> tuple[Any, ...]:
         """The key of a value."""
@@ -228,12 +225,9 @@ class _Description:
         if isinstance(value, tuple(_opaque)):
             return self._identity(value)
         if isinstance(value, np.generic):
-            return (value.dtype, value.tobytes()), []
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            return value.shape, [value.tolist()]
-        if isinstance(value, np.ndarray | bytearray):
-            self.watch.buffers.append((value, facts_of(value)))
             return facts_of(value), []
+        if isinstance(value, np.ndarray | bytearray):
+            return self._buffer(value)
         if kind is types.FunctionType:
             return self._function(value)
         if isinstance(value, FunctionHolder):
@@ -246,17 +240,27 @@ class _Description:
             head = None if self._opening else _Identity(value.__self__)
             return head, [value.__func__, owner]
         if kind is functools.partial:
-            return None, [value.func, value.args, value.keywords]
+            return None, [value.func, value.args, value.keywords, vars(value)]
         if kind is slice:
             return None, [value.start, value.stop, value.step]
         return self._container(kind, value)
 
+    def _buffer(self, value: Any) -> Opened:
+        """The numbers in an array or a byte array, or the objects in an array."""
+        facts = facts_of(value)
+        self.watch.buffers.append((value, facts))
+        inside = self._attributes(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            # A list is watched, and so it keeps the objects whose addresses are facts.
+            return (value.dtype, value.shape), [[value.tolist()], *inside]
+        return facts, inside
+
     def _function(self, value: Any) -> Opened:
         """The code of a function, and what is in its closure."""
         closure = value.__closure__ or ()
-        self._functions[id(closure)] = value
-        contents = [cell.cell_contents for cell in closure if _is_filled(cell)]
-        head = value.__code__, _Identity(value.__globals__), len(contents)
+        self.functions[id(closure)] = value
+        contents = map(_content_of, closure)
+        head = value.__code__, _Identity(value.__globals__)
         return head, [*contents, value.__defaults__, value.__kwdefaults__]
 
     def _container(self, kind: Any, value: Any) -> Opened:
@@ -270,7 +274,8 @@ class _Description:
             inner = frozenset(map(self.key, value))
             return inner, self._attributes(value)
         if isinstance(value, tuple | list | deque):
-            return len(value), [*value, *self._attributes(value)]
+            head = len(value), getattr(value, "maxlen", None)
+            return head, [*value, *self._attributes(value)]
         if _compares_itself(kind) and not hasattr(kind, "__dataclass_fields__"):
             self.fixed[id(value)] = value
             return value, []
@@ -281,29 +286,22 @@ class _Description:
     def _attributes(self, value: Any) -> list[Any]:
         """The attributes of an object: names and values, in order of the names."""
         kind, held = type(value), getattr(value, "__dict__", None)
-        slots = tuple(name for name in _slots(kind) if hasattr(value, name))
-        if not (held or slots) and (held is None or isinstance(value, _CLOSED)):
+        slots = _slots(kind)
+        if held is None and not slots:
             return []
         self.watch.objects.append((value, kind, held))
         found: dict[str, Any] = {}
+        if slots:
+            contents = _Parts(slots, lambda name: getattr(value, name, _Empty))
+            self.watch.hold(contents)
+            found |= zip(slots, contents)
         if held is not None:
             self.watch.hold(held, held.values())
             found |= {x: y for x, y in held.items() if not _is_cached(kind, x)}
-        if slots:
-            contents = _Parts(slots, lambda name: getattr(value, name, None))
-            self.watch.hold(contents)
-            found |= zip(slots, contents)
         return [part for name in sorted(found) for part in (name, found[name])]
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return False
-
-
-def _cells_to_watch(functions: list[Any]) -> Iterator[types.CellType]:
+def _cells_to_watch(functions: list[types.FunctionType]) -> Iterator[types.CellType]:
     """The cells of closures into which somebody may put another value.
 
     That is a function with a `nonlocal`, or the call that the closures were made in, if
@@ -322,7 +320,7 @@ def _cells_to_watch(functions: list[Any]) -> Iterator[types.CellType]:
     }
     for identity, cell in cells.items():
         others = counts[identity] - known[identity] - counts[id(probe)]
-        if _is_filled(cell) and (others > 0 or identity in rebound):
+        if others > 0 or identity in rebound:
             yield cell
 
 
@@ -398,10 +396,12 @@ class Snapshot:
     def _key_of(self, value: Any) -> Any:
         work = _Description()
         try:
-            key = work.snapshot(value)
+            key = work.key(value)
         except _TooLarge:
             self._fixed[id(value)] = value
             return _Identity(value)
+        if cells := tuple(_cells_to_watch(list(work.functions.values()))):
+            work.watch.hold(_Parts(cells, _content_of))
         self.watch.add(work.watch)
         self._fixed |= work.fixed
         return key
@@ -419,10 +419,30 @@ class Snapshot:
         )
 
 
-class Statics(tuple[Any, ...]):
-    """Static values that compare as they were when they were described."""
+class Described:
+    """Mixin of values that compare as they were when they were described."""
 
     snapshot: Snapshot
+
+    @property
+    def can_change(self) -> bool:
+        """Whether any of the values could be changed in place."""
+        return bool(self.snapshot.watch)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(other) is type(self) and self.snapshot.key == other.snapshot.key
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.snapshot.key)
+
+
+class Statics(Described, tuple[Any, ...]):
+    """Static values that compare as they were when they were described."""
 
     def __new__(cls, values: Iterable[Any]) -> "Statics":
         """Describes values."""
@@ -430,27 +450,10 @@ class Statics(tuple[Any, ...]):
         self.snapshot = Snapshot(*self)
         return self
 
-    @property
-    def can_change(self) -> bool:
-        """Whether any of the values could be changed in place."""
-        return bool(self.snapshot.watch)
-
     def as_described(self) -> tuple[Any, ...]:
         """The values as they were: themselves, or copies if they have changed."""
         is_same = self.snapshot.watch.holds()
         return self if is_same else self.snapshot.as_it_was()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, tuple):
-            return NotImplemented
-        held = other if isinstance(other, Statics) else Statics(other)
-        return self.snapshot.key == held.snapshot.key
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.snapshot.key)
 
     def __reduce__(self) -> Any:
         return Statics, (tuple(self),)
@@ -459,40 +462,42 @@ class Statics(tuple[Any, ...]):
 def exact(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Static values and their kinds: a pair for which `==` is exact."""
     try:
-        kinds = kinds_of(values)
+        kinds = _kinds_of(values)
     except RecursionError:  # tuples in tuples in tuples
         kinds = None
     return (Statics(values), ()) if kinds is None else (values, kinds)
 
 
-_NUMBERS = {kind: kind for kind in (bool, int, float, complex, tuple)}
+def _kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What makes `==` of static values exact; None if they need a description.
 
-
-def kinds_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What `==` does not tell of static values; None if they need a description.
-
-    Atoms that are equal are the same, but that 1, True and 1.0 are equal, and 0.0 and
-    -0.0. So of numbers there is the type, of zeros with a sign what they look like.
+    Equal atoms are the same value if they are of one type. So an atom has its type here
+    (or None, if its type is one of `_PLAIN`), and a tuple has the kinds of its items.
+    Numbers of one type may be equal and differ, as 0.0 and -0.0 do; a number that may
+    be one of those has its text.
     """
-    types_of = tuple(map(type, values))
-    kinds: list[Any] = [*map(_NUMBERS.get, types_of)]
-    for n, kind in enumerate(types_of):
-        if kind is tuple:
-            kinds[n] = kinds_of(values[n])
-            if kinds[n] is None:
+    kinds: list[Any] = []
+    for value in values:
+        kind: Any = type(value)
+        if kind in _PLAIN:
+            kind = None
+        elif kind is tuple:
+            kind = _kinds_of(value)
+            if kind is None:
                 return None
         elif kind is float or kind is complex:
-            kinds[n] = kind if values[n] else repr(values[n])
-            if values[n] != values[n]:  # nan, which is unequal to itself
+            if value != value:  # noqa: PLR0124 - nan, which is unequal to itself
                 return None
-        elif not (kind in _ATOMS or is_atom(kind)):
+            kind = kind if kind is float and value else repr(value)
+        elif not is_atom(kind):
             return None
+        kinds.append(kind)
     return tuple(kinds)
 
 
-def has_numbers(kinds: tuple[Any, ...]) -> bool:
-    """Whether there are numbers among the values that kinds are of, at any depth."""
-    return any(
-        has_numbers(kind) if isinstance(kind, tuple) else kind is not None
-        for kind in kinds
+def is_exact(values: Iterable[Any]) -> bool:
+    """Whether `==` alone is exact for static values."""
+    return all(
+        type(value) in _PLAIN or (type(value) is tuple and is_exact(value))
+        for value in values
     )

@@ -10,7 +10,6 @@ import pytest
 import treetap as tt
 from treetap._core.trees.filters import (
     PathIn,
-    _Predicate,
     grouped,
     predicate_of,
     predicates_of,
@@ -124,11 +123,6 @@ def test_other_things_are_no_filters(invalid):
 def test_not_takes_one_filter():
     with pytest.raises(TypeError):
         tt.Not(tt.Param, tt.BatchStat)
-
-
-def test_the_base_takes_nothing_by_itself():
-    with pytest.raises(NotImplementedError):
-        _Predicate()((), 1)
 
 
 @pytest.mark.parametrize("catch_all", [..., True])

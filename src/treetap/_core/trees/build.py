@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import is_, is_not
-from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from treetap._core.errors import StructureError
-from treetap._core.paths import Trail, show_trail
+from treetap._core.paths import Path, show_path
 from treetap._core.settings import resolve_graph
 from treetap._core.trace_level import TraceState, current_trace
 from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.graphdef import (
     ContainerSpec,
     GraphDef,
-    LeafSpec,
     ObjectSpec,
     SharedSpec,
     VariableSpec,
@@ -65,39 +63,32 @@ class Builder:
 
     def any(self, spec: Any) -> Any:
         """What a description stands for, around the next values."""
-        kind = type(spec)
-        if kind is ObjectSpec:
-            if spec.kinds is not None:
-                return self.object_of_variables(spec)
-            return self.object(spec)
-        if kind is SharedSpec:
-            return self.made[spec.shared_with]
-        if kind is ContainerSpec:
-            return spec.close(self.children(spec.children))
         return self.children((spec,))[0]
 
     def children(self, specs: Iterable[Any]) -> list[Any]:
-        """What several descriptions stand for; leaves are taken here, quickly."""
+        """What several descriptions stand for, around the next values."""
         found: list[Any] = []
         for spec in specs:
             kind = type(spec)
-            if kind is ObjectSpec and spec.kinds is not None:
-                found.append(self.object_of_variables(spec))
-                continue
-            if kind is not VariableSpec and kind is not LeafSpec:
-                found.append(self.any(spec))
-                continue
-            value = next(self.values)
-            if kind is VariableSpec:
-                if self.recreate and not isinstance(value, Variable):
-                    value = make(spec.type, value, spec.metadata, self.trace)
-                owned = self.owners.get(spec.number) if self.owners else None
-                if owned is not None and isinstance(value, Variable):
-                    owned.copy_from(value)
-                    value = owned
-            self.leaves.append(value)
-            if spec.number is not None:
-                self.made[spec.number] = value
+            if kind is ObjectSpec:
+                is_common = spec.kinds is not None
+                value = (self.object_of_variables if is_common else self.object)(spec)
+            elif kind is SharedSpec:
+                value = self.made[spec.shared_with]
+            elif kind is ContainerSpec:
+                value = spec.close(self.children(spec.children))
+            else:  # a leaf; it is taken here, without one more call
+                value = next(self.values)
+                if kind is VariableSpec:
+                    if self.recreate and not isinstance(value, Variable):
+                        value = make(spec.type, value, spec.metadata, self.trace)
+                    owned = self.owners.get(spec.number) if self.owners else None
+                    if owned is not None and isinstance(value, Variable):
+                        owned.copy_from(value)
+                        value = owned
+                self.leaves.append(value)
+                if spec.number is not None:
+                    self.made[spec.number] = value
             found.append(value)
         return found
 
@@ -157,14 +148,11 @@ def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
     adopt_all(node, structure, children)
 
 
-NOBODYS: Mapping[Any, Any] = MappingProxyType({})
-
-
 def regrow(
     graphdef: GraphDef,
     values: Iterable[Any],
     made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] = NOBODYS,
+    owners: Mapping[Any, Any] | None = None,
     nodes: list[Any] | None = None,
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
@@ -183,7 +171,7 @@ def regrow(
     """
     made = {} if made is None else made
     nodes = [] if nodes is None else nodes
-    work = Builder(iter(values), made, owners, nodes)
+    work = Builder(iter(values), made, owners or {}, nodes)
     return work.any(graphdef.spec), work.leaves
 
 
@@ -205,33 +193,33 @@ class Merging:
     problems: list[str] = field(default_factory=list)
     trace: TraceState = field(default_factory=current_trace)
 
-    def any(self, spec: Any, state: Any, trail: Trail) -> None:
+    def any(self, spec: Any, state: Any, path: Path) -> None:
         """Takes the leaves of a description from its state."""
         kind = type(spec)
         if kind is ObjectSpec or kind is ContainerSpec:
-            self.children(spec, state, trail)
+            self.children(spec, state, path)
         elif kind is SharedSpec:
             if state is not MISSING and not (is_branch(state) and not state):
-                self.problems.append(f"unexpected {show_trail(trail)}")
+                self.problems.append(f"unexpected {show_path(path)}")
         elif state is MISSING:
-            self.problems.append(f"missing {show_trail(trail)}")
+            self.problems.append(f"missing {show_path(path)}")
         else:
             value = state
             if kind is VariableSpec:
-                value = self.variable(spec, state, trail)
+                value = self.variable(spec, state, path)
             elif isinstance(state, Variable):
                 found = f"a {type(state).__name__} where a plain value belongs"
-                self.problem(trail, found)
+                self.problem(path, found)
             elif is_branch(state):
-                self.problem(trail, "a mapping where a plain value belongs")
+                self.problem(path, "a mapping where a plain value belongs")
             self.leaves.append(value)
 
-    def variable(self, spec: VariableSpec, state: Any, trail: Trail) -> Any:
+    def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
         """A Variable from a Variable, or from its bare value."""
         if isinstance(state, Variable):
             if type(state) is not spec.type:
                 wanted = spec.type.__name__
-                self.problem(trail, f"a {type(state).__name__}, expected a {wanted}")
+                self.problem(path, f"a {type(state).__name__}, expected a {wanted}")
             return state.copy() if self.copy else state
         if not self.recreate:
             return state
@@ -239,7 +227,7 @@ class Merging:
             state = jax.new_ref(state)
         return make(spec.type, state, spec.metadata, self.trace)
 
-    def children(self, spec: Any, state: Any, trail: Trail) -> None:
+    def children(self, spec: Any, state: Any, path: Path) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
         is_group = type(spec) is ObjectSpec and spec.kinds is not None
         if is_group and type(state) is dict and not self.copy:
@@ -250,27 +238,27 @@ class Merging:
         if state is MISSING:
             state = {}
         elif not is_branch(state):
-            self.problem(trail, f"a {type(state).__name__} where a mapping belongs")
+            self.problem(path, f"a {type(state).__name__} where a mapping belongs")
             state = {}
         keys, absent, start = spec.keys, 0, len(self.leaves)
         for key, child in zip(keys, spec.children):
             inner = state.get(key, MISSING)
             absent += inner is MISSING
             if isinstance(child, ObjectSpec):
-                self.children(child, inner, (trail, key))
+                self.children(child, inner, (*path, key))
             elif isinstance(child, VariableSpec) and type(inner) is child.type:
                 self.leaves.append(inner.copy() if self.copy else inner)
             else:
-                self.any(child, inner, (trail, key))
+                self.any(child, inner, (*path, key))
         if len(state) + absent != len(keys):
-            extra = [show_trail((trail, key)) for key in state if key not in keys]
-            self.problems += [f"unexpected {path}" for path in extra]
+            extra = [(*path, key) for key in state if key not in keys]
+            self.problems += [f"unexpected {show_path(each)}" for each in extra]
         if is_group:
             self.leaves[start:] = [tuple(self.leaves[start:])]
 
-    def problem(self, trail: Trail, what: str) -> None:
+    def problem(self, path: Path, what: str) -> None:
         """Notes an entry of the wrong kind."""
-        self.problems.append(f"{show_trail(trail)} is {what}")
+        self.problems.append(f"{show_path(path)} is {what}")
 
 
 def _matching(spec: ObjectSpec, state: dict[Any, Any]) -> tuple[Any, ...] | None:
@@ -291,7 +279,7 @@ def put_together(
     copy: bool = False,
     recreate_variables: bool = True,
     made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] = NOBODYS,
+    owners: Mapping[Any, Any] | None = None,
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 
@@ -304,7 +292,7 @@ def put_together(
     if named.problems:
         raise StructureError(_complaint(name, graphdef, state, named.problems))
     made, leaves = {} if made is None else made, iter(named.leaves)
-    work = Builder(leaves, made, owners, recreate=False, grouped=True)
+    work = Builder(leaves, made, owners or {}, recreate=False, grouped=True)
     return work.any(graphdef.spec)
 
 

@@ -16,22 +16,13 @@ from treetap._core.errors import FilterError
 from treetap._core.paths import Path, show_path
 from treetap._core.wording import first_few
 
+# The ones here are compared and hashed by content.
 Predicate = Callable[[Path, AnyType], bool]
 Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
 
 
-class _Predicate:
-    """Base of the predicates here: values that are compared and hashed by content."""
-
-    __slots__ = ()
-
-    def __call__(self, path: Path, value: AnyType) -> bool:
-        """Whether the predicate takes a value at a path."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True)
-class OfType(_Predicate):
+class OfType:
     """Takes values that are instances of `type`."""
 
     type: AnyType
@@ -41,7 +32,7 @@ class OfType(_Predicate):
 
 
 @dataclass(frozen=True, slots=True)
-class WithTag(_Predicate):
+class WithTag:
     """Takes values whose attribute `tag` equals `tag`."""
 
     tag: str
@@ -51,7 +42,7 @@ class WithTag(_Predicate):
 
 
 @dataclass(frozen=True, slots=True)
-class PathContains(_Predicate):
+class PathContains:
     """Takes values with `key` among the keys of their path.
 
     Args:
@@ -69,7 +60,7 @@ class PathContains(_Predicate):
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class PathIn(_Predicate):
+class PathIn:
     """Takes values whose whole path is one of `paths`."""
 
     paths: frozenset[Path]
@@ -85,7 +76,7 @@ class PathIn(_Predicate):
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class _Combined(_Predicate):
+class _Combined:
     predicates: tuple[Predicate, ...]
 
     def __init__(self, *filters: Filter):
@@ -112,7 +103,7 @@ class All(_Combined):
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Not(_Predicate):
+class Not:
     """Takes what the filter does not take."""
 
     predicate: Predicate
@@ -125,7 +116,7 @@ class Not(_Predicate):
 
 
 @dataclass(frozen=True, slots=True)
-class Everything(_Predicate):
+class Everything:
     """Takes every value."""
 
     def __call__(self, path: Path, value: AnyType) -> bool:
@@ -133,7 +124,7 @@ class Everything(_Predicate):
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing(_Predicate):
+class Nothing:
     """Takes no value."""
 
     def __call__(self, path: Path, value: AnyType) -> bool:

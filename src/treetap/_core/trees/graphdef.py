@@ -12,9 +12,9 @@ from jax.tree_util import register_static
 
 from treetap._core.paths import Key, Opened, Path
 from treetap._core.settings import Mode
-from treetap._core.static_values import Statics
+from treetap._core.static_values import Described
 from treetap._core.trees.layout import Structure
-from treetap._core.variables.metadata import MISSING, ExactMetadata, special_of
+from treetap._core.variables.metadata import MISSING, special_of
 
 
 class ObjectSpec(NamedTuple):
@@ -65,7 +65,7 @@ NOTHING: Any = MISSING  # the state of what holds no leaf
 
 
 @register_static
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, repr=False)
 class GraphDef:
     """The static description of an object; equal for objects of equal structure.
 
@@ -76,16 +76,7 @@ class GraphDef:
     spec: Spec
     num_leaves: int
     graph: bool | Mode
-    _hash: int | None = field(default=None, init=False)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GraphDef):
-            return NotImplemented
-        return self is other or (
-            self.num_leaves == other.num_leaves
-            and self.graph == other.graph
-            and bool(self.spec == other.spec)
-        )
+    _hash: int | None = field(default=None, init=False, compare=False)
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -126,7 +117,7 @@ def can_change(spec: Spec) -> bool:
 
 
 def _may_change(facts: Any) -> bool:
-    return isinstance(facts, Statics | ExactMetadata) and facts.can_change
+    return isinstance(facts, Described) and facts.can_change
 
 
 def parts_of(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:

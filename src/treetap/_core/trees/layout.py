@@ -70,6 +70,8 @@ class Layout:
         self.statics_of = getter(self.static_names)
         sources = dict(zip(self.keys + self.static_names, range(len(status))))
         self.arrange = getter([sources[name] for name in status])
+        order = tuple(status) if ordered else None
+        self._compared = self.keys, self.static_names, order
 
     def flat(self, attributes: dict[Any, Any]) -> "Flat":
         """Children and structure of an object with these attributes."""
@@ -77,15 +79,12 @@ class Layout:
         return self.children_of(attributes), structure_of(self, statics)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Layout)
-            and self.keys == other.keys
-            and self.static_names == other.static_names
-            and (not self.ordered or tuple(self.status) == tuple(other.status))
-        )
+        if self is other:
+            return True
+        return isinstance(other, Layout) and self._compared == other._compared
 
     def __hash__(self) -> int:
-        return hash((self.keys, self.static_names))
+        return hash(self._compared)
 
     def __repr__(self) -> str:
         return f"Layout(data={list(self.keys)}, static={list(self.static_names)})"

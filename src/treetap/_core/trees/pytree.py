@@ -16,7 +16,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ from treetap._core.trees.layout import Flat, Sealed, layout_of, structure_of
 from treetap._core.trees.pickled_functions import by_name, found_by_name
 from treetap._core.variables.change_marks import note_change
 from treetap._core.variables.values import Marked
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.variable import Variable, none_if_empty
 
 # The attributes of an object, without dropping what is cached.
 attributes_of: Callable[[Node], dict[Any, Any]] = Node.__dict__["__dict__"].__get__
@@ -56,28 +56,14 @@ _set_trace = Node.__dict__["_pytree__trace"].__set__
 _read_flat = attrgetter("_pytree__flat")
 
 
-class Watched(NamedTuple):
-    """Children and structure, and what must be looked at before they are used."""
-
-    flat: Flat
-    watches: tuple[Watch, ...]
-
-    def holds(self) -> bool:
-        """Whether they are still right."""
-        return all(watch.holds() for watch in self.watches)
+# Children and structure, and what must be looked at before they are used.
+Watched = tuple[Flat, Watch]
 
 
-def watched_of(node: Node) -> Watched | None:
-    """What an object keeps that may change unseen; None for all others."""
-    return _slot(node, "_pytree__watched")
-
-
-def _slot(node: Node, name: str) -> Any:
-    """What is in a slot; None if nothing is."""
-    try:
-        return Node.__dict__[name].__get__(node)
-    except AttributeError:
-        return None
+# What an object keeps that may change unseen; None for all others.
+watched_of: Callable[[Node], Watched | None]
+watched_of = none_if_empty(Node.__dict__["_pytree__watched"].__get__)
+_is_exposed = Node.__dict__["_pytree__exposed"].__get__
 
 
 def drop_flat(node: Node) -> None:
@@ -225,9 +211,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def __delattr__(self, name: str) -> None:
         self._check_trace()
         object.__delattr__(self, name)
-        status = dict(self._pytree__status)
-        status.pop(name, None)
-        unseal(self, status)
+        status = self._pytree__status
+        unseal(self, {key: flag for key, flag in status.items() if key != name})
 
     if not TYPE_CHECKING:  # a type checker is to tell unknown attributes
 
@@ -259,8 +244,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             for name, value in attributes.items():
                 known = own.get(name)
                 if known is None:
-                    told = by_class.get(name)
-                    held, known = classify(cls.__name__, name, value, told)
+                    known = by_class.get(name)
+                    held, known = classify(cls.__name__, name, value, known)
                     attributes[name] = held
                     if known:
                         adopt(held, name, self._pytree__place)
@@ -290,8 +275,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def _refresh(self) -> Flat:
         """Reads children and statics from the attributes, and keeps them."""
         watched = watched_of(self)
-        if watched is not None and watched.holds():
-            return watched.flat
+        if watched is not None and watched[1].holds():
+            return watched[0]
         attributes = attributes_of(self)
         if not type(self)._pytree__is_pytree:  # it keeps no status
             found = {name: bool(has_data(held)) for name, held in attributes.items()}
@@ -300,7 +285,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         status = self._pytree__status
         if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
-        if _slot(self, "_pytree__exposed"):
+        if _is_exposed(self):
             self._check_statics(status)
         layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.flat(attributes)
@@ -349,6 +334,7 @@ def bare(cls: type[Any], trace: Any = None) -> Any:
     self = object.__new__(cls)
     _set_trace(self, current_trace() if trace is None else trace)
     _set_place(self, [None, None, cls, True])
+    _set_exposed(self, False)
     set_spec(self, None)
     return self
 
@@ -360,17 +346,18 @@ def keep_flat(node: Any, flat: Flat) -> None:
     """Keeps the children and structure of an object until it changes."""
     _, (layout, statics, _) = flat
     replace_status(node, layout.status)
-    watches = ()
-    if type(statics) is Statics and statics.can_change:
-        watches = (statics.snapshot.watch,)
-    if _slot(node, "_pytree__exposed"):
-        own, attributes = Watch(), attributes_of(node)
-        own.hold(attributes, attributes.values())
-        watches = (*watches, own)
-    if watches:
-        _set_watched(node, Watched(flat, watches))
-    else:
+    may_change = type(statics) is Statics and statics.can_change
+    is_exposed = _is_exposed(node)
+    if not (may_change or is_exposed):
         set_flat(node, flat)
+        return
+    watch = Watch()
+    if type(statics) is Statics:
+        watch.add(statics.snapshot.watch)
+    if is_exposed:
+        attributes = attributes_of(node)
+        watch.hold(attributes, attributes.values())
+    _set_watched(node, (flat, watch))
 
 
 def fill(node: Any, structure: Any, children: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ the Variables it is given. `map` and `call` split, do something, and merge again
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -242,14 +243,12 @@ def map(
     return put_together(definition, found, "map", recreate_variables=recreate_variables)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """Chooses what to call on a merged object; see `call`."""
 
-    __slots__ = ("_parts", "_steps")
-
-    def __init__(self, parts: tuple[Any, ...], steps: tuple[Any, ...] = ()):
-        self._parts = parts
-        self._steps = steps
+    _parts: tuple[Any, ...]
+    _steps: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> "Call":
         if name[:2] == "__":

@@ -86,8 +86,7 @@ class State(MutableMapping[Key, Any], display.Shown):
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if name not in self._mapping:
-            raise AttributeError(f"{type(self).__name__} has no entry {name!r}.")
+        self.__getattr__(name)  # which says what there is
         del self[name]
 
     def __or__(self, other: "State") -> "State":

@@ -15,12 +15,10 @@ from treetap._core.errors import AliasError, MetadataError, StructureError
 from treetap._core.paths import (
     Key,
     Path,
-    Trail,
     copy_containers,
     is_container,
     open_container,
     show_path,
-    show_trail,
     sorted_keys,
 )
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
@@ -61,14 +59,15 @@ class _Plan:
         self.others: list[Callable[[], None]] = []
         self.problems: list[str] = []
 
-    def any(self, value: Any, new: Any, path: Trail) -> None:
+    def any(self, value: Any, new: Any, path: Path) -> None:
         """Plans the writes that bring `value` to what `new` says."""
         if isinstance(value, Variable):
-            self.variable(value, new, path)
+            if problem := self.variable(value, new):
+                self.problems.append(show_path(path) + problem)
             return
         if not is_branch(new):
             found = f"a {type(new).__name__} where a {type(value).__name__} stands"
-            self.problems.append(f"{show_trail(path)}: {found}")
+            self.problems.append(f"{show_path(path)}: {found}")
             return
         known: Any = value
         if isinstance(value, Node):
@@ -79,55 +78,59 @@ class _Plan:
         for key, inner in new.items():
             child = known.get(key, MISSING)
             if isinstance(child, Variable):
-                self.variable(child, inner, (path, key))
+                if problem := self.variable(child, inner):
+                    self.problems.append(show_path((*path, key)) + problem)
             elif isinstance(child, Node):
-                self.any(child, inner, (path, key))
+                self.any(child, inner, (*path, key))
             else:
-                self.plain(value, known, key, inner, (path, key))
+                self.plain(value, known, key, inner, (*path, key))
 
-    def plain(self, owner: Any, known: Any, key: Key, new: Any, path: Trail) -> None:
+    def plain(self, owner: Any, known: Any, key: Key, new: Any, path: Path) -> None:
         """Plans for what is neither a Variable nor an object of ours."""
         if key not in known:
             has = f"{type(owner).__name__} has {sorted_keys(known)}"
-            self.problems.append(f"unexpected {show_trail(path)}: {has}")
+            self.problems.append(f"unexpected {show_path(path)}: {has}")
         elif isinstance(owner, Node) and key not in flat_of(owner)[1][0].keys:
-            self.problems.append(f"{show_trail(path)} is static")
+            self.problems.append(f"{show_path(path)} is static")
         elif is_container(known[key]):
             self.any(known[key], new, path)
         else:
             self.leaf(owner, key, known[key], new, path)
 
-    def variable(self, variable: Variable[Any], new: Any, path: Trail) -> None:
-        """Plans a write into a Variable, from a Variable or a bare value."""
+    def variable(self, variable: Variable[Any], new: Any) -> str:
+        """Plans a write into a Variable, from a Variable or a bare value.
+
+        Returns:
+            What is wrong, to be said after the Variable's path; empty if nothing is.
+        """
         own = variable._metadata
         # A Ref may be written from anywhere: that is what it is for.
         if variable._trace is not self.trace and not own["ref"]:
             raise refuse_foreign_variable(type(variable).__name__)
         if isinstance(new, Variable):
             if type(new) is not type(variable):
-                found = f"a {type(new).__name__}, expected a {type(variable).__name__}"
-                self.problems.append(f"{show_trail(path)} is {found}")
-                return
+                expected = type(variable).__name__
+                return f" is a {type(new).__name__}, expected a {expected}"
             if new._metadata is not own:
                 metadata = {**new._metadata, **required_of(own)}
                 self.others.append(lambda: variable._replace_metadata(metadata))
             new = new._box[0]
         raw = variable._box[0]
         if raw is new:
-            return
+            return ""
         if not same_aval(raw, new):
             new = without_ref(new)
             if difference := misfit(raw, new):
-                self.problems.append(f"{show_trail(path)}: {difference}")
-                return
+                return f": {difference}"
             new = _fitted(raw, copy_containers(new))
         if own["ref"]:
             self.others.append(lambda: variable.set_value(new))
         else:
             self.variables.append(variable)
             self.values.append(new)
+        return ""
 
-    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Trail) -> None:
+    def leaf(self, owner: Any, key: Key, old: Any, new: Any, path: Path) -> None:
         """Plans the replacement of a leaf that is not a Variable."""
         if new is old:
             return
@@ -138,7 +141,7 @@ class _Plan:
         elif not difference and not (is_node or isinstance(owner, list | dict)):
             difference = f"a {type(owner).__name__} cannot be changed"
         if difference:
-            self.problems.append(f"{show_trail(path)}: {difference}")
+            self.problems.append(f"{show_path(path)}: {difference}")
             return
         if is_node:
             owner._check_trace()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from treetap._core.errors import MetadataError
-from treetap._core.static_values import Snapshot, has_numbers, kinds_of
+from treetap._core.static_values import Described, Snapshot, is_exact
 
 A = TypeVar("A")
 
@@ -29,17 +29,12 @@ _HOOKS = {
 PLAIN: dict[str, Any] = {"hijax": False, "ref": False, "eager_sharding": True}
 
 
-class ExactMetadata(dict[str, Any]):
+class ExactMetadata(Described, dict[str, Any]):
     """Metadata that compare as they were when they were described."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         super().__init__(metadata)
         self.snapshot = Snapshot(*sorted(metadata.items()))
-
-    @property
-    def can_change(self) -> bool:
-        """Whether any of them could be changed in place."""
-        return bool(self.snapshot.watch)
 
     def current(self) -> "ExactMetadata":
         """The same metadata as they are now."""
@@ -51,16 +46,6 @@ class ExactMetadata(dict[str, Any]):
         is_same = self.snapshot.watch.holds()
         return self if is_same else ExactMetadata(dict(self.snapshot.as_it_was()))
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not ExactMetadata:
-            return False
-        return self is other or self.snapshot.key == other.snapshot.key
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - as of every dict
-
     def __reduce__(self) -> Any:
         return ExactMetadata, ({**self},)
 
@@ -69,8 +54,7 @@ def exact_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Metadata in a form for which `==` is exact: mostly themselves."""
     if metadata is PLAIN or type(metadata) is ExactMetadata:
         return metadata
-    kinds = kinds_of(tuple(x for name, x in metadata.items() if name not in REQUIRED))
-    is_plain = kinds is not None and not has_numbers(kinds)
+    is_plain = is_exact(x for name, x in metadata.items() if name not in REQUIRED)
     return metadata if is_plain else ExactMetadata(metadata)
 
 
@@ -171,9 +155,8 @@ class MetadataMethods:
         if name is None:
             if default is not MISSING:
                 raise TypeError("get_metadata: `default` needs a `name`.")
-            if not exclude_required:
-                return dict(self._metadata)
-            return {k: v for k, v in self._metadata.items() if k not in REQUIRED}
+            left_out = REQUIRED if exclude_required else ()
+            return {k: v for k, v in self._metadata.items() if k not in left_out}
         if exclude_required is not None:
             raise TypeError("get_metadata: `exclude_required` goes without a `name`.")
         if name not in self._metadata and default is MISSING:

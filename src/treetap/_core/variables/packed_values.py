@@ -249,9 +249,8 @@ class Pack:
             if len(contents.boxes) < FEW:
                 group, buffer = next(x for x in pairs if place in x[0].members)
                 at = group.members.index(place)
-                start, stop = group.offsets[at : at + 2]
-                take = _taker(stop - start, group.shapes[at], group.sharding)
-                return take(buffer, start)
+                take = _taker(group.shapes[at], group.sharding)
+                return take(buffer, group.offsets[at])
             values: dict[int, Any] = {}
             for group, buffer in pairs:
                 values.update(zip(group.members, _splitter(group)(buffer)))
@@ -296,7 +295,9 @@ def _put(buffer: Any, value: Any, start: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _taker(size: int, shape: tuple[int, ...], sharding: Any) -> Any:
+def _taker(shape: tuple[int, ...], sharding: Any) -> Any:
+    size = math.prod(shape)
+
     def take(buffer: Any, start: Any) -> Any:
         return jax.lax.dynamic_slice(buffer, (start,), (size,)).reshape(shape)
 

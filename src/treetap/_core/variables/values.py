@@ -8,6 +8,7 @@ an object, and is the one thing that a Variable refuses by name.
 
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,17 +20,15 @@ from treetap._core.errors import StructureError
 from treetap._core.wording import typed
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Marked:
     """What `data(x)` and `static(x)` give: a value with the wish to be one of these.
 
     Assigning it to an attribute stores the value inside; anywhere else it is a mistake.
     """
 
-    __slots__ = ("is_data", "value")
-
-    def __init__(self, value: Any, is_data: bool):
-        self.value = value
-        self.is_data = is_data
+    value: Any
+    is_data: bool
 
     def __repr__(self) -> str:
         return f"{'data' if self.is_data else 'static'}({self.value!r})"

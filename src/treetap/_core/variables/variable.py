@@ -368,14 +368,7 @@ class Variable(
     def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        value = copy.deepcopy(without_ref(self._box[0]), memo)
-        metadata = self._metadata
-        if metadata is not PLAIN:
-            metadata = copy.deepcopy(metadata, memo)
-        return _unpickle(type(self), value, metadata)
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # for pickles, and for deep copies
         return _unpickle, (type(self), without_ref(self._box[0]), self._metadata)
 
     # Display.
@@ -406,19 +399,21 @@ set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
 del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__
 
 
-def _none_if_empty(read: Callable[[Any], Any]) -> Callable[[Variable[Any]], Any]:
-    def value(variable: Variable[Any]) -> Any:
+def none_if_empty(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same way to read a slot, but giving None where nothing is in it."""
+
+    def read_or_none(holder: Any) -> Any:
         try:
-            return read(variable)
+            return read(holder)
         except AttributeError:
             return None
 
-    return value
+    return read_or_none
 
 
 # The box of a Variable, None while it has none of its own; the pack it belongs to.
-own_box = _none_if_empty(Variable.__dict__["_box"].__get__)
-pack_of = _none_if_empty(Variable.__dict__["_pack"].__get__)
+own_box = none_if_empty(Variable.__dict__["_box"].__get__)
+pack_of = none_if_empty(Variable.__dict__["_pack"].__get__)
 
 
 _set_metadata: Callable[[Any, Any], None] = Variable.__dict__["_metadata"].__set__

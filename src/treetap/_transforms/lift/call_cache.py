@@ -129,7 +129,7 @@ class VerifiedArguments:
                 return False
             flat = _read_flat(node)
             if watched := watched_of(node):
-                self.watches += watched.watches
+                self.watches.append(watched[1])
             if node is not root:
                 self.nodes.append(node)
                 self.flats.append(flat)
