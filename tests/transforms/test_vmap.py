@@ -73,6 +73,15 @@ def test_a_varying_value_in_a_replicated_variable_is_refused_by_jax():
         assign(tt.Variable(jnp.array(0.0)), jnp.arange(4.0))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_pmap_refuses_refs_where_jax_would_delete_them(graph, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    variable = tt.Variable(jnp.zeros(4), ref=True)
+    with pytest.raises(tt.StructureError, match="pmap: the Variable at args/0 holds"):
+        tt.pmap(add, graph=graph)(variable, jnp.arange(4.0))
+    assert variable[...].tolist() == [0, 0, 0, 0]
+
+
 def test_pmap_keeps_the_buffers_it_may_take():
     values = tt.Variable(jnp.arange(4.0))
     before = values[...]

@@ -26,7 +26,8 @@ import treetap as tt
 from treetap._cli.failures import Failure
 from treetap._cli.inputs import drawn, spec_of
 from treetap._cli.inputs import read as read_inputs
-from treetap._cli.main import number_of, pairs_of
+from treetap._cli.command import several
+from treetap._cli.main import by_site, numbers_by_site, renames
 from treetap._cli.targets import case_of
 from treetap._core.trees.filters import predicate_of
 from treetap._io.record_file import ABOUT, ORDER
@@ -404,8 +405,9 @@ def _read_texts(data, folder):
     attempt("selectors", _select, tt.CaptureError)
     attempt("shapes", spec_of, Failure)
     attempt("shapes", lambda text: drawn([text], 0, abstract=True), Failure)
-    attempt("pairs", lambda text: pairs_of([text], "--layout"), Failure)
-    attempt("pairs", lambda text: number_of(text, "--tolerance"), Failure)
+    option = several("--option", "TEXT", "")
+    for read in (renames, by_site, numbers_by_site):
+        attempt("pairs", lambda text, read=read: read(None, option, [text]), Failure)
     # what does not begin so might be a module, which would be run; and no argument of
     # a command has a lone surrogate that stands for no byte
     attempt("targets", _target, Failure, OSError)

@@ -12,11 +12,13 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 import jax
 
 from treetap._core.bounded_cache import BoundedCache
+from treetap._core.errors import StructureError
 from treetap._core.paths import show_path
 from treetap._core.settings import Mode
 from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.sharing import places
 from treetap._core.variables.metadata import MISSING
+from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import (
     Positions,
@@ -85,6 +87,8 @@ def _mapped(
             args, kwargs = positional(f, args, kwargs, name, argument), {}
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
+        if keeps:
+            _refuse_lost_refs(inputs)
         groups = inputs.spread({"args": given, "kwargs": 0}, argument)
         key = Key(inputs.definition, taken, (), groups)
         try:
@@ -113,6 +117,23 @@ def _named(error: ValueError, inputs: Inputs, axes: list[Any]) -> ValueError:
         f"slice to slice, at {inputs.name} of one of {', '.join(found) or '(none)'}: "
         f"{error}"
     )
+
+
+# From then on `jax.pmap` deletes the Refs that it is given.
+_LOSES_REFS = (0, 11)
+
+
+def _refuse_lost_refs(inputs: Inputs) -> None:
+    """Refuses Variables with Refs where `jax.pmap` cannot take them."""
+    if jax.__version_info__ < _LOSES_REFS:
+        return
+    for path, value in places(inputs.tree):
+        if isinstance(value, Variable) and is_ref(value.get_raw_value()):
+            raise StructureError(
+                f"pmap: the {type(value).__name__} at {show_path(path)} holds a Ref, "
+                f"which `jax.pmap` of JAX {jax.__version__} cannot take. Make it "
+                "without `ref=True`, or map it with `treetap.vmap`."
+            )
 
 
 @transform

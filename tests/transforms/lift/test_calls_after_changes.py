@@ -41,7 +41,7 @@ class Tripled(Inner):
 
 
 class Model(tt.Module):
-    def __init__(self):
+    def __init__(self, ref):
         self.inner = Inner()
         self.blocks = tt.List([Inner(), Inner()])
         self.table = tt.Dict(a=Inner())
@@ -53,7 +53,7 @@ class Model(tt.Module):
         self.stack = tt.Variable([jnp.ones(())])
         self.noted = tt.Param(jnp.ones(()), note=[1])
         self.calls = tt.Variable(jnp.zeros((), jnp.int32))
-        self.ref = tt.Variable(jnp.ones(()), ref=True)
+        self.ref = tt.Variable(jnp.ones(()), ref=ref)
 
 
 def text_number(value):
@@ -188,7 +188,8 @@ def content(model):
 def test_calls_after_any_changes(name, data):
     make, times = WAYS[name]
     mode = data.draw(st.sampled_from(MODES))
-    fn, model = make(run, **mode), Model()
+    # `jax.pmap` of newer versions of JAX takes no Refs.
+    fn, model = make(run, **mode), Model(ref=name != "pmap")
     steps = st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 3))
     for change, n in data.draw(st.lists(steps, min_size=1, max_size=6)):
         CHANGES[change](model, n)
