@@ -71,6 +71,13 @@ def test_methods_of_modules_add_no_operations():
     assert str(jax.make_jaxpr(lambda x: model(x))(1.0)) == expected
 
 
+def test_a_capture_says_that_it_cannot_see_into_jet():
+    fn = lambda x: jet.jet(tapped, (x,), ((1.0,),))
+    for call in (fn, jax.jit(fn), jax.grad(lambda x: fn(x)[0])):
+        with pytest.raises(tt.CaptureError, match=r"tap '.*' is inside `jax\.exp"):
+            tt.observe(call)(0.5)
+
+
 def test_jet_works_on_tapped_functions():
     series = ((jnp.array(1.0), jnp.array(0.0)),)
     given = jet.jet(tapped, (0.5,), series)

@@ -23,10 +23,10 @@ import numpy as np
 from guards import Finding, Target, unwatched
 
 import treetap as tt
+from treetap._cli.command import several
 from treetap._cli.failures import Failure
 from treetap._cli.inputs import drawn, spec_of
 from treetap._cli.inputs import read as read_inputs
-from treetap._cli.command import several
 from treetap._cli.main import by_site, numbers_by_site, renames
 from treetap._cli.targets import case_of
 from treetap._core.trees.filters import predicate_of

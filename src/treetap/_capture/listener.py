@@ -7,7 +7,7 @@ eager. Where an operation holds a jaxpr with taps, the walk runs it by a plan th
 session makes, and the session keeps what comes out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from treetap._capture.walk import batched_branches, jax_compat
 from treetap._capture.walk.operations import OPERATIONS, Step
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
+from treetap._capture.walk.self_check import check_newer_jax
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._capture.walk.survey import (
     Inner,
@@ -45,6 +46,7 @@ def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) 
     outer ones do. So the trace is not taken away with `take_current_trace` meanwhile:
     an interrupt at its end would leave no trace at all.
     """
+    check_newer_jax(jax.__version_info__)
     outer = listening.value
     session.keep = outer is not None
     session.depth = len(scopes_in(current_name_stack()))
@@ -129,6 +131,8 @@ class Listener(Through):
                 inner, seen = spots_below(primitive, params)
                 if inner:
                     return self._enter(primitive, list(tracers), params, inner, seen)
+                # Those that cannot be come to: the session says what becomes of it.
+                self.session.planned(self._seen_here(seen), tracers)
             out = parent.process_primitive(primitive, tracers, params)
             if not self.session.are_tickets(tracers):
                 return out
@@ -158,10 +162,10 @@ class Listener(Through):
         seen: list[Spot],
     ) -> Any:
         """Runs an operation with taps inside, and keeps what comes out."""
-        session, here = self.session, self.session.scopes()
+        session = self.session
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
-        spots = [spot.seen_from(here, 0, spot.flow) for spot in seen]
+        spots = self._seen_here(seen)
         operation = OPERATIONS[primitive.name]
         handed = values if operation.is_handed else None
         planned = session.planned(spots, values, handed)
@@ -171,6 +175,11 @@ class Listener(Through):
         pairs = handed_on(primitive, params, len(values), outs)
         session.settle(planned, found, outs, values, pairs)
         return outs if primitive.multiple_results else outs[0]
+
+    def _seen_here(self, spots: Sequence[Spot]) -> list[Spot]:
+        """The spots of an operation as seen from the capture's own level."""
+        here = self.session.scopes()
+        return [spot.seen_from(here, 0, spot.flow) for spot in spots]
 
     def process_custom_jvp_call(
         self, primitive: Any, /, *funs_and_values: Any, **options: Any
@@ -214,9 +223,8 @@ class Listener(Through):
         with set_current_trace(self.parent_trace):
             made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
             body = jax_compat.body_of(made)
-            taps, here = taps_in(body.jaxpr), session.scopes()
-            spots = [spot.seen_from(here, 0, spot.flow) for spot in taps.spots]
-            planned = session.planned(spots, values)
+            taps = taps_in(body.jaxpr)
+            planned = session.planned(self._seen_here(taps.spots), values)
             part = Part(body, taps.spots, planned.plan, planned.feeds)
             outs, found = Walk(session.keep).run(part, list(values))
             session.settle(planned, found, outs, values, taps.handed_on())

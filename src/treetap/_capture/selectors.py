@@ -20,7 +20,7 @@ from treetap._capture.module_paths import class_named
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.variables.variable import Variable
-from treetap._core.wording import near_to, shown
+from treetap._core.wording import escaped, near_to, shown
 
 
 class Selectable(Protocol):
@@ -39,9 +39,12 @@ class Selectable(Protocol):
 
 
 def site_text(path: Path, name: str, index: int = 0) -> str:
-    """How a site is written: `blocks/3/attn:__call__`, and `#1` for its second call."""
+    """How a site is written: `blocks/3/attn:__call__`, and `#1` for its second call.
+
+    Names may come from a file; they are printed harmlessly.
+    """
     place = "/".join(map(str, path))
-    text = f"{place}:{name}" if place else name
+    text = escaped(f"{place}:{name}" if place else name)
     return f"{text}#{index}" if index else text
 
 

@@ -53,6 +53,7 @@ class Session:
         wants: Whether the value of a call is to be recorded.
         feeds: What is to be fed into the value of a call, see `plans`; or None.
         on_call: Told of each call that was recorded.
+        on_hidden: Told of each call where the walk cannot go.
         taking: What comes out of each call that is wanted.
         gradients: Whether gradients are to be recorded.
         edits: Whether it edits, and hears the marks of what may be edited.
@@ -73,6 +74,7 @@ class Session:
     wants: Callable[[Call], bool] = lambda call: True
     feeds: Callable[[Call], Fed | None] = lambda call: None
     on_call: Callable[[Call], None] = lambda call: None
+    on_hidden: Callable[[Call], None] = lambda call: None
     taking: Choice = WHOLE
     gradients: bool = False
     edits: bool = False
@@ -182,7 +184,10 @@ class Session:
         plan: list[Choice] = []
         for spot in spots:
             call, choice, fed = None, Choice(False), None
-            if spot.is_gradient:
+            if spot.hidden_in:
+                if self.is_heard(spot.label):
+                    self.on_hidden(self.heard(spot, roots))
+            elif spot.is_gradient:
                 if self.gradients:
                     choice = self.taking._replace(iterations=0)
             elif not spot.is_tap:

@@ -24,7 +24,7 @@ from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._core.paths import plain_key
 from treetap._core.variables.values import is_gone
-from treetap._core.wording import shown
+from treetap._core.wording import escaped, shown
 from treetap._io.record_descriptions import PARTS, is_key, leaf_text
 from treetap._io.record_file import ABOUT, ORDER, record_in
 from treetap._io.safetensors_file import tensors_and_texts
@@ -63,7 +63,7 @@ class Entry:
     def label(self) -> str:
         """Its name in tables and messages."""
         layers = "".join(f"[{number}]" for number in self.layers)
-        return leaf_text(f"{self.text}{layers}", (), self.part)
+        return escaped(leaf_text(f"{self.text}{layers}", (), self.part))
 
 
 Side = list[Entry]

@@ -21,13 +21,15 @@ from jax.tree_util import (
     tree_structure,
 )
 
+from treetap._core.wording import escaped
+
 Key = Any
 Path = tuple[Key, ...]
 
 
 def show_path(path: Iterable[Key]) -> str:
-    """Writes a path as people say it; the root is `(root)`."""
-    return "/".join(map(str, path)) or "(root)"
+    """Writes a path as people say it, harmless to print; the root is `(root)`."""
+    return escaped("/".join(map(str, path))) or "(root)"
 
 
 def sort_key(key: Key) -> tuple[bool, str, Key]:

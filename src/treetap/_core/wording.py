@@ -33,6 +33,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def escaped(text: str) -> str:
+    """A text in one line; what would steer a terminal is written as Python does it.
+
+    Examples:
+        >>> from treetap._core.wording import escaped
+        >>> escaped("layer\x1b[2J")
+        'layer\\x1b[2J'
+    """
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def words_of(error: BaseException) -> str:
     """What an error of another library says; it may quote a broken file at length."""
     text = str(error)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._core.errors import StructureError
+from treetap._core.paths import show_path
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import VariableMetadata
@@ -56,7 +57,7 @@ def where(layer: Any) -> str:
         keys[:0] = map(str, key if isinstance(key, tuple) else (key,))
         place = place[0]
     name = type(layer).__name__
-    return f"{name} at {'/'.join(keys)}" if keys else name
+    return f"{name} at {show_path(keys)}" if keys else name
 
 
 def is_positive(value: Any) -> TypeGuard[int]:

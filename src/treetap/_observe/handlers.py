@@ -23,8 +23,10 @@ from treetap._capture.callee import callee_of, restored, roots_of
 from treetap._capture.emit import LEAF
 from treetap._capture.listener import listen
 from treetap._capture.listening import Listening
+from treetap._capture.selectors import site_text
 from treetap._capture.session import Call, Session
 from treetap._capture.walk.plans import Fed
+from treetap._core.errors import CaptureError
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._transforms.lift.lift import Inside, Lift
@@ -57,6 +59,14 @@ class Handler:
     def heard(self, call: Call) -> None:
         """Called for each call that was recorded, once its value is there."""
 
+    def hidden(self, call: Call) -> None:
+        """Called for each call where the walk cannot go; by default, refuses it."""
+        text = site_text(call.where.path, call.label.name, call.index)
+        raise CaptureError(
+            f"The tap {text} is inside {call.spot.hidden_in}, which a capture cannot "
+            "enter. Move the tap outside it, or return the value and tap it there."
+        )
+
     @contextlib.contextmanager
     def around(
         self,
@@ -85,6 +95,7 @@ class Handler:
             wants=self.wants,
             feeds=self.feeds,
             on_call=self.heard,
+            on_hidden=self.hidden,
             **options,
         )
         with restored(fn, args, kwargs), contextlib.closing(self.session):

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.listening import Listening
@@ -26,7 +25,6 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Choice, is_inexact
 from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
-from treetap._core.trace_level import is_eager
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
 from treetap._observe.handlers import Handler, PureCall, value_of
@@ -58,7 +56,7 @@ class Selecting(Handler):
     are emitted only if some selector could take one.
 
     Args:
-        selectors: The selectors.
+        selectors: The selectors, a site of any of which is taken.
         wide: What is emitted if a selector may take results of methods.
         narrow: What is emitted if none does.
 
@@ -68,10 +66,17 @@ class Selecting(Handler):
     """
 
     def __init__(self, selectors: Iterable[Select], wide: Listening, narrow: Listening):
-        names = [one.names for one in selectors]
+        self.selectors = list(selectors)
+        names = [one.names for one in self.selectors]
         self.is_wide = any(n is None or n & method_names for n in names)
         self.passed: list[Site] = []
         super().__init__(wide if self.is_wide else narrow)
+
+    def hidden(self, call: Call) -> None:
+        """Refuses a call where the walk cannot go, if a selector takes it."""
+        site = self.noted(call)
+        if any(chosen(site) for chosen in self.selectors):
+            super().hidden(call)
 
     def noted(self, call: Call) -> Site:
         """A call in the form that selectors look at: a site of types, not values."""
@@ -102,11 +107,20 @@ class _Observation(Selecting):
     def __init__(self, select: Any, grads: bool):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
+        self.unreachable: list[tuple[str, str]] = []
         super().__init__([self.chosen or Select()], EVERYTHING, NO_OUTPUTS)
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
         return self.chosen is None or self.chosen(self.noted(call))
+
+    def hidden(self, call: Call) -> None:
+        """Lists a call where the walk cannot go, unless it was asked for."""
+        if self.chosen is None:
+            text = site_text(call.where.path, call.label.name, call.index)
+            self.unreachable.append((text, call.spot.hidden_in))
+        else:
+            super().hidden(call)
 
     def record(self, values: bool, look: Callable[[], Record] | None = None) -> Record:
         """The Record of the run.
@@ -124,7 +138,7 @@ class _Observation(Selecting):
             raise CaptureError(
                 "observe: no value has a gradient. " + _WHY.format(which="them")
             )
-        return Record(tuple(sites))
+        return Record(tuple(sites), tuple(self.unreachable))
 
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
@@ -296,20 +310,12 @@ def observe(
         again = functools.partial(fn, *args, **kwargs)
         try:
             with work.around(fn, args, kwargs, taking=taking, gradients=grads) as out:
-                _await([call.values for call in work.session.calls])
                 return out, work.record(keeps, functools.partial(sites, again))
         except jax.errors.JaxRuntimeError as error:
             _add_bill(error, keeps, again, select)
             raise
 
     return keep_name(observed, fn)
-
-
-def _await(values: Any) -> None:
-    """Waits for values: a program may fail for want of memory only while it runs."""
-    arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
-    if is_eager() and not any(isinstance(x, Tracer) for x in arrays):
-        jax.block_until_ready(arrays)
 
 
 def _add_bill(error: Exception, keeps: bool, call: Any, select: Any) -> None:

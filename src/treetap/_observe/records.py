@@ -328,6 +328,11 @@ _COLUMNS = ("site", "how", "type", "size", "under")
 class Record:
     """The sites of a run in order of execution; a tree of their values and gradients.
 
+    Attributes:
+        sites: All of them.
+        unreachable: Names of values that a capture cannot come to, each with what it is
+            inside of, such as the condition of a `while` loop.
+
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
         >>> def f(x):
@@ -338,6 +343,9 @@ class Record:
     """
 
     sites: tuple[Site, ...]
+    unreachable: tuple[tuple[str, str], ...] = field(
+        default=(), metadata={"static": True}
+    )
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -400,11 +408,11 @@ class Record:
                     f"{len(other)}. Merge records of the same function."
                 )
             sites = tuple(a.merge(b) for a, b in zip(sites, other.sites))
-        return Record(sites)
+        return replace(self, sites=sites)
 
     def total(self) -> "Record":
         """The statistics over all iterations and shards together, site by site."""
-        return Record(tuple(site.total() for site in self.sites))
+        return replace(self, sites=tuple(site.total() for site in self.sites))
 
     def figures(self) -> dict[str, Pair]:
         """What each value is like, and its gradient: numbers on the host, by site.
@@ -514,7 +522,11 @@ class Record:
         return f"<table><caption>{self._caption()}</caption>{body}</table>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [_COLUMNS, *(site._cells() for site in self.sites)]
+        rows = [_COLUMNS, *(site._cells() for site in self.sites)]
+        lost = [
+            (text, "unreachable", "", "", where) for text, where in self.unreachable
+        ]
+        return [*rows, *lost]
 
     def _caption(self) -> str:
         return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"

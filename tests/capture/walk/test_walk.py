@@ -227,10 +227,6 @@ def in_composite(x):
     return lax.composite(tapped, name="my.op")(x)
 
 
-def in_reduce(x):
-    return lax.reduce(x[None], 0.0, lambda a, b: tt.tap(a + b, "h"), (0,))
-
-
 def in_custom_vmap(x):
     fn = jax.custom_batching.custom_vmap(tapped)
     fn.def_vmap(lambda size, mapped, x: (x * 2, mapped[0]))
@@ -241,17 +237,76 @@ CLOSED = {
     in_condition: "the condition of a while loop",
     in_linear_solve: "the operation 'custom_linear_solve'",
     in_composite: "the operation 'composite'",
-    in_reduce: "the operation 'reduce'",
     in_custom_vmap: "the operation 'custom_vmap_call'",
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["bare", "jit"])
+WRAPS = {
+    "bare": lambda fn: fn,
+    "jit": jax.jit,
+    "scan": lambda fn: lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=1)[0],
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("fn", CLOSED, ids=lambda fn: fn.__name__)
-def test_a_tap_where_the_walk_cannot_go_is_refused_by_name(fn, wrap):
-    text = f"The tap 'h' is inside {CLOSED[fn]}, which a capture cannot enter"
+def test_a_tap_where_the_walk_cannot_go_is_listed_and_refused_if_selected(fn, wrap):
+    def whole(x):
+        return tt.tap(fn(tt.tap(x, "before")), "after")
+
+    whole, x = WRAPS[wrap](whole), jnp.array(1.0)
+    out, record = tt.observe(whole)(x)
+    assert out == whole(x)
+    assert [site.text for site in record] == ["before", "after"]
+    # A solver may hold its function twice.
+    found = {(text.removesuffix("#1"), where) for text, where in record.unreachable}
+    assert found == {("h", CLOSED[fn])}
+    assert "unreachable" in repr(record)
+    assert tt.sites(whole, x).unreachable == record.unreachable
+    assert tt.observe(whole, ["before", "after"])(x)[1].unreachable == ()
+    text = f"The tap h is inside {CLOSED[fn]}, which a capture cannot enter"
     with pytest.raises(tt.CaptureError, match=text):
-        tt.observe(wrap(fn))(jnp.array(1.0))
+        tt.observe(whole, "h")(x)
+    with pytest.raises(tt.CaptureError, match=text):
+        tt.edit(whole, {"h": tt.edits.zero()})(x)
+    edited = tt.edit(whole, {"after": tt.edits.replace(7.0)})(x)
+    assert edited == (7.0 if wrap != "scan" else edited)
+
+
+def test_a_tap_that_jax_cannot_compile_is_refused_as_jax_does():
+    def fn(x):
+        return lax.reduce(x[None], 0.0, lambda a, b: tt.tap(a + b, "h"), (0,))
+
+    with pytest.raises(NotImplementedError, match="reduce"):
+        tt.observe(fn)(jnp.array(1.0))
+    with pytest.raises(tt.CaptureError, match="h is inside the operation 'reduce'"):
+        tt.observe(fn, "h")(jnp.array(1.0))
+
+
+def test_values_next_to_unreachable_ones_have_gradients():
+    def loss(x):
+        held = lax.stop_gradient(x)
+        again = lambda c: tt.tap(c[0] < 3, "asked")
+        body = lambda c: (c[0] + 1, tt.tap(c[1] * held, "turn"))
+        return tt.tap(lax.while_loop(again, body, (0, held))[1] * x, "h")
+
+    _, record = tt.observe(jax.jit(jax.grad(loss)), grads=True)(jnp.array(2.0))
+    assert record["h"].grad == 1
+    assert record["turn"].count == 3
+    assert record.unreachable == (("asked", "the condition of a while loop"),)
+
+
+def test_nnx_values_that_a_capture_cannot_reach_are_refused():
+    class Model(tt.Module):
+        def __call__(self, x):
+            def again(x):
+                self.sow(tt.Intermediate, "h", x)
+                return x < 4
+
+            return lax.while_loop(again, lambda x: x + 1, x)
+
+    with pytest.raises(tt.CaptureError, match="h is inside the condition of a while"):
+        tt.capture(Model(), tt.Intermediate)(jnp.array(1.0))
 
 
 # Values of every sort

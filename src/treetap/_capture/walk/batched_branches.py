@@ -2,8 +2,7 @@
 """What JAX is asked to do differently with programs that have marks.
 
 Two of JAX's own rules would lose what a mark is to tell, and each has an addition here.
-Both do nothing where there are no marks. They are in force once this file is imported,
-which `listener` does.
+Both do nothing where there are no marks. They are in force once `listener` is imported.
 
 *Branches under `vmap`.* With a condition for each row JAX runs all branches for all
 rows and selects: there is no branch any more, and nothing says which rows took it. So
@@ -15,23 +14,28 @@ what they keep for the way back.
 *Loops that are differentiated.* JAX computes what is the same for all iterations once,
 before the loop. A tap among it would lose the loop's axis and the scopes around. So a
 tap says that it cannot be computed there.
+
+*Taylor series.* `jet` has no rule for marks, and would say so with a `KeyError`.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.jet import jet_rules
 from jax.extend.core.primitives import cond_p
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as pe
 
-from treetap._capture.marks import tap_p
+from treetap._capture.marks import Label, tap_p
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import body_of
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.plans import Choice, Guarding, Part
 from treetap._capture.walk.run import Walk
+from treetap._capture.walk.spots import MARKS
 from treetap._capture.walk.survey import taps_in
+from treetap._core.errors import CaptureError
 
 _guarded: JaxprCache[Any] = JaxprCache()
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
@@ -80,7 +84,17 @@ def _stay_in_loop(trace: Any, *tracers: Any, **params: Any) -> Any:
     return trace.default_process_primitive(tap_p, tracers, params)
 
 
+def _refuse_jet(primals: Any, series: Any, *, label: Label, **params: Any) -> Any:
+    """The rule of marks under `jet`."""
+    raise CaptureError(
+        f"The tap {label.name!r} is inside `jax.experimental.jet`, which has no rule "
+        "for it. Capture a function that `jet` is not around, or take derivatives "
+        "with nested `jax.jvp`s."
+    )
+
+
 def register() -> None:
     """Hands these rules to JAX."""
+    jet_rules.update(dict.fromkeys(MARKS, _refuse_jet))
     batching.fancy_primitive_batchers[cond_p] = _batch_branches
     pe.custom_partial_eval_rules[tap_p] = _stay_in_loop

@@ -128,6 +128,7 @@ class Spot(NamedTuple):
         flags_have: For each flag, which levels give it an axis.
         flow: Where its ticket comes from, and where it goes.
         branches: Which branches of the `cond`s around it is in, outermost first.
+        hidden_in: What it is inside of that a walk cannot enter; empty if nothing.
     """
 
     label: Label
@@ -147,6 +148,7 @@ class Spot(NamedTuple):
     flags_have: tuple[Has, ...] = ()
     flow: Flow = Flow()
     branches: tuple[int, ...] = ()
+    hidden_in: str = ""
 
     def is_of(self, other: "Spot") -> bool:
         """Whether it may belong to a tap that its ticket may come from.

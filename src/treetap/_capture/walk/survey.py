@@ -32,7 +32,6 @@ from treetap._capture.walk.operations import (
 )
 from treetap._capture.walk.plans import Feeds, Part, Plan
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
-from treetap._core.errors import CaptureError
 
 
 class Inner(NamedTuple):
@@ -88,10 +87,10 @@ class Taps(Survey):
                 self._add_tap(eqn)
                 continue
             inner, seen = spots_below(eqn.primitive, eqn.params)
+            start = len(self.spots)
             if inner:
-                start = len(self.spots)
                 self.inner[n] = [x._replace(start=start + x.start) for x in inner]
-                self._add_inner(eqn, seen)
+            self._add_inner(eqn, seen)
             self._follow(eqn)
         for n, var in enumerate(jaxpr.outvars):
             for place in self._tickets.get(var, ()) if _is_var(var) else ():
@@ -215,35 +214,27 @@ def spots_below(
 ) -> tuple[list[Inner], list[Spot]]:
     """The bodies of an operation, if it holds taps, and all their spots from outside.
 
-    The tickets of these come by its operands, and go by its results.
+    The tickets of these come by its operands, and go by its results. Those that the
+    walk cannot come to are the last, so that nothing is found at them.
     """
     inner: list[Inner] = []
     seen: list[Spot] = []
     if is_plain(primitive, params):
         return inner, seen
-    for jaxpr in hidden_jaxprs(primitive, params):
-        if spots := taps_in(jaxpr).spots:
-            raise _refuse_hidden(primitive, spots[0])
     operation = OPERATIONS.get(primitive.name)
-    if operation is None:
-        return inner, seen
-    wrap, is_repeated = operation.wrap(params), operation.is_repeated
-    for number, body in enumerate(operation.bodies(params)):
+    for number, body in enumerate(bodies_of(primitive, params)):
+        assert operation is not None
         own, base = taps_in(body.jaxpr).spots, len(seen)
         inner.append(Inner(body, own, base))
         for spot in own:
             flow = spot.flow.shifted(base, body.first)
-            outside = spot.wrapped(wrap, number)._replace(flow=flow)
-            again = is_repeated or spot.is_repeated
+            outside = spot.wrapped(operation.wrap(params), number)._replace(flow=flow)
+            again = operation.is_repeated or spot.is_repeated
             seen.append(outside._replace(is_repeated=again))
-    return (inner, seen) if seen else ([], [])
-
-
-def _refuse_hidden(primitive: Primitive, spot: Spot) -> CaptureError:
-    """The error for a tap where the walk cannot go."""
-    operation = OPERATIONS.get(primitive.name)
+    inner = inner if seen else []
     where = (operation and operation.hides) or f"the operation {primitive.name!r}"
-    return CaptureError(
-        f"The tap {spot.name!r} is inside {where}, which a capture cannot enter. "
-        "Move the tap outside it, or return the value and tap it there."
-    )
+    for jaxpr in hidden_jaxprs(primitive, params):
+        for spot in taps_in(jaxpr).spots:
+            hidden_in = spot.hidden_in or where
+            seen.append(spot._replace(hidden_in=hidden_in, flow=Flow()))
+    return inner, seen

@@ -15,7 +15,7 @@ import numpy as np
 
 from treetap._core import display
 from treetap._core.errors import CaptureError, StructureError
-from treetap._core.wording import near_to, quoted, shown, typed
+from treetap._core.wording import escaped, near_to, quoted, shown, typed
 from treetap._io.files import refusing, require_path
 from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstore
@@ -146,7 +146,7 @@ class Store:
 
     def __repr__(self) -> str:
         total = display.readable_bytes(sum(array.nbytes for array in self._arrays))
-        lines = [f"  {array.text}  {typed(array)}" for array in self._arrays]
+        lines = [f"  {escaped(array.text)}  {typed(array)}" for array in self._arrays]
         return "\n".join([f"Store: {len(self)} batches, {total}", *lines])
 
 

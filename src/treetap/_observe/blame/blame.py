@@ -36,7 +36,7 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import while_rows
 from treetap._capture.walk.plans import is_inexact
 from treetap._core.bounded_cache import BoundedCache
-from treetap._core.paths import Path
+from treetap._core.paths import Path, show_path
 from treetap._core.static_values import exact
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
@@ -100,7 +100,7 @@ class Blame:
     @property
     def site(self) -> str:
         """The path of the Module, as text."""
-        return "/".join(map(str, self.path))
+        return show_path(self.path) if self.path else ""
 
     def __str__(self) -> str:
         """A paragraph for people."""
@@ -350,7 +350,7 @@ def _argument(call: PureCall, value: Any) -> str:
         for path, leaf in iter_graph(tree, graph=True):
             held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
             if any(x is value for x in jax.tree.leaves(held)):
-                return "/".join(map(str, (*name, *path)))
+                return show_path((*name, *path))
     return "that is no array"
 
 
