@@ -45,7 +45,7 @@ def _equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, int]]:
     def below(jaxpr: Any, depth: int) -> Iterator[tuple[Any, int]]:
         for eqn in jax_compat.opened(jaxpr)[0].eqns:
             yield eqn, depth
-            for body in jax_compat.jaxprs_in_params(eqn.params):
+            for body in jax_compat.jaxprs_of(eqn.params):
                 yield from below(body, depth + 1)
 
     return list(below(jax.make_jaxpr(jax.grad(fn))(*args), 0))
