@@ -144,7 +144,9 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
-        spot = spot_of(primitive, params, values, current_name_stack())
+        name_stack = current_name_stack()
+        spot = spot_of(primitive, params, values, name_stack)
+        refuse_copies(name_stack, [spot])
         ticket = len(values) - 1
         flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
         spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)

@@ -172,6 +172,11 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
     }
 
 
+def has_new_remat() -> bool:
+    """Whether `jax.checkpoint` is JAX's new one, which runs a function a second time."""
+    return getattr(jax.config, "jax_remat3", False)
+
+
 def name_of(primitive: Primitive, params: dict[str, Any]) -> str:
     """The name of an operation; of one that is an object (see `kind_of`), its class."""
     held = params.get("_prim")

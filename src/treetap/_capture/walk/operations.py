@@ -142,7 +142,8 @@ def _new_bodies(params: Params) -> list[Body]:
 
 
 def _new_checkpoint(params: Params) -> Callable[[Any], Any]:
-    options = {name: params["_prim"].params[name] for name in ("policy", "prevent_cse")}
+    given, names = params["_prim"].params, ("policy", "prevent_cse")
+    options = {name: given[name] for name in names if name in given}
     return functools.partial(jax.checkpoint, **options)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-import jax
 from jax.extend.core import Literal, Primitive
 
 from treetap._capture.marks import is_like_ticket, linear_p
@@ -115,6 +114,7 @@ class Taps(Survey):
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
         spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
+        refuse_copies(stack, [spot])
         if spot.is_tap:
             self._tickets[eqn.outvars[-1]] = {len(self.spots)}
         else:
@@ -214,7 +214,7 @@ def handed_on(
 
 def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
     """Refuses taps on the way back that nothing tells from those of the way forward."""
-    if not getattr(jax.config, "jax_remat3", False) or not spots:
+    if not jax_compat.has_new_remat() or not spots:
         return
     if is_computed_again(name_stack) and any(spot.is_tap for spot in spots):
         raise CaptureError(
