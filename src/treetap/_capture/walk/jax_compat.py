@@ -173,7 +173,7 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
 
 
 def has_new_remat() -> bool:
-    """Whether `jax.checkpoint` is JAX's new one, which runs a function a second time."""
+    """Whether `jax.checkpoint` is JAX's new one, which runs a function twice."""
     return getattr(jax.config, "jax_remat3", False)
 
 
