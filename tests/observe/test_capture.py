@@ -445,7 +445,7 @@ def test_what_is_the_same_for_all_rows_has_their_axis(around, shape, form):
     _, sown = tt.capture(form(around(lambda: layer(same))), I)()
     (value,) = jax.tree.leaves(sown)
     assert value.shape == shape
-    assert jnp.all(value == same)
+    assert jnp.all(value == jnp.broadcast_to(same, shape))
 
 
 class Other(tt.Variable):
