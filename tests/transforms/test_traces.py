@@ -99,6 +99,25 @@ def test_the_innermost_function_is_traced_once_a_level_more_at_most(way, mode):
         assert int(model.calls[...]) == 1
 
 
+@pytest.mark.parametrize("form", [jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_rules_of_arrays_made_inside_one_another_are_traced_as_by_jax(form):
+    traces = []
+
+    def nested(depth):
+        if not depth:
+            return lambda x: traces.append(1) or x * 2.0
+
+        @tt.custom_vjp
+        def made(x):
+            return nested(depth - 1)(x)
+
+        made.defvjp(lambda x: (nested(depth - 1)(x), None), lambda _, g: (g,))
+        return made
+
+    form(nested(DEPTH))(1.0)
+    assert len(traces) == 1
+
+
 def test_a_branch_that_stands_twice_is_traced_once():
     traces = []
 

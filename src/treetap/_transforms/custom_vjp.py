@@ -166,7 +166,8 @@ class _Rule:
         }
         self.kinds = [type(leaf).__name__ for leaf in inputs.leaves]
         self.written: set[int] = set()  # while that is found out
-        self._add_written(self._written_by_rule(self._numeric(leaves)), leaves)
+        if holds_objects(args) or any(isinstance(x, Variable) for x in inputs.leaves):
+            self._add_written(self._written_by_rule(self._numeric(leaves)), leaves)
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
