@@ -28,7 +28,7 @@ from treetap._cli.failures import (
     message_of,
     place_of,
 )
-from treetap._cli.inputs import inputs_from, load_into
+from treetap._cli.inputs import drawn, load_into, read
 from treetap._cli.programs import How, Program, program_of
 from treetap._cli.targets import Case, case_of, refuse_misfit
 from treetap._io.files import require_place
@@ -116,8 +116,15 @@ class Request(NamedTuple):
         case = case_of(target)
         if self.weights is not None:
             load_into(case, self.weights, cast=self.cast)
-        given = inputs_from(self.inputs, self.shape, self.seed, abstract=abstract)
-        case = case if given is None else replace(case, inputs=given)
+        if self.inputs is not None and self.shape:
+            raise Failure(
+                "--inputs and --shape both say what the inputs are. Give one."
+            )
+        if self.inputs is not None:
+            case = replace(case, inputs=read(self.inputs))
+        elif self.shape:
+            given = drawn(self.shape, self.seed, abstract=abstract)
+            case = replace(case, inputs=given)
         refuse_misfit(case)
         return case
 
@@ -149,9 +156,7 @@ class Request(NamedTuple):
                 console.print(part)
 
 
-def command(
-    short: str, *options: click.Parameter
-) -> Callable[[Callable[..., int]], click.Command]:
+def command(short: str, *options: click.Parameter) -> Callable[..., click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
     Its help is the function's docstring, and the part on TARGETs of that of `case_of`.

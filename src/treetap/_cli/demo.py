@@ -101,9 +101,7 @@ def looks_at(steps: int) -> list[int]:
     return sorted({round(steps * n / (LOOKS - 1)) for n in range(LOOKS)})
 
 
-def trained(
-    steps: int, seed: int, select: Any, report: Callable[[int, float], None]
-) -> Trained:
+def trained(steps: int, seed: int, select: Any, report: Callable[..., None]) -> Trained:
     """Trains the built-in model.
 
     Args:

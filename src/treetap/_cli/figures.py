@@ -127,9 +127,7 @@ def look_at(
 ) -> Look:
     """A record with its figures; `shapes` has sites whose values are gone."""
     figures = record.figures()
-    rows = tuple(
-        Row(shapes.get(site.text, site), *figures[site.text]) for site in record
-    )
+    rows = tuple(Row(shapes.get(s.text, s), *figures[s.text]) for s in record)
     troubles = first_troubles([[(row.value, row.gradient) for row in rows]])
     return Look(record, rows, loss, next(iter(troubles), None))
 

@@ -131,7 +131,8 @@ def inspect(
     else:
         with request.working(f"Running {target}"):
             program = request.program(target, grads=grads, how=how)
-            seen = run_target(program, target, select, grads=grads, reduce=reduce)
+            look = observed(program, select, grads=grads, reduce=reduce)
+            seen = seen_of(look, program, target)
     with request.working("Writing"):
         for path in out:
             write_output(path, seen, target or "A small poet")
@@ -161,11 +162,8 @@ class Seen(NamedTuple):
     steps: Sequence[int] | None = None
 
 
-def run_target(
-    program: Program, target: str, select: Any, *, grads: bool, reduce: bool
-) -> Seen:
-    """Runs a program, and looks at it."""
-    look = observed(program, select, grads=grads, reduce=reduce)
+def seen_of(look: Look, program: Program, target: str) -> Seen:
+    """What to show of a look at a program that was run."""
     notes = [program.note] if program.note else []
     extra = {"loss_of": program.loss or None, "notes": notes}
     title = f"{target}: {many(len(look.rows), 'site')}"
@@ -306,9 +304,7 @@ def by_site(_: click.Context, option: click.Parameter, texts: Texts) -> dict[str
     return dict(sorted(found.items(), key=lambda pair: pair[0] == "**"))
 
 
-def numbers_by_site(
-    context: click.Context, option: click.Parameter, texts: Texts
-) -> dict[str, float]:
+def numbers_by_site(context: Any, option: Any, texts: Texts) -> dict[str, float]:
     """The same, of numbers."""
     found: dict[str, float] = {}
     for key, text in by_site(context, option, texts).items():
@@ -365,14 +361,7 @@ def numbers_by_site(
     EAGER,
 )
 def compare(
-    request: Request,
-    a: str,
-    b: str,
-    *,
-    noise: str | None,
-    grads: bool,
-    how: How,
-    **options: Any,
+    request: Request, a: str, b: str, *, noise: Any, grads: bool, how: How, **more: Any
 ) -> int:
     """Compare two runs site by site, and name the first that differs.
 
@@ -385,7 +374,7 @@ def compare(
     third = noise and side_from(request, noise, grads=grads, how=how)
     sides = [side_from(request, text, grads=grads, how=how) for text in (a, b)]
     with request.working("Comparing"):
-        found = compare_sides(*sides, noise=third, **options)
+        found = compare_sides(*sides, noise=third, **more)
     request.answer(
         {"a": a, "b": b, **found.to_dict()},
         Text(f"a: {a}\nb: {b}", "bold"),

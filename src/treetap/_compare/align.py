@@ -232,11 +232,9 @@ class _Match:
                 f"compare: {shown(self.entry.label)} has a rule with steps and a "
                 "`layout` that is a function; put the steps into the function."
             )
-        array = np.asarray(turn(first.read()))
-        turned = replace(
-            first, shape=array.shape, dtype=array.dtype, read=lambda: array
-        )
-        if not is_fold(array.shape, self.entry.shape):
+        data = np.asarray(turn(first.read()))
+        turned = replace(first, shape=data.shape, dtype=data.dtype, read=lambda: data)
+        if not is_fold(data.shape, self.entry.shape):
             return Pair(self.entry, turned, "their shapes differ")
         made = _assembled((), self.entry.shape, iter([turned]))
         return Pair(self.entry, replace(made, own_shape=first.shape))

@@ -103,9 +103,7 @@ def by_selector(given: Any) -> list[tuple[Select, Any]]:
     Rules that are None are left out.
     """
     rules = given if isinstance(given, Mapping) else {"**": given}
-    return [
-        (as_select(key), value) for key, value in rules.items() if value is not None
-    ]
+    return [(as_select(k), value) for k, value in rules.items() if value is not None]
 
 
 # Records.
@@ -115,13 +113,11 @@ def _of_record(record: Record, where: str) -> Side:
     return [
         entry
         for site, part in itertools.product(record, PARTS)
-        for entry in _arrays_in(getattr(site, part), site.text, part, site, where)
+        for entry in _below(getattr(site, part), site.text, part, site, where)
     ]
 
 
-def _arrays_in(
-    value: Any, text: str, part: str, site: Site, where: str
-) -> Iterator[Entry]:
+def _below(value: Any, text: str, part: str, site: Site, where: str) -> Iterator[Entry]:
     """What a value holds, each array by its name inside the value."""
     try:
         leaves, _ = tree_flatten_with_path(value)
@@ -170,7 +166,7 @@ def _of_mapping(given: Mapping[Any, Any], where: str) -> Side:
         if not isinstance(key, str):
             raise TypeError(f"{where} maps names to arrays; {key!r:.60} is no name.")
         text, part = _parted(key)
-        found += _arrays_in(value, text, part, _site_named(text), where)
+        found += _below(value, text, part, _site_named(text), where)
     return found
 
 

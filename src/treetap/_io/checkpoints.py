@@ -107,8 +107,7 @@ def _checkpointer(ocp: ModuleType) -> Any:
 
 def _place_of(path: Any, name: str) -> pathlib.Path | str:
     """A folder of this machine; or a text, of remote storage."""
-    require_path(path, name)
-    text = os.fspath(path)
+    text = os.fspath(require_path(path, name))
     return text if "://" in text else pathlib.Path(os.path.abspath(text))
 
 
@@ -268,9 +267,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
         with refusing(f"{name}: {place} is broken", ValueError, OSError):
             restored = checkpointer.restore(place, args=args)
     values = dict(zip(known, jax.tree.leaves(restored), strict=True))
-    return tree.rebuilt(
-        _finished(values[names], leaf, name) for names, leaf in found.items()
-    )
+    return tree.rebuilt(_finished(values[at], leaf, name) for at, leaf in found.items())
 
 
 def _refuse_incomplete(place: pathlib.Path, name: str) -> None:

@@ -52,19 +52,19 @@ def needing(package: str, extra: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def require_path(path: Any, name: str) -> None:
-    """Refuses anything but a path, such as the model where the path belongs.
+def require_path(path: Any, name: str) -> Any:
+    """A path, as it was given; anything else is refused, such as the model.
 
     Args:
         path: What was given for a path.
         name: The function it was given to.
     """
-    if isinstance(path, str | os.PathLike):
-        return
-    raise TypeError(
-        f"{name}: expected the path of a file or folder first, got a "
-        f"{type(path).__name__}. Write `{name}(path, ...)`."
-    )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{name}: expected the path of a file or folder first, got a "
+            f"{type(path).__name__}. Write `{name}(path, ...)`."
+        )
+    return path
 
 
 def require_place(path: pathlib.Path, name: str) -> None:

@@ -131,10 +131,10 @@ def load_record(path: str | os.PathLike[str]) -> Record:
 
 
 def record_in(
-    path: str | os.PathLike[str],
+    path: Any,
     stored: Mapping[str, Stored],
     text: str,
-    made: Callable[[np.ndarray, bool], Any],
+    made: Callable[..., Any],
     name: str,
 ) -> Record:
     """A Record from a file.
@@ -157,16 +157,12 @@ def record_in(
         keys = [wanted(key, str, "the name of a tensor") for key in keys]
         if len(set(keys)) < len(keys):  # many of one would not fit in the memory
             raise Malformed("two of its leaves are the same tensor")
-        leaves = [
-            made(_array_of(entry, stored, name), bool(entry.get("host")))
-            for entry in entries
-        ]
+        arrays = (_array_of(entry, stored, name) for entry in entries)
+        leaves = [made(a, bool(each.get("host"))) for a, each in zip(arrays, entries)]
         return rebuilt(about.get("sites"), leaves)
 
 
-def _array_of(
-    entry: dict[str, Any], stored: Mapping[str, Stored], name: str
-) -> np.ndarray:
+def _array_of(entry: Any, stored: Mapping[str, Stored], name: str) -> np.ndarray:
     """The array of a leaf, mapped from the file."""
     key = entry["tensor"]
     if key not in stored:

@@ -107,8 +107,7 @@ def tensors_and_texts(path: str | os.PathLike[str], name: str) -> Held:
         path: A safetensors file, an index of several, or a folder with either.
         name: The public function at work, for messages.
     """
-    require_path(path, name)
-    place = pathlib.Path(path)
+    place = pathlib.Path(require_path(path, name))
     if place.is_dir():
         place = _chosen(place, name)
     if place.name.endswith(".index.json"):
@@ -221,9 +220,8 @@ def _diagnosis(file: pathlib.Path, reason: str) -> str:
 def _is_fit(entry: Any, size: int) -> bool:
     """Whether the description of a tensor agrees with itself and with the data."""
     try:
-        code, shape, (start, stop) = (
-            entry[field] for field in ("dtype", "shape", "data_offsets")
-        )
+        code, shape = entry["dtype"], entry["shape"]
+        start, stop = entry["data_offsets"]
         if not all(type(number) is int for number in (*shape, start, stop)):
             return False
         if not (is_shape(shape) and 0 <= start <= stop <= size):
@@ -277,9 +275,7 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
     raise WeightsError(f"{name}: {folder} has no .safetensors file; it has {told}.")
 
 
-def _inside(
-    folder: pathlib.Path, entry: str, told: pathlib.Path, name: str
-) -> pathlib.Path:
+def _inside(folder: pathlib.Path, entry: str, told: Any, name: str) -> pathlib.Path:
     """A file of a folder; a name or a link that leads out of it is refused."""
     plain = entry not in ("", ".", "..") and not set(entry) & set("/\\:")
     plain = plain and entry.isprintable() and len(entry.encode()) <= LONGEST_NAME
@@ -326,8 +322,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
                     f"{file}, and {index} does not say which counts."
                 )
             found[key] = stored
-    rests = (key for key in places if key not in found)
-    lost = [f"{quoted(key)} in {places[key]}" for key in rests]
+    lost = [f"{quoted(key)} in {places[key]}" for key in places if key not in found]
     if lost:
         raise WeightsError(
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
@@ -341,8 +336,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
 
 def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathlib.Path:
     """The file that is to be written; refused if it, or its metadata, cannot be."""
-    require_path(path, name)
-    file = pathlib.Path(path)
+    file = pathlib.Path(require_path(path, name))
     refuse_other_formats(file, name)
     items = (metadata or {}).items()
     if not all(isinstance(text, str) for item in items for text in item):

@@ -111,10 +111,8 @@ class Rearranged:
 
     def pieces(self, after: Shape) -> Pieces:
         """The tensor, with the axes of the left side."""
-        lengths = self.lengths(after)
-        return [
-            ({}, tuple(math.prod(lengths[n] for n in group) for group in self.left))
-        ]
+        sizes = self.lengths(after)
+        return [({}, tuple(math.prod(sizes[n] for n in group) for group in self.left))]
 
     def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
@@ -227,11 +225,10 @@ class Gathered:
 
 
 Step = Transposed | Rearranged | Part | Gathered
+Steps = Sequence[Step]
 
 
-def needs(
-    steps: Sequence[Step], shape: Shape, bound: Bound
-) -> Iterator[tuple[Bound, Shape]]:
+def needs(steps: Steps, shape: Shape, bound: Bound) -> Iterator[tuple[Bound, Shape]]:
     """The tensors that a value of some shape is made of, and their shapes."""
     if not steps:
         yield bound, shape
@@ -241,9 +238,7 @@ def needs(
         yield from needs(first, piece, {**bound, **more})
 
 
-def assembled(
-    steps: Sequence[Step], shape: Shape, tensors: Iterator[np.ndarray]
-) -> np.ndarray:
+def assembled(steps: Steps, shape: Shape, tensors: Iterator[np.ndarray]) -> np.ndarray:
     """A value made from the tensors it `needs`; a view of them where possible."""
     if not steps:
         return next(tensors)
@@ -299,16 +294,15 @@ class Tensor:
         """
         sides = pattern.split("->")
         left, right = map(_groups, (sides[0], sides[-1]))
-        names = [[name for group in side for name in group] for side in (left, right)]
-        is_good = len(sides) == 2 and len(set(names[0])) == len(names[0])
-        is_good &= sorted(names[0]) == sorted(names[1])
-        is_good &= all(map(str.isidentifier, names[0]))
+        names = sum(left, ())
+        is_good = len(sides) == 2 and sorted(names) == sorted(sum(right, ()))
+        is_good &= len(set(names)) == len(names) and all(map(str.isidentifier, names))
         if not is_good:
             raise WeightsError(
                 f"tensor.rearrange: {pattern!r} is no pattern like 'd (h k) -> d h k', "
                 "with the same names on both sides, each once."
             )
-        if strange := [n for n, size in sizes.items() if n not in names[0] or size < 1]:
+        if strange := [n for n, size in sizes.items() if n not in names or size < 1]:
             raise WeightsError(
                 f"tensor.rearrange: {strange} has no size in {pattern!r}."
             )

@@ -52,7 +52,7 @@ from treetap._io.weight_rules import (
     Rules,
     Shape,
     Source,
-    Step,
+    Steps,
     Tensor,
     assembled,
     needs,
@@ -115,8 +115,7 @@ def save_weights(
             + section("rules that no Variable matched", [*map(shown, found.unmatched)])
             + "\nChoose what is saved with `only=`, where and how with `rules=`."
         )
-    texts = {"format": "pt", **(metadata or {})}
-    write_tensors(file, outgoing.tensors, texts, name)
+    write_tensors(file, outgoing.tensors, {"format": "pt", **(metadata or {})}, name)
 
 
 def _elsewhere(raw: Any) -> str:
@@ -169,8 +168,7 @@ class OutgoingTensors:
         if isinstance(last, Part):
             self._wait(earlier, last, array, path)
             return
-        pieces = last.pieces(array.shape)
-        for (more, _), piece in zip(pieces, last.split(array)):
+        for (more, _), piece in zip(last.pieces(array.shape), last.split(array)):
             bound = {**source.bound, **more}
             self._put(earlier._replace(bound=bound), piece, path)
 
@@ -297,16 +295,15 @@ def load_weights(
     plan = LoadPlan(stored, cast, problems)
     for target in targets:
         plan.add(target, found.find(target.path))
-    missing = [target for target, _ in plan.missing]
     unused = plan.unused(ignore)
-    if plan.problems or (strict and (missing or unused)):
+    if plan.problems or (strict and (plan.missing or unused)):
         raise _misfit_error(path, plan, unused, found, strict)
     values = plan.values(path)
     if values:
         update(model, nested(values))
     return LoadedWeights(
         tuple(show_path(target) for target, _ in values),
-        tuple(show_path(target.path) for target in missing),
+        tuple(show_path(target.path) for target, _ in plan.missing),
         tuple(unused),
     )
 
@@ -318,7 +315,7 @@ class LoadPlan:
         self.stored = stored
         self.cast = cast
         self.problems = problems  # errors, whether loading is strict or not
-        # With its tensors, in the order of `needs`.
+        # With its tensors, in the order of `needs`; read only if there is no problem.
         self.ready: list[tuple[Target, Source, list[Stored]]] = []
         self.missing: list[tuple[Target, list[str]]] = []
         # By name of tensor, how it is cut and which parts are used.
@@ -334,7 +331,6 @@ class LoadPlan:
             return
         absent: list[str] = []
         present: list[Stored] = []
-        wrong: list[str] = []
         use, index = _use_of(tensor.steps, target.shape)
         for bound, shape in wanted:
             names = source.names(bound)
@@ -345,31 +341,28 @@ class LoadPlan:
             self.uses.setdefault(name, {}).setdefault(use, set()).add(index)
             present.append(self.stored[name])
             if reason := self.unfit(target, self.stored[name], shape, tensor):
-                wrong.append(reason)
-        self.problems += wrong
+                self.problems.append(reason)
         if absent:
             may_be = tensor.is_optional and len(absent) == len(wanted)
             if not may_be or isinstance(target.raw, jax.ShapeDtypeStruct):
                 self.missing.append((target, absent))
-        elif not wrong:
+        else:
             self.ready.append((target, source, present))
 
-    def unfit(
-        self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
-    ) -> str:
+    def unfit(self, target: Target, found: Stored, shape: Shape, tensor: Tensor) -> str:
         """How a tensor does not fit; empty when it does."""
-        place = f"{target.text}: the tensor {quoted(stored.name)} is {stored.text}"
-        if stored.shape != shape:
-            turned = stored.shape == shape[::-1] and not tensor.steps
+        place = f"{target.text}: the tensor {quoted(found.name)} is {found.text}"
+        if found.shape != shape:
+            turned = found.shape == shape[::-1] and not tensor.steps
             hint = "; is it `.transpose()` of it?" if turned else ""
             via = f" by {tensor!r}" if tensor.steps else ""
             return f"{place}, the model needs {shape}{via}{hint}"
-        if stored.dtype is None:
+        if found.dtype is None:
             return f"{place}, a dtype that JAX cannot read"
         if not is_held(target.raw):
             return f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
-        can_cast = _can_cast(stored.dtype, target.dtype)
-        if stored.dtype == target.dtype or (can_cast and self.cast):
+        can_cast = _can_cast(found.dtype, target.dtype)
+        if found.dtype == target.dtype or (can_cast and self.cast):
             return ""
         hint = "; `cast=True` converts" if can_cast else ""
         return f"{place}, the model needs {target.dtype}{hint}"
@@ -410,7 +403,7 @@ def _cut_of(part: Part, rank: int) -> Part:
     return replace(part, index=0, axis=part.axis % rank)
 
 
-def _use_of(steps: Sequence[Step], shape: Shape) -> tuple[Any, int]:
+def _use_of(steps: Steps, shape: Shape) -> tuple[Any, int]:
     """Where and how a tensor is cut, None if it is not; and which part is taken."""
     while steps:
         *steps, last = steps
@@ -495,9 +488,7 @@ def _placed(array: np.ndarray, target: Target) -> Any:
     if sharding is None:
         return jnp.asarray(_own(array))
     # Each device reads no more than it needs.
-    return jax.make_array_from_callback(
-        array.shape, sharding, lambda index: _own(array[index])
-    )
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: _own(array[i]))
 
 
 def _own(array: np.ndarray) -> np.ndarray:

@@ -302,9 +302,8 @@ class _Names:
 
 def _slices(note: Note, node: Any) -> int:
     """How many Modules such as was called an object may hold, stacked; 0 if none."""
-    parts, wholes = (
-        taken_apart(x, "", (), {})[0].leaves for x in (note.given.node, node)
-    )
+    pair = note.given.node, node
+    parts, wholes = (taken_apart(each, "", (), {})[0].leaves for each in pair)
     if len(parts) != len(wholes) or not all(map(_is_part, parts, wholes)):
         return 0
     pairs = [(x.size, y.size) for x, y in zip(parts, wholes) if is_array(x)]

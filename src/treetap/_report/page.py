@@ -101,9 +101,8 @@ class Report:
                 # A lone surrogate in a name is no reason to lose the report.
                 beside.write_bytes(self.html.encode("utf-8", "replace"))
         except OSError as error:
-            if (
-                error.strerror is None
-            ):  # raised by `written_whole`, with a text for people
+            # `written_whole` raised it, with a text for people
+            if error.strerror is None:
                 raise
             raise type(error)(
                 f"Report.save: {path} could not be written: {error.strerror}. Choose a "
@@ -227,9 +226,7 @@ def _add_pictures(
     ]
 
 
-def _verdict_text(
-    verdict: Entry, entries: Sequence[Entry], steps: Sequence[int | None]
-) -> str:
+def _verdict_text(verdict: Entry, entries: list[Entry], steps: Sequence[Any]) -> str:
     if verdict["site"] is None:
         return verdict["text"]
     site = entries[verdict["site"]]["text"]
@@ -241,9 +238,7 @@ def _verdict_text(
 # not measured is left out.
 
 
-def _entries(
-    sites: Sequence[Site], rows: Sequence[Row]
-) -> tuple[list[Entry], list[str]]:
+def _entries(sites: list[Site], rows: Sequence[Row]) -> tuple[list[Entry], list[str]]:
     """The sites with their figures by step, and notes on what is left out."""
     notes: list[str] = []
     if len(rows) > 1 and 2 * len(sites) * len(rows) > MOST_BARS:

@@ -21,7 +21,7 @@ import numpy as np
 from treetap._core.errors import WeightsError
 from treetap._core.wording import quoted, shown
 from treetap._io.files import needing, refusing
-from treetap._io.record_descriptions import DTYPES
+from treetap._io.record_descriptions import DTYPES, Leaf
 from treetap._io.store.contents import Column, JournalContents, row_shape
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
@@ -34,8 +34,9 @@ def require_tensorstore(name: str) -> None:
         import tensorstore  # noqa: F401 - imported where it is used
 
 
-def column_for(text: str, value: Any, axis: int | None) -> Column:
+def column_for(leaf: Leaf, axis: int | None) -> Column:
     """The column that a first value needs; a chunk of it is one shard of the value."""
+    value = leaf.value
     shape = part = np.shape(value)
     if isinstance(value, jax.Array):
         part = value.sharding.shard_shape(shape)
@@ -44,7 +45,9 @@ def column_for(text: str, value: Any, axis: int | None) -> Column:
     size = math.prod(chunk) * value.dtype.itemsize
     while size > LARGEST and chunk[0] % 2 == 0:
         chunk[0], size = chunk[0] // 2, size // 2
-    return Column(text, axis, row_shape(shape, axis), value.dtype.name, tuple(chunk))
+    return Column(
+        leaf.text, axis, row_shape(shape, axis), value.dtype.name, tuple(chunk)
+    )
 
 
 def _spec(column: Column, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
