@@ -34,9 +34,9 @@ from treetap._cli.targets import Case, case_of, refuse_misfit
 from treetap._io.files import require_place
 
 
-def option(name: str, text: str, **settings: Any) -> click.Option:
-    """An option with its help."""
-    return click.Option([name], help=text, **settings)
+def option(name: str, text: str, kind: Any = None, **settings: Any) -> click.Option:
+    """An option with its help, and the type of its value, if that is no text."""
+    return click.Option([name], help=text, type=kind, **settings)
 
 
 def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option:
@@ -44,10 +44,9 @@ def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option
     return option(name, text, metavar=metavar, multiple=True, **settings)
 
 
-def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
+def flag(name: str, text: str, *variable: str, **settings: Any) -> click.Option:
     """An option that is there or not; the function may know it by another name."""
-    names = [name, variable] if variable else [name]
-    return click.Option(names, is_flag=True, help=text, **settings)
+    return click.Option([name, *variable], is_flag=True, help=text, **settings)
 
 
 TARGET = click.Argument(["target"])
@@ -77,7 +76,7 @@ INPUTS = [
         "An input that is drawn: 'float32[8,128]', 'int32[8,128]<50' (from 0 to 49; "
         "without `<`, 0 and 1), 'mask=bool[8]' by name. May be repeated.",
     ),
-    option("--seed", "For drawn inputs.", type=int, default=0, show_default=True),
+    option("--seed", "For drawn inputs.", int, default=0, show_default=True),
     option("--weights", "Read the model's weights from safetensors.", metavar="FILE"),
     flag("--cast", "Let weights be converted to the model's dtypes."),
 ]
@@ -123,8 +122,7 @@ class Request(NamedTuple):
         if self.inputs is not None:
             case = replace(case, inputs=read(self.inputs))
         elif self.shape:
-            given = drawn(self.shape, self.seed, abstract=abstract)
-            case = replace(case, inputs=given)
+            case = replace(case, inputs=drawn(self.shape, self.seed, abstract=abstract))
         refuse_misfit(case)
         return case
 

@@ -65,8 +65,7 @@ class Poet(Module):
 
     def __call__(self, letters: jax.Array) -> jax.Array:
         """`[batch, time]` of letters to `[batch, time, letters]` of scores."""
-        places = self.places(jnp.arange(letters.shape[-1]))
-        x = self.letters(letters) + places[None]
+        x = self.letters(letters) + self.places(jnp.arange(letters.shape[-1]))[None]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -96,11 +95,6 @@ class Trained(NamedTuple):
     steps: list[int]
 
 
-def looks_at(steps: int) -> list[int]:
-    """The steps at which to look: few, evenly spread, the first and the last."""
-    return sorted({round(steps * n / (LOOKS - 1)) for n in range(LOOKS)})
-
-
 def trained(steps: int, seed: int, select: Any, report: Callable[..., None]) -> Trained:
     """Trains the built-in model.
 
@@ -127,7 +121,9 @@ def trained(steps: int, seed: int, select: Any, report: Callable[..., None]) -> 
         return loss
 
     look = jit(observe(value_and_grad(loss_fn), select, grads=True))
-    seen, when = batch(4), looks_at(steps)
+    seen = batch(4)
+    # few, evenly spread, the first and the last
+    when = sorted({round(steps * n / (LOOKS - 1)) for n in range(LOOKS)})
     losses: list[float] = []
     records: list[Record] = []
     for step in range(steps + 1):

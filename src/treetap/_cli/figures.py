@@ -134,11 +134,9 @@ def look_at(
 
 def type_text(site: Site) -> str:
     """Shapes and types of a site's value; each once."""
-    counts = Counter(
-        typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-        for leaf in jax.tree.leaves(site.value)
-    )
-    return ", ".join(t if n == 1 else f"{n} {t}" for t, n in counts.items())
+    leaves = jax.tree.leaves(site.value)
+    kinds = (typed(x) if hasattr(x, "dtype") else type(x).__name__ for x in leaves)
+    return ", ".join(t if n == 1 else f"{n} {t}" for t, n in Counter(kinds).items())
 
 
 # For people.
@@ -153,8 +151,7 @@ def look_shown(look: Look, title: str, notes: Sequence[str]) -> list[Any]:
     listing = figures_listing(look, signs)
     shown = [Text(title, "bold"), listing, Text(look.verdict, style)]
     if look.first is not None:
-        hint = "`treetap blame` names the operation that made it."
-        shown.append(Text(hint, "dim"))
+        shown.append(Text("`treetap blame` names the operation that made it.", "dim"))
     return [*shown, *map(Text, notes)]
 
 

@@ -198,8 +198,7 @@ def _by_position(arrays: Mapping[str, Any], path: str) -> Inputs:
             "without a gap."
         )
     args = tuple(arrays[placed[n]] for n in range(len(placed)))
-    named = {name: arrays[name] for name, m in found.items() if m is None}
-    return Inputs(args, named)
+    return Inputs(args, {name: arrays[name] for name, m in found.items() if m is None})
 
 
 def load_into(case: Case, path: str, *, cast: bool) -> None:

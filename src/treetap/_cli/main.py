@@ -53,6 +53,7 @@ from treetap._report.summary import summary as summary_of
 Texts = tuple[str, ...]
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 OUTPUTS = (".html", ".safetensors")
+FROM_0 = click.FloatRange(min=0)
 DEMO_STEPS = 240
 DEMO_OUT = "treetap-report.html"
 
@@ -86,7 +87,7 @@ def cli() -> None:
     option(
         "--steps",
         "How long the built-in model is trained.",
-        type=click.IntRange(min=1),
+        click.IntRange(min=1),
         default=DEMO_STEPS,
         show_default=True,
     ),
@@ -213,11 +214,10 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
         program = request.program(target, grads=grads, how="traced")
         record = sites_of(program.fn, *program.args, select=select, **program.kwargs)
     listed = [site_dict(site) for site in record]
-    note = "Gradients take as much again, where values are floating."
     request.answer(
         {"target": target, "bytes": record.nbytes, "sites": listed},
         sites_listing(record),
-        note if grads else None,
+        "Gradients take as much again, where values are floating." if grads else None,
     )
     return 0
 
@@ -226,7 +226,7 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
     "What a model is made of.",
     TARGET,
     *INPUTS,
-    option("--depth", "How long paths may be.", type=click.IntRange(min=0)),
+    option("--depth", "How long paths may be.", click.IntRange(min=0)),
 )
 def summary(request: Request, target: str, *, depth: int | None) -> int:
     """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
@@ -237,13 +237,9 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
                 f"{target} is a function, and a summary is of a Module. Return the "
                 "Module from the factory; `treetap sites` also lists functions."
             )
-        found = summary_of(
-            case.owner,
-            *case.inputs.args,
-            method="__call__" if case.owner is case.call else case.call.__name__,
-            depth=depth,
-            **case.inputs.kwargs,
-        )
+        method = "__call__" if case.owner is case.call else case.call.__name__
+        args, kwargs = case.inputs
+        found = summary_of(case.owner, *args, method=method, depth=depth, **kwargs)
     request.answer({"target": target, **found.to_dict()}, found)
     return 0
 
@@ -339,22 +335,14 @@ def numbers_by_site(context: Any, option: Any, texts: Texts) -> dict[str, float]
         callback=numbers_by_site,
     ),
     option(
-        "--absolute",
-        "A difference of numbers that never counts.",
-        type=click.FloatRange(min=0),
-        default=0.0,
+        "--absolute", "A difference of numbers that never counts.", FROM_0, default=0.0
     ),
     option(
         "--noise",
         "A third run that differs by rounding alone, in place of a tolerance.",
         metavar="RECORD|TARGET",
     ),
-    option(
-        "--noise-factor",
-        "How often that may be.",
-        type=click.FloatRange(min=0),
-        default=FACTOR,
-    ),
+    option("--noise-factor", "How often that may be.", FROM_0, default=FACTOR),
     *INPUTS,
     SELECT,
     GRADS,
@@ -398,8 +386,7 @@ def side_from(request: Request, text: str, *, grads: bool, how: How) -> Any:
         )
     with request.working(f"Running {text}"):
         program = request.program(text, grads=grads, how=how)
-        run = observe(program.fn, grads=grads)
-        return run(*program.args, **program.kwargs)[1]
+        return observe(program.fn, grads=grads)(*program.args, **program.kwargs)[1]
 
 
 # The rest.

@@ -154,11 +154,8 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 def _near(module: ModuleType, name: str) -> str:
     """What may have been meant: what is alike, or what the module itself defines."""
-    own = {
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    }
+    fns = {key: value for key, value in vars(module).items() if callable(value)}
+    own = {k for k, x in fns.items() if getattr(x, "__module__", "") == module.__name__}
     near = difflib.get_close_matches(name, sorted(own), n=4) or sorted(own)[:8]
     return f" It has {', '.join(near)}." if near else " It defines no function."
 

@@ -144,15 +144,11 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has; numbers that are not finite are texts."""
-        lines = [
-            {key: json_number(value) for key, value in asdict(each).items()}
-            for each in self.differences
-        ]
-        first = None if self.first is None else self.first.site
+        lines = map(asdict, self.differences)
         return {
             "agrees": bool(self),
-            "first": first,
-            "differences": lines,
+            "first": self.first and self.first.site,
+            "differences": [{k: json_number(x) for k, x in e.items()} for e in lines],
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
         }
@@ -195,8 +191,7 @@ def _listing(lines: Sequence[Difference]) -> Listing:
     """The table of a comparison."""
     columns = [Column("site", [line.site for line in lines], least=16)]
     if any(line.other != line.site for line in lines):
-        others = [line.other for line in lines]
-        columns.append(Column("in b", others, rank=5, least=16))
+        columns.append(Column("in b", [line.other for line in lines], rank=5, least=16))
     columns += [
         Column("type", [_types_text(line) for line in lines], rank=6, least=18),
         numbers("max abs", (_number(line.max_abs) for line in lines), 3),
@@ -212,8 +207,7 @@ def _listing(lines: Sequence[Difference]) -> Listing:
 
 def _types_text(line: Difference) -> str:
     """Shapes and types of both sides, once where they are the same."""
-    pairs = zip(line.shapes, line.dtypes)
-    texts = [type_text(dtype, shape) for shape, dtype in pairs]
+    texts = [type_text(dtype, shape) for shape, dtype in zip(line.shapes, line.dtypes)]
     return short_types(" / ".join(dict.fromkeys(texts)))
 
 

@@ -110,11 +110,10 @@ def by_selector(given: Any) -> list[tuple[Select, Any]]:
 
 
 def _of_record(record: Record, where: str) -> Side:
-    return [
-        entry
-        for site, part in itertools.product(record, PARTS)
-        for entry in _below(getattr(site, part), site.text, part, site, where)
-    ]
+    found: Side = []
+    for site, part in itertools.product(record, PARTS):
+        found += _below(getattr(site, part), site.text, part, site, where)
+    return found
 
 
 def _below(value: Any, text: str, part: str, site: Site, where: str) -> Iterator[Entry]:
@@ -135,8 +134,7 @@ def _below(value: Any, text: str, part: str, site: Site, where: str) -> Iterator
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if reason := _refused(leaf):
-        label = shown(leaf_text(text, (), part))
-        raise CaptureError(f"{where}: {label} {reason}.")
+        raise CaptureError(f"{where}: {shown(leaf_text(text, (), part))} {reason}.")
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     shape, dtype = np.shape(leaf), np.dtype(leaf.dtype)
     return Entry(text, part, site, shape, dtype, lambda: np.asarray(leaf))
@@ -194,14 +192,12 @@ def _site_named(text: str) -> Site:
 def _of_file(path: str | os.PathLike[str]) -> Side:
     stored, texts = tensors_and_texts(path, "compare")
     if ABOUT in texts:
-        about = texts[ABOUT]
-        record = record_in(path, stored, about, lambda array, _: array, "compare")
+        record = record_in(path, stored, texts[ABOUT], lambda a, _: a, "compare")
         return _of_record(record, f"compare: {path}")
     found: Side = []
     for key in _ordered(stored, texts.get(ORDER)):
         tensor = stored[key]
-        dtype = tensor.dtype
-        if dtype is None:
+        if (dtype := tensor.dtype) is None:
             raise CaptureError(
                 f"compare: {key!r:.80} in {path} is {tensor.code}, which JAX does not "
                 "have."

@@ -20,7 +20,6 @@ from treetap._core.wording import shown
 from treetap._io.files import refusing
 from treetap._io.record_descriptions import (
     DTYPES,
-    Leaf,
     Malformed,
     described,
     rebuilt,
@@ -76,7 +75,12 @@ def save_record(
     tensors: dict[str, np.ndarray] = {}
     about: list[dict[str, Any]] = []
     for leaf in leaves:
-        array = _on_host(leaf, name)
+        if isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable:
+            raise CaptureError(
+                f"{name}: {leaf.text} lies on devices of other processes. Each process "
+                "keeps its own part with `StoreWriter`."
+            )
+        array = np.asarray(leaf.value)
         entry: dict[str, Any] = {"tensor": leaf.text}
         if not isinstance(leaf.value, jax.Array):
             entry["host"] = True
@@ -88,15 +92,6 @@ def save_record(
     told = {"version": VERSION, "sites": sites, "leaves": about}
     texts[ABOUT] = json.dumps(told, separators=(",", ":"))
     write_tensors(file, tensors, texts, name)
-
-
-def _on_host(leaf: Leaf, name: str) -> np.ndarray:
-    if isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable:
-        raise CaptureError(
-            f"{name}: {leaf.text} lies on devices of other processes. Each process "
-            "keeps its own part with `StoreWriter`."
-        )
-    return np.asarray(leaf.value)
 
 
 def load_record(path: str | os.PathLike[str]) -> Record:

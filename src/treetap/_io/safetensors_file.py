@@ -143,8 +143,7 @@ def is_shape(shape: Sequence[int]) -> bool:
     """
     if len(shape) > MOST_AXES or any(length < 0 for length in shape):
         return False
-    before = itertools.takewhile(bool, shape)
-    if 0 in shape and math.prod(before) > MOST_EMPTY:
+    if 0 in shape and math.prod(itertools.takewhile(bool, shape)) > MOST_EMPTY:
         return False
     return math.prod(filter(None, shape)) * LARGEST < 2**63
 

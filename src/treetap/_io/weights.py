@@ -169,8 +169,7 @@ class OutgoingTensors:
             self._wait(earlier, last, array, path)
             return
         for (more, _), piece in zip(last.pieces(array.shape), last.split(array)):
-            bound = {**source.bound, **more}
-            self._put(earlier._replace(bound=bound), piece, path)
+            self._put(earlier._replace(bound={**source.bound, **more}), piece, path)
 
     def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
         """Keeps a part until the others of its tensor, cut the same way, are here."""
@@ -224,9 +223,8 @@ class OutgoingTensors:
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     """Whether two arrays have the same bytes; so NaNs are equal to themselves."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return first.tobytes() == second.tobytes()
+    is_alike = first.dtype == second.dtype and first.shape == second.shape
+    return is_alike and first.tobytes() == second.tobytes()
 
 
 # Loading.
@@ -301,11 +299,9 @@ def load_weights(
     values = plan.values(path)
     if values:
         update(model, nested(values))
-    return LoadedWeights(
-        tuple(show_path(target) for target, _ in values),
-        tuple(show_path(target.path) for target, _ in plan.missing),
-        tuple(unused),
-    )
+    loaded = tuple(show_path(target) for target, _ in values)
+    missing = tuple(show_path(target.path) for target, _ in plan.missing)
+    return LoadedWeights(loaded, missing, tuple(unused))
 
 
 class LoadPlan:
@@ -431,16 +427,14 @@ def _misfit_error(
 ) -> WeightsError:
     """The error that lists all that does not fit."""
     lines: list[str] = []
-    spare = [name for name in unused if name in plan.stored]
+    stored = plan.stored
+    spare = [name for name in unused if name in stored]
     for place, (target, absent) in enumerate(plan.missing):
         near = near_to(absent[0], spare if place < SHOWN else (), 1)
         hint = f"; did you mean {quoted(near[0])}?" if near else ""
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
-    left = [
-        f"{quoted(name)} {plan.stored[name].text}" if name in plan.stored else name
-        for name in unused
-    ]
+    left = [f"{quoted(n)} {stored[n].text}" if n in stored else n for n in unused]
     sections = section("what does not fit", plan.problems)
     if strict:
         sections += section("Variables without a tensor", lines)

@@ -245,17 +245,14 @@ def _entries(sites: list[Site], rows: Sequence[Row]) -> tuple[list[Entry], list[
         rows = [*map(_without_bars, rows[:-1]), rows[-1]]
         notes = ["Histograms are of the last step only: there are many sites."]
     flags = jax.device_get([(site.taken, site.count) for site in sites])
-    texts = [_note(*each) for each in flags]
-    return [*map(_site, sites, zip(*rows), texts)], notes
+    return [*map(_site, sites, zip(*rows), [_note(*each) for each in flags])], notes
 
 
 def _without_bars(row: Row) -> Row:
     """The figures of a step without histograms."""
 
-    def plain(figures: Figures | None) -> Any:
-        return figures and replace(figures, bars=None)
-
-    return [pair and (plain(pair[0]), plain(pair[1])) for pair in row]
+    plain = functools.partial(replace, bars=None)
+    return [pair and (plain(pair[0]), pair[1] and plain(pair[1])) for pair in row]
 
 
 def sites_of(records: Sequence[Record]) -> list[Site]:

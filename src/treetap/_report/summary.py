@@ -193,8 +193,7 @@ def call_columns(rows: Sequence[Row], compact: bool, root: str = "") -> list[Col
 
 def others_text(sizes: Sequence[tuple[str, Size]], separator: str) -> str:
     """What a model holds beside Params."""
-    texts = (f"{kind}: {size}" for kind, size in sizes if kind != "Param")
-    return separator.join(texts)
+    return separator.join(f"{kind}: {size}" for kind, size in sizes if kind != "Param")
 
 
 def summary(
@@ -249,8 +248,7 @@ def summary(
     found = rows_of(obj, method, args, kwargs, "summary", depth=depth, figures=figures)
     rows = tuple(row for row, _ in found)
     total = parameters_of(leaves_below(obj))
-    name = type(obj).__name__
-    return Summary(name, rows, sizes_of(obj), *total, flops=rows[0].flops)
+    return Summary(type(obj).__name__, rows, sizes_of(obj), *total, flops=rows[0].flops)
 
 
 def hide_streams(row: Row) -> bool:

@@ -161,8 +161,7 @@ class Listing(NamedTuple):
         yield self._table(kept, options.max_width)
         gone = [each.head for each in self.columns if each.head and each not in kept]
         if gone:
-            note = f"Too narrow to show: {', '.join(gone)}{self.remedy}."
-            yield Text(note, "dim")
+            yield Text(f"Too narrow to show: {', '.join(gone)}{self.remedy}.", "dim")
 
     def _table(self, kept: Sequence[Column], width: int) -> "Table":
         """The table: what room there is beyond what is needed goes to the first."""

@@ -124,8 +124,7 @@ def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
 
 def resized(held: Any, rows: int) -> Any:
     """A future of the array with another number of rows."""
-    end = [rows, *held.shape[1:]]
-    return held.resize(exclusive_max=end, resize_metadata_only=True)
+    return held.resize(exclusive_max=[rows, *held.shape[1:]], resize_metadata_only=True)
 
 
 def view(held: Any, axis: int | None, start: int, stop: int) -> Any:
@@ -205,8 +204,7 @@ class StoredArray:
         if len(dots) > 1 or len(items) - len(dots) > self.ndim:
             raise IndexError(f"StoredArray: {index!r} has too many axes for {self}.")
         for place in dots:
-            rest = [slice(None)] * (self.ndim - len(items) + 1)
-            items[place : place + 1] = rest
+            items[place : place + 1] = [slice(None)] * (self.ndim - len(items) + 1)
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
