@@ -16,7 +16,6 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
@@ -105,11 +104,6 @@ class Request(NamedTuple):
     cast: bool
     as_json: bool
 
-    @property
-    def has_inputs(self) -> bool:
-        """Whether any option for inputs or weights is given, other than the seed."""
-        return bool(self.inputs or self.shape or self.weights or self.cast)
-
     def case(self, target: str, *, abstract: bool = False) -> Case:
         """Imports a TARGET, and makes its inputs ready."""
         case = case_of(target)
@@ -120,9 +114,9 @@ class Request(NamedTuple):
                 "--inputs and --shape both say what the inputs are. Give one."
             )
         if self.inputs is not None:
-            case = replace(case, inputs=read(self.inputs))
+            case = case._replace(inputs=read(self.inputs))
         elif self.shape:
-            case = replace(case, inputs=drawn(self.shape, self.seed, abstract=abstract))
+            case = case._replace(inputs=drawn(self.shape, self.seed, abstract=abstract))
         refuse_misfit(case)
         return case
 

@@ -145,7 +145,6 @@ def written(model: Poet, start: str, count: int) -> str:
     numbers = [LETTERS.index(letter) for letter in start]
     for _ in range(count):
         window = numbers[-CONTEXT:]
-        rows = np.zeros((1, CONTEXT), np.int32)
-        rows[0, : len(window)] = window
+        rows = np.array([window + [0] * (CONTEXT - len(window))], np.int32)
         numbers.append(int(following(model, rows, len(window) - 1)))
     return "".join(LETTERS[number] for number in numbers)

@@ -46,15 +46,11 @@ def is_users(file: str) -> bool:
     return not path.startswith(NOT_USERS) and _PACKAGES.isdisjoint(path.split(os.sep))
 
 
-def short_path(file: str) -> str:
-    """A path from the current folder, where it lies in there."""
-    inside = os.path.relpath(file)
-    return file if inside.startswith(os.pardir) else inside
-
-
 def _place(file: str, line: int, function: str = "<module>") -> str:
+    """A line of a program; its path is from the current folder, if it lies in there."""
     source = linecache.getline(file, line).strip()
-    text = f"at {short_path(file)}:{line}"
+    inside = os.path.relpath(file)
+    text = f"at {file if inside.startswith(os.pardir) else inside}:{line}"
     text += "" if function == "<module>" else f", in {function}"
     return text + (f": {source}" if source else "")
 

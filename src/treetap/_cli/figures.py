@@ -8,7 +8,6 @@ value and gradient, and the first of them that is not finite.
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +72,7 @@ class Row(NamedTuple):
         return ", ".join(f"{label}{troubles_text(x)}" for label, x in bad)
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """What was seen of a run.
 
     Attributes:

@@ -54,8 +54,6 @@ Texts = tuple[str, ...]
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 OUTPUTS = (".html", ".safetensors")
 FROM_0 = click.FloatRange(min=0)
-DEMO_STEPS = 240
-DEMO_OUT = "treetap-report.html"
 
 
 @click.group(context_settings=SETTINGS)
@@ -88,7 +86,7 @@ def cli() -> None:
         "--steps",
         "How long the built-in model is trained.",
         click.IntRange(min=1),
-        default=DEMO_STEPS,
+        default=240,
         show_default=True,
     ),
 )
@@ -114,10 +112,11 @@ def inspect(
     Without a TARGET, a small built-in model is trained and shown, and a report written
     to treetap-report.html.
     """
-    out = out or (() if target else (DEMO_OUT,))
+    out = out or (() if target else ("treetap-report.html",))
     for path in out:
         refuse_output(path, OUTPUTS)
-    if target is None and (request.has_inputs or reduce or how == "eager"):
+    given = request.inputs or request.shape or request.weights or request.cast
+    if target is None and (given or reduce or how == "eager"):
         raise Failure(
             "Without a TARGET the built-in model is shown, which has inputs and "
             "weights of its own. Name a TARGET, or leave those options out."

@@ -51,12 +51,9 @@ def program_of(case: Case, *, grads: bool = False, how: How = "eager") -> Progra
         how: `"jit"` to compile it as a whole, `"traced"` if JAX will trace it anyway:
             then flags and other constants are no arguments; or `"eager"`.
     """
-    if grads:
-        made = _differentiated(case)
-    elif how == "eager":
-        made = Program(case.call, *case.inputs)
-    else:
-        made = _applied(case)
+    if how == "eager" and not grads:
+        return Program(case.call, *case.inputs)
+    made = _differentiated(case) if grads else _applied(case)
     if how == "eager":
         return made
     made = _with_constants(made)

@@ -13,7 +13,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ class Inputs(NamedTuple):
 NONE = Inputs()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What a TARGET stands for.
 
     Attributes:

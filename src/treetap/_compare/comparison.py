@@ -331,9 +331,7 @@ def _suggested(a: Sequence[str], b: Sequence[str]) -> str:
     return f"{quoted(a[0])}: {quoted(b[0])}"
 
 
-def _with_floor(
-    pairs: Sequence[Pair], a: Side, noise: Comparable, aligner: Aligner
-) -> list[Pair]:
+def _with_floor(pairs: list[Pair], a: Side, noise: Any, aligner: Aligner) -> list[Pair]:
     """Pairs with the same array of a third run, under the names of either."""
     third = side_of(noise, "noise")
     wanted = [pair.key for pair in pairs if not pair.reason]

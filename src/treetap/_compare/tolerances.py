@@ -142,19 +142,15 @@ def _flat(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    types = [np.iscomplexobj(side) for side in (a, b)]
-    if types[0] != types[1]:  # then both have two parts
+    if np.iscomplexobj(a) != np.iscomplexobj(b):  # then both have two parts
         with np.errstate(invalid="ignore"):
             a, b = (side.astype(np.complex128) for side in (a, b))
     return zip(_flat(a), _flat(b))
 
 
 def _largest(array: np.ndarray) -> float:
-    found = 0.0
-    for piece in _flat(array):
-        size = np.abs(piece)
-        found = max(found, float(size.max(initial=0, where=np.isfinite(size))))
-    return found
+    sizes = map(np.abs, _flat(array))
+    return max((s.max(initial=0, where=np.isfinite(s)) for s in sizes), default=0.0)
 
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}

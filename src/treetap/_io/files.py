@@ -80,6 +80,20 @@ def require_place(path: pathlib.Path, name: str) -> None:
         raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
 
 
+def not_written(place: Any, error: Exception, name: str) -> OSError:
+    """The error that a file or folder could not be replaced.
+
+    Args:
+        place: What it would have been.
+        error: What another library says of it.
+        name: The public function at work.
+    """
+    return OSError(
+        f"{name}: {place} could not be written: {error!s:.300}. What was there "
+        "before is as it was; if the disk is full, make room, and save again."
+    )
+
+
 def to_disk(place: pathlib.Path, mode: int = os.O_RDONLY) -> None:
     """Waits until a file, or the names in a folder, are on the disk.
 

@@ -26,6 +26,7 @@ MOST = 100_000  # tensors in one stack
 Shape = tuple[int, ...]
 Bound = Mapping[str, str]  # values of the names in braces
 Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merged
+Lengths = dict[str, int]  # of axes by name
 
 
 # Steps.
@@ -94,7 +95,7 @@ class Rearranged:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         return f".rearrange({self.pattern!r}{sizes})"
 
-    def lengths(self, after: Shape) -> dict[str, int]:
+    def lengths(self, after: Shape) -> Lengths:
         """The length of each named axis, from the shape on the right."""
         if len(after) != len(self.right):
             raise Misfit(f"{self} gives {len(self.right)} axes, and {after} is wanted")
@@ -123,9 +124,7 @@ class Rearranged:
         return [_moved(array, self.right, self.left, self.lengths(array.shape))]
 
 
-def _moved(
-    array: np.ndarray, old: Groups, new: Groups, lengths: dict[str, int]
-) -> np.ndarray:
+def _moved(array: np.ndarray, old: Groups, new: Groups, lengths: Lengths) -> np.ndarray:
     """An array with its axes taken apart, reordered and merged."""
     start, end = sum(old, ()), sum(new, ())
     apart = array.reshape([lengths[name] for name in start])

@@ -153,10 +153,9 @@ class OutgoingTensors:
         """Takes a value apart into its tensors; parts wait for the others."""
         try:
             list(needs(source.tensor.steps, array.shape, source.bound))
+            self._put(source, array, path)
         except Misfit as misfit:
             self.problems.append(f"{path} {array.shape}: {misfit}")
-        else:
-            self._put(source, array, path)
 
     def _put(self, source: Source, array: np.ndarray, path: str) -> None:
         """Undoes the last step of a source, then those before; then it has a tensor."""
@@ -381,11 +380,10 @@ class LoadPlan:
             arrays = (_converted(view, target.dtype) for view in views)
             try:
                 array = assembled(source.tensor.steps, target.shape, arrays)
-            except Misfit as lost:
-                problems.append(f"{target.text}: {lost}")
-            else:
                 if not problems:
                     values.append((target.path, _placed(array, target)))
+            except Misfit as lost:
+                problems.append(f"{target.text}: {lost}")
         if problems:
             raise WeightsError(
                 f"load_weights: {path} does not fit the model; nothing was changed."

@@ -159,7 +159,7 @@ def report(
     figures = [record.figures() for record in held]
     rows = [[found.get(site.text) for site in sites] for found in figures]
     entries, notes = _entries(sites, rows)
-    notes += _add_pictures(entries, sites, rows)
+    notes += _illustrate(entries, sites, rows)
     verdicts = _verdicts(rows)
     payload = {
         "title": title or _name(model, sites),
@@ -206,9 +206,7 @@ def _steps(steps: Iterable[int] | None, count: int) -> Sequence[int | None]:
     return numbers
 
 
-def _add_pictures(
-    entries: Sequence[Entry], sites: Sequence[Site], rows: Sequence[Row]
-) -> list[str]:
+def _illustrate(entries: list[Entry], sites: list[Site], rows: list[Row]) -> list[str]:
     """Adds pictures of the values as they were last; gives notes on what has none."""
     last = [
         [(step, pair[0]) for step, pair in enumerate(found) if pair is not None][-1]
@@ -275,10 +273,8 @@ def sites_of(records: Sequence[Record]) -> list[Site]:
 
 
 def _name(model: Any, sites: Sequence[Site]) -> str:
-    if model is not None:
-        return type(model).__name__
     roots = [class_name(site) for site in sites if not site.path and site.module]
-    return roots[-1] if roots else "Report"
+    return ["Report", *roots][-1] if model is None else type(model).__name__
 
 
 def _about(
@@ -314,13 +310,8 @@ def _site(site: Site, pairs: Sequence[Pair | None], note: str) -> Entry:
         "type": _type(site),
         "bytes": site.nbytes,
     }
-    if any(values):
-        entry["values"] = values
-    if any(grads):
-        entry["grads"] = grads
-    if note:
-        entry["note"] = note
-    return entry
+    measured = {"values": values, "grads": grads, "note": note}
+    return {**entry, **{key: found for key, found in measured.items() if any(found)}}
 
 
 def _note(taken: Any, count: Any) -> str:

@@ -243,6 +243,5 @@ class StoredArray:
                 f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}, or "
                 "is outside of it."
             )
-        found = found.astype(np.int64)
-        found = np.where(found < 0, found + length, found)
+        found = found.astype(np.int64) % length
         return int(found) if found.ndim == 0 else found

@@ -233,13 +233,11 @@ class StoreWriter:
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
     """Refuses a folder that is not a store, before anything is put into it."""
-    if not folder.exists():
-        if not folder.parent.is_dir():
-            raise FileNotFoundError(f"{name}: there is no folder {folder.parent}.")
-        return
-    if not folder.is_dir():
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {folder.parent}.")
+    if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{name}: {folder} is a file; a store is a folder.")
-    held = sorted(os.listdir(folder))
+    held = sorted(os.listdir(folder)) if folder.exists() else []
     if held and journal_file(folder, 0).name not in held:
         raise FileExistsError(
             f"{name}: {folder} is not a store, and not empty: it has {held[:5]}."
