@@ -178,9 +178,8 @@ class Comparison:
         return printed_plainly(self)
 
     def __repr__(self) -> str:
-        first = self.first
         text = self._title()
-        if first is not None:
+        if first := self.first:
             text += f"; first {first.site}, relative {_number(first.relative)}"
         alone = len(self.only_a), len(self.only_b)
         text += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""

@@ -471,7 +471,6 @@ class Rules:
 
     def __init__(self, rules: Mapping[str, str | Tensor] | None, name: str):
         self._rules: list[tuple[str, re.Pattern[str], Tensor]] = []
-        self.unmatched: dict[str, None] = {}
         if rules is not None and not isinstance(rules, Mapping):
             raise TypeError(
                 f"{name}: `rules` maps patterns of paths to tensors, and is a "
@@ -487,7 +486,7 @@ class Rules:
             matcher = _compiled(pattern, name)
             resolved = _resolved(pattern, set(matcher.groupindex), held, name)
             self._rules.append((pattern, matcher, resolved))
-            self.unmatched[pattern] = None
+        self.unmatched: dict[str, None] = dict.fromkeys(rules or ())
 
     def find(self, path: Path) -> Source:
         """Where the value at a path of the model is stored."""

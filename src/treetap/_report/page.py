@@ -216,12 +216,11 @@ def _illustrate(entries: list[Entry], sites: list[Site], rows: list[Row]) -> lis
     pictures, left_out = pictures_of(sites, known, PICTURE_BUDGET)
     for n, picture in pictures.items():
         entries[n]["pictures"] = {**picture, "step": last[n][0]}
-    if not left_out:
-        return []
-    return [
+    note = (
         f"Pictures of {left_out:,} sites were left out: all together may take "
         f"{readable_bytes(PICTURE_BUDGET)}. Select fewer sites to see theirs."
-    ]
+    )
+    return [note] if left_out else []
 
 
 def _verdict_text(verdict: Entry, entries: list[Entry], steps: Sequence[Any]) -> str:

@@ -78,19 +78,11 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
 
 def opened_all(contents: JournalContents, store: pathlib.Path, name: str) -> list[Any]:
     """Opens the arrays of a store, and compares each with what the journal says."""
-    found: list[Any] = []
-    for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
-        held = _opened(column, column.folder(store, number), name)
-        if held.shape[0] < rows:
-            raise WeightsError(
-                f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} "
-                f"were appended: {store} was changed by something else."
-            )
-        found.append(held)
-    return found
+    columns = enumerate(zip(contents.columns, contents.ends))
+    return [_opened(c, c.folder(store, n), rows, name) for n, (c, rows) in columns]
 
 
-def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
+def _opened(column: Column, folder: pathlib.Path, rows: int, name: str) -> Any:
     import tensorstore as ts
 
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
@@ -106,6 +98,11 @@ def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
             f"{where} has the shape {held.shape!r}, packed by "
             f"{sorted(codecs)!r:.200}, and the journal says rows of "
             f"{column.shape!r:.200}. It is of another store."
+        )
+    if held.shape[0] < rows:
+        raise WeightsError(
+            f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} were "
+            f"appended: {folder.parents[1]} was changed by something else."
         )
     return held
 
