@@ -16,7 +16,6 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
@@ -28,15 +27,15 @@ from treetap._cli.failures import (
     message_of,
     place_of,
 )
-from treetap._cli.inputs import inputs_from, load_into
+from treetap._cli.inputs import drawn, load_into, read
 from treetap._cli.programs import How, Program, program_of
 from treetap._cli.targets import Case, case_of, refuse_misfit
 from treetap._io.files import require_place
 
 
-def option(name: str, text: str, **settings: Any) -> click.Option:
-    """An option with its help."""
-    return click.Option([name], help=text, **settings)
+def option(name: str, text: str, kind: Any = None, **settings: Any) -> click.Option:
+    """An option with its help, and the type of its value, if that is no text."""
+    return click.Option([name], help=text, type=kind, **settings)
 
 
 def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option:
@@ -44,10 +43,9 @@ def several(name: str, metavar: str, text: str, **settings: Any) -> click.Option
     return option(name, text, metavar=metavar, multiple=True, **settings)
 
 
-def flag(name: str, text: str, variable: str = "", **settings: Any) -> click.Option:
+def flag(name: str, text: str, *variable: str, **settings: Any) -> click.Option:
     """An option that is there or not; the function may know it by another name."""
-    names = [name, variable] if variable else [name]
-    return click.Option(names, is_flag=True, help=text, **settings)
+    return click.Option([name, *variable], is_flag=True, help=text, **settings)
 
 
 TARGET = click.Argument(["target"])
@@ -77,7 +75,7 @@ INPUTS = [
         "An input that is drawn: 'float32[8,128]', 'int32[8,128]<50' (from 0 to 49; "
         "without `<`, 0 and 1), 'mask=bool[8]' by name. May be repeated.",
     ),
-    option("--seed", "For drawn inputs.", type=int, default=0, show_default=True),
+    option("--seed", "For drawn inputs.", int, default=0, show_default=True),
     option("--weights", "Read the model's weights from safetensors.", metavar="FILE"),
     flag("--cast", "Let weights be converted to the model's dtypes."),
 ]
@@ -106,18 +104,19 @@ class Request(NamedTuple):
     cast: bool
     as_json: bool
 
-    @property
-    def has_inputs(self) -> bool:
-        """Whether any option for inputs or weights is given, other than the seed."""
-        return bool(self.inputs or self.shape or self.weights or self.cast)
-
     def case(self, target: str, *, abstract: bool = False) -> Case:
         """Imports a TARGET, and makes its inputs ready."""
         case = case_of(target)
         if self.weights is not None:
             load_into(case, self.weights, cast=self.cast)
-        given = inputs_from(self.inputs, self.shape, self.seed, abstract=abstract)
-        case = case if given is None else replace(case, inputs=given)
+        if self.inputs is not None and self.shape:
+            raise Failure(
+                "--inputs and --shape both say what the inputs are. Give one."
+            )
+        if self.inputs is not None:
+            case = case._replace(inputs=read(self.inputs))
+        elif self.shape:
+            case = case._replace(inputs=drawn(self.shape, self.seed, abstract=abstract))
         refuse_misfit(case)
         return case
 
@@ -149,9 +148,7 @@ class Request(NamedTuple):
                 console.print(part)
 
 
-def command(
-    short: str, *options: click.Parameter
-) -> Callable[[Callable[..., int]], click.Command]:
+def command(short: str, *options: click.Parameter) -> Callable[..., click.Command]:
     """Makes a command of a function of a Request and of its own options by name.
 
     Its help is the function's docstring, and the part on TARGETs of that of `case_of`.

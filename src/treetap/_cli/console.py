@@ -36,17 +36,13 @@ def progress_of() -> Iterator["Progress"]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(file=sys.stderr)
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
-    )
-    shown = sys.stderr.isatty() and not console.is_dumb_terminal
-    with Progress(
-        *columns,
         console=console,
-        disable=not shown,
+        disable=not sys.stderr.isatty() or console.is_dumb_terminal,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),  # else what is printed is a result
     ) as progress:

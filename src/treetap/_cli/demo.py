@@ -65,8 +65,7 @@ class Poet(Module):
 
     def __call__(self, letters: jax.Array) -> jax.Array:
         """`[batch, time]` of letters to `[batch, time, letters]` of scores."""
-        places = self.places(jnp.arange(letters.shape[-1]))
-        x = self.letters(letters) + places[None]
+        x = self.letters(letters) + self.places(jnp.arange(letters.shape[-1]))[None]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -96,14 +95,7 @@ class Trained(NamedTuple):
     steps: list[int]
 
 
-def looks_at(steps: int) -> list[int]:
-    """The steps at which to look: few, evenly spread, the first and the last."""
-    return sorted({round(steps * n / (LOOKS - 1)) for n in range(LOOKS)})
-
-
-def trained(
-    steps: int, seed: int, select: Any, report: Callable[[int, float], None]
-) -> Trained:
+def trained(steps: int, seed: int, select: Any, report: Callable[..., None]) -> Trained:
     """Trains the built-in model.
 
     Args:
@@ -129,7 +121,9 @@ def trained(
         return loss
 
     look = jit(observe(value_and_grad(loss_fn), select, grads=True))
-    seen, when = batch(4), looks_at(steps)
+    seen = batch(4)
+    # few, evenly spread, the first and the last
+    when = sorted({round(steps * n / (LOOKS - 1)) for n in range(LOOKS)})
     losses: list[float] = []
     records: list[Record] = []
     for step in range(steps + 1):
@@ -151,7 +145,6 @@ def written(model: Poet, start: str, count: int) -> str:
     numbers = [LETTERS.index(letter) for letter in start]
     for _ in range(count):
         window = numbers[-CONTEXT:]
-        rows = np.zeros((1, CONTEXT), np.int32)
-        rows[0, : len(window)] = window
+        rows = np.array([window + [0] * (CONTEXT - len(window))], np.int32)
         numbers.append(int(following(model, rows, len(window) - 1)))
     return "".join(LETTERS[number] for number in numbers)

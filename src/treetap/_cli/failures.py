@@ -9,7 +9,6 @@ has the line of that code it came from.
 import linecache
 import os
 import traceback
-from types import FrameType
 
 import click
 import jax
@@ -47,40 +46,31 @@ def is_users(file: str) -> bool:
     return not path.startswith(NOT_USERS) and _PACKAGES.isdisjoint(path.split(os.sep))
 
 
-def short_path(file: str) -> str:
-    """A path from the current folder, where it lies in there."""
-    inside = os.path.relpath(file)
-    return file if inside.startswith(os.pardir) else inside
-
-
-def _place(file: str, line: int, function: str) -> str:
+def _place(file: str, line: int, function: str = "<module>") -> str:
+    """A line of a program; its path is from the current folder, if it lies in there."""
     source = linecache.getline(file, line).strip()
-    text = f"at {short_path(file)}:{line}"
-    text += f", in {function}" if function else ""
+    inside = os.path.relpath(file)
+    text = f"at {file if inside.startswith(os.pardir) else inside}:{line}"
+    text += "" if function == "<module>" else f", in {function}"
     return text + (f": {source}" if source else "")
 
 
 def place_of(error: BaseException) -> str:
     """The line of the user's code that an error came through last; empty if none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return _place(error.filename, error.lineno, "")
+        return _place(error.filename, error.lineno)
     steps = list(traceback.walk_tb(error.__traceback__))
     found = [step for step in steps if is_users(step[0].f_code.co_filename)]
     if not found:
         return ""
     frame, line = found[-1]
-    return _place(frame.f_code.co_filename, line, _name_of(frame))
+    return _place(frame.f_code.co_filename, line, frame.f_code.co_qualname)
 
 
 def _is_ours(error: BaseException) -> bool:
     """Whether the library itself raised an error: then its text is enough."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
-
-
-def _name_of(frame: FrameType) -> str:
-    name = frame.f_code.co_qualname
-    return "" if name == "<module>" else name
 
 
 def _text_of(error: BaseException) -> str:

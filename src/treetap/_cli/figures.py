@@ -8,7 +8,6 @@ value and gradient, and the first of them that is not finite.
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +72,7 @@ class Row(NamedTuple):
         return ", ".join(f"{label}{troubles_text(x)}" for label, x in bad)
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """What was seen of a run.
 
     Attributes:
@@ -127,20 +125,16 @@ def look_at(
 ) -> Look:
     """A record with its figures; `shapes` has sites whose values are gone."""
     figures = record.figures()
-    rows = tuple(
-        Row(shapes.get(site.text, site), *figures[site.text]) for site in record
-    )
+    rows = tuple(Row(shapes.get(s.text, s), *figures[s.text]) for s in record)
     troubles = first_troubles([[(row.value, row.gradient) for row in rows]])
     return Look(record, rows, loss, next(iter(troubles), None))
 
 
 def type_text(site: Site) -> str:
     """Shapes and types of a site's value; each once."""
-    counts = Counter(
-        typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-        for leaf in jax.tree.leaves(site.value)
-    )
-    return ", ".join(t if n == 1 else f"{n} {t}" for t, n in counts.items())
+    leaves = jax.tree.leaves(site.value)
+    kinds = (typed(x) if hasattr(x, "dtype") else type(x).__name__ for x in leaves)
+    return ", ".join(t if n == 1 else f"{n} {t}" for t, n in Counter(kinds).items())
 
 
 # For people.
@@ -155,8 +149,7 @@ def look_shown(look: Look, title: str, notes: Sequence[str]) -> list[Any]:
     listing = figures_listing(look, signs)
     shown = [Text(title, "bold"), listing, Text(look.verdict, style)]
     if look.first is not None:
-        hint = "`treetap blame` names the operation that made it."
-        shown.append(Text(hint, "dim"))
+        shown.append(Text("`treetap blame` names the operation that made it.", "dim"))
     return [*shown, *map(Text, notes)]
 
 

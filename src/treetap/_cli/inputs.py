@@ -198,19 +198,7 @@ def _by_position(arrays: Mapping[str, Any], path: str) -> Inputs:
             "without a gap."
         )
     args = tuple(arrays[placed[n]] for n in range(len(placed)))
-    named = {name: arrays[name] for name, m in found.items() if m is None}
-    return Inputs(args, named)
-
-
-def inputs_from(
-    file: str | None, shapes: Sequence[str], seed: int, *, abstract: bool
-) -> Inputs | None:
-    """The inputs that options ask for; None if they ask for none."""
-    if file is not None and shapes:
-        raise Failure("--inputs and --shape both say what the inputs are. Give one.")
-    if file is not None:
-        return read(file)
-    return drawn(shapes, seed, abstract=abstract) if shapes else None
+    return Inputs(args, {name: arrays[name] for name, m in found.items() if m is None})
 
 
 def load_into(case: Case, path: str, *, cast: bool) -> None:

@@ -53,8 +53,7 @@ from treetap._report.summary import summary as summary_of
 Texts = tuple[str, ...]
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 OUTPUTS = (".html", ".safetensors")
-DEMO_STEPS = 240
-DEMO_OUT = "treetap-report.html"
+FROM_0 = click.FloatRange(min=0)
 
 
 @click.group(context_settings=SETTINGS)
@@ -86,8 +85,8 @@ def cli() -> None:
     option(
         "--steps",
         "How long the built-in model is trained.",
-        type=click.IntRange(min=1),
-        default=DEMO_STEPS,
+        click.IntRange(min=1),
+        default=240,
         show_default=True,
     ),
 )
@@ -113,10 +112,11 @@ def inspect(
     Without a TARGET, a small built-in model is trained and shown, and a report written
     to treetap-report.html.
     """
-    out = out or (() if target else (DEMO_OUT,))
+    out = out or (() if target else ("treetap-report.html",))
     for path in out:
         refuse_output(path, OUTPUTS)
-    if target is None and (request.has_inputs or reduce or how == "eager"):
+    given = request.inputs or request.shape or request.weights or request.cast
+    if target is None and (given or reduce or how == "eager"):
         raise Failure(
             "Without a TARGET the built-in model is shown, which has inputs and "
             "weights of its own. Name a TARGET, or leave those options out."
@@ -131,7 +131,8 @@ def inspect(
     else:
         with request.working(f"Running {target}"):
             program = request.program(target, grads=grads, how=how)
-            seen = run_target(program, target, select, grads=grads, reduce=reduce)
+            look = observed(program, select, grads=grads, reduce=reduce)
+            seen = seen_of(look, program, target)
     with request.working("Writing"):
         for path in out:
             write_output(path, seen, target or "A small poet")
@@ -161,11 +162,8 @@ class Seen(NamedTuple):
     steps: Sequence[int] | None = None
 
 
-def run_target(
-    program: Program, target: str, select: Any, *, grads: bool, reduce: bool
-) -> Seen:
-    """Runs a program, and looks at it."""
-    look = observed(program, select, grads=grads, reduce=reduce)
+def seen_of(look: Look, program: Program, target: str) -> Seen:
+    """What to show of a look at a program that was run."""
     notes = [program.note] if program.note else []
     extra = {"loss_of": program.loss or None, "notes": notes}
     title = f"{target}: {many(len(look.rows), 'site')}"
@@ -215,11 +213,10 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
         program = request.program(target, grads=grads, how="traced")
         record = sites_of(program.fn, *program.args, select=select, **program.kwargs)
     listed = [site_dict(site) for site in record]
-    note = "Gradients take as much again, where values are floating."
     request.answer(
         {"target": target, "bytes": record.nbytes, "sites": listed},
         sites_listing(record),
-        note if grads else None,
+        "Gradients take as much again, where values are floating." if grads else None,
     )
     return 0
 
@@ -228,7 +225,7 @@ def sites(request: Request, target: str, *, select: Any, grads: bool) -> int:
     "What a model is made of.",
     TARGET,
     *INPUTS,
-    option("--depth", "How long paths may be.", type=click.IntRange(min=0)),
+    option("--depth", "How long paths may be.", click.IntRange(min=0)),
 )
 def summary(request: Request, target: str, *, depth: int | None) -> int:
     """Show what a model is made of and does: calls, shapes, sizes, FLOPs."""
@@ -239,13 +236,9 @@ def summary(request: Request, target: str, *, depth: int | None) -> int:
                 f"{target} is a function, and a summary is of a Module. Return the "
                 "Module from the factory; `treetap sites` also lists functions."
             )
-        found = summary_of(
-            case.owner,
-            *case.inputs.args,
-            method="__call__" if case.owner is case.call else case.call.__name__,
-            depth=depth,
-            **case.inputs.kwargs,
-        )
+        method = "__call__" if case.owner is case.call else case.call.__name__
+        args, kwargs = case.inputs
+        found = summary_of(case.owner, *args, method=method, depth=depth, **kwargs)
     request.answer({"target": target, **found.to_dict()}, found)
     return 0
 
@@ -306,9 +299,7 @@ def by_site(_: click.Context, option: click.Parameter, texts: Texts) -> dict[str
     return dict(sorted(found.items(), key=lambda pair: pair[0] == "**"))
 
 
-def numbers_by_site(
-    context: click.Context, option: click.Parameter, texts: Texts
-) -> dict[str, float]:
+def numbers_by_site(context: Any, option: Any, texts: Texts) -> dict[str, float]:
     """The same, of numbers."""
     found: dict[str, float] = {}
     for key, text in by_site(context, option, texts).items():
@@ -343,36 +334,21 @@ def numbers_by_site(
         callback=numbers_by_site,
     ),
     option(
-        "--absolute",
-        "A difference of numbers that never counts.",
-        type=click.FloatRange(min=0),
-        default=0.0,
+        "--absolute", "A difference of numbers that never counts.", FROM_0, default=0.0
     ),
     option(
         "--noise",
         "A third run that differs by rounding alone, in place of a tolerance.",
         metavar="RECORD|TARGET",
     ),
-    option(
-        "--noise-factor",
-        "How often that may be.",
-        type=click.FloatRange(min=0),
-        default=FACTOR,
-    ),
+    option("--noise-factor", "How often that may be.", FROM_0, default=FACTOR),
     *INPUTS,
     SELECT,
     GRADS,
     EAGER,
 )
 def compare(
-    request: Request,
-    a: str,
-    b: str,
-    *,
-    noise: str | None,
-    grads: bool,
-    how: How,
-    **options: Any,
+    request: Request, a: str, b: str, *, noise: Any, grads: bool, how: How, **more: Any
 ) -> int:
     """Compare two runs site by site, and name the first that differs.
 
@@ -385,7 +361,7 @@ def compare(
     third = noise and side_from(request, noise, grads=grads, how=how)
     sides = [side_from(request, text, grads=grads, how=how) for text in (a, b)]
     with request.working("Comparing"):
-        found = compare_sides(*sides, noise=third, **options)
+        found = compare_sides(*sides, noise=third, **more)
     request.answer(
         {"a": a, "b": b, **found.to_dict()},
         Text(f"a: {a}\nb: {b}", "bold"),
@@ -409,8 +385,7 @@ def side_from(request: Request, text: str, *, grads: bool, how: How) -> Any:
         )
     with request.working(f"Running {text}"):
         program = request.program(text, grads=grads, how=how)
-        run = observe(program.fn, grads=grads)
-        return run(*program.args, **program.kwargs)[1]
+        return observe(program.fn, grads=grads)(*program.args, **program.kwargs)[1]
 
 
 # The rest.

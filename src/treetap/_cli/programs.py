@@ -7,6 +7,7 @@ Modules are arguments, so that their paths are known, and may share Variables.
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -50,12 +51,9 @@ def program_of(case: Case, *, grads: bool = False, how: How = "eager") -> Progra
         how: `"jit"` to compile it as a whole, `"traced"` if JAX will trace it anyway:
             then flags and other constants are no arguments; or `"eager"`.
     """
-    if grads:
-        made = _differentiated(case)
-    elif how == "eager":
-        made = Program(case.call, *case.inputs)
-    else:
-        made = _applied(case)
+    if how == "eager" and not grads:
+        return Program(case.call, *case.inputs)
+    made = _differentiated(case) if grads else _applied(case)
     if how == "eager":
         return made
     made = _with_constants(made)
@@ -102,11 +100,9 @@ def _with_constants(program: Program) -> Program:
         every = [fixed[n] if n in fixed else next(rest) for n in range(count)]
         return program.fn(*every, **named, **kwargs)
 
-    return program._replace(
-        fn=bound,
-        args=tuple(x for n, x in enumerate(program.args) if n not in fixed),
-        kwargs={k: x for k, x in program.kwargs.items() if k not in named},
-    )
+    args = tuple(x for n, x in enumerate(program.args) if n not in fixed)
+    kwargs = {k: x for k, x in program.kwargs.items() if k not in named}
+    return program._replace(fn=bound, args=args, kwargs=kwargs)
 
 
 def _is_constant(value: Any) -> bool:
@@ -120,12 +116,8 @@ def _applied(case: Case) -> Program:
     args, kwargs = case.inputs
     if case.owner is None:
         return Program(case.call, args, kwargs)
-    fn = case.call.__func__ if inspect.ismethod(case.call) else _call
+    fn = case.call.__func__ if inspect.ismethod(case.call) else operator.call
     return Program(fn, (case.owner, *args), kwargs)
-
-
-def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
 
 
 def _is_differentiable(arg: Any) -> bool:

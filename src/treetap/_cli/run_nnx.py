@@ -69,9 +69,7 @@ def _show(error: BaseException) -> int:
 
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     """The frames from the program's first on; none, where it did not begin."""
-    while frames is not None:
-        name = frames.tb_frame.f_code.co_filename
-        if name not in (__file__, runpy.__file__, "<frozen runpy>"):
-            return frames
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
-    return None
+    return frames

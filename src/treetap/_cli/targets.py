@@ -13,7 +13,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ class Inputs(NamedTuple):
 NONE = Inputs()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What a TARGET stands for.
 
     Attributes:
@@ -154,11 +152,8 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 def _near(module: ModuleType, name: str) -> str:
     """What may have been meant: what is alike, or what the module itself defines."""
-    own = {
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    }
+    fns = {key: value for key, value in vars(module).items() if callable(value)}
+    own = {k for k, x in fns.items() if getattr(x, "__module__", "") == module.__name__}
     near = difflib.get_close_matches(name, sorted(own), n=4) or sorted(own)[:8]
     return f" It has {', '.join(near)}." if near else " It defines no function."
 

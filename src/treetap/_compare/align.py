@@ -57,9 +57,8 @@ class Names:
         """The entry of a name; None if there is none, or several that read alike."""
         alike = self._alike.get((dotted(text), part), [])
         exact = [entry for entry in alike if entry.text == text]
-        if exact:
-            return exact[-1]
-        return alike[0] if len(alike) == 1 else None
+        found = exact[-1:] or alike
+        return found[0] if len(found) == 1 else None
 
     def near(self, text: str) -> list[str]:
         """Names that look like one."""
@@ -126,8 +125,7 @@ class Aligner:
             self._source(entry)
         texts = [entry.text for entry in a]
         for pattern in self._rules.unmatched:
-            wanted = re.sub(r"\{\w+\}", "0", pattern)
-            near = near_to(wanted, texts, 3, 0.3)
+            near = near_to(re.sub(r"\{\w+\}", "0", pattern), texts, 3, 0.3)
             raise CaptureError(
                 f"compare: the rule for {pattern!r} in `rename` takes no site of "
                 "`a`, or only what an earlier rule takes. Near it are: "
@@ -146,10 +144,7 @@ class Aligner:
         return min(matched, key=lambda x: self._order[x.rule], default=found[0])
 
     def _turn(self, entry: Entry) -> Turn:
-        for select, turn in self._layout:
-            if select(entry.site):
-                return turn
-        return ()
+        return next((turn for select, turn in self._layout if select(entry.site)), ())
 
 
 def _pattern(key: Any) -> Any:
@@ -232,11 +227,9 @@ class _Match:
                 f"compare: {shown(self.entry.label)} has a rule with steps and a "
                 "`layout` that is a function; put the steps into the function."
             )
-        array = np.asarray(turn(first.read()))
-        turned = replace(
-            first, shape=array.shape, dtype=array.dtype, read=lambda: array
-        )
-        if not is_fold(array.shape, self.entry.shape):
+        data = np.asarray(turn(first.read()))
+        turned = replace(first, shape=data.shape, dtype=data.dtype, read=lambda: data)
+        if not is_fold(data.shape, self.entry.shape):
             return Pair(self.entry, turned, "their shapes differ")
         made = _assembled((), self.entry.shape, iter([turned]))
         return Pair(self.entry, replace(made, own_shape=first.shape))

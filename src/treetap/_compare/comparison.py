@@ -144,15 +144,11 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as what JSON has; numbers that are not finite are texts."""
-        lines = [
-            {key: json_number(value) for key, value in asdict(each).items()}
-            for each in self.differences
-        ]
-        first = None if self.first is None else self.first.site
+        lines = map(asdict, self.differences)
         return {
             "agrees": bool(self),
-            "first": first,
-            "differences": lines,
+            "first": self.first and self.first.site,
+            "differences": [{k: json_number(x) for k, x in e.items()} for e in lines],
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
         }
@@ -182,9 +178,8 @@ class Comparison:
         return printed_plainly(self)
 
     def __repr__(self) -> str:
-        first = self.first
         text = self._title()
-        if first is not None:
+        if first := self.first:
             text += f"; first {first.site}, relative {_number(first.relative)}"
         alone = len(self.only_a), len(self.only_b)
         text += f"; alone {alone[0]} and {alone[1]}" if any(alone) else ""
@@ -195,8 +190,7 @@ def _listing(lines: Sequence[Difference]) -> Listing:
     """The table of a comparison."""
     columns = [Column("site", [line.site for line in lines], least=16)]
     if any(line.other != line.site for line in lines):
-        others = [line.other for line in lines]
-        columns.append(Column("in b", others, rank=5, least=16))
+        columns.append(Column("in b", [line.other for line in lines], rank=5, least=16))
     columns += [
         Column("type", [_types_text(line) for line in lines], rank=6, least=18),
         numbers("max abs", (_number(line.max_abs) for line in lines), 3),
@@ -212,8 +206,7 @@ def _listing(lines: Sequence[Difference]) -> Listing:
 
 def _types_text(line: Difference) -> str:
     """Shapes and types of both sides, once where they are the same."""
-    pairs = zip(line.shapes, line.dtypes)
-    texts = [type_text(dtype, shape) for shape, dtype in pairs]
+    texts = [type_text(dtype, shape) for shape, dtype in zip(line.shapes, line.dtypes)]
     return short_types(" / ".join(dict.fromkeys(texts)))
 
 
@@ -337,9 +330,7 @@ def _suggested(a: Sequence[str], b: Sequence[str]) -> str:
     return f"{quoted(a[0])}: {quoted(b[0])}"
 
 
-def _with_floor(
-    pairs: Sequence[Pair], a: Side, noise: Comparable, aligner: Aligner
-) -> list[Pair]:
+def _with_floor(pairs: list[Pair], a: Side, noise: Any, aligner: Aligner) -> list[Pair]:
     """Pairs with the same array of a third run, under the names of either."""
     third = side_of(noise, "noise")
     wanted = [pair.key for pair in pairs if not pair.reason]

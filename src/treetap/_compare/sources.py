@@ -103,25 +103,20 @@ def by_selector(given: Any) -> list[tuple[Select, Any]]:
     Rules that are None are left out.
     """
     rules = given if isinstance(given, Mapping) else {"**": given}
-    return [
-        (as_select(key), value) for key, value in rules.items() if value is not None
-    ]
+    return [(as_select(k), value) for k, value in rules.items() if value is not None]
 
 
 # Records.
 
 
 def _of_record(record: Record, where: str) -> Side:
-    return [
-        entry
-        for site, part in itertools.product(record, PARTS)
-        for entry in _arrays_in(getattr(site, part), site.text, part, site, where)
-    ]
+    found: Side = []
+    for site, part in itertools.product(record, PARTS):
+        found += _below(getattr(site, part), site.text, part, site, where)
+    return found
 
 
-def _arrays_in(
-    value: Any, text: str, part: str, site: Site, where: str
-) -> Iterator[Entry]:
+def _below(value: Any, text: str, part: str, site: Site, where: str) -> Iterator[Entry]:
     """What a value holds, each array by its name inside the value."""
     try:
         leaves, _ = tree_flatten_with_path(value)
@@ -139,8 +134,7 @@ def _arrays_in(
 def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if reason := _refused(leaf):
-        label = shown(leaf_text(text, (), part))
-        raise CaptureError(f"{where}: {label} {reason}.")
+        raise CaptureError(f"{where}: {shown(leaf_text(text, (), part))} {reason}.")
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     shape, dtype = np.shape(leaf), np.dtype(leaf.dtype)
     return Entry(text, part, site, shape, dtype, lambda: np.asarray(leaf))
@@ -170,7 +164,7 @@ def _of_mapping(given: Mapping[Any, Any], where: str) -> Side:
         if not isinstance(key, str):
             raise TypeError(f"{where} maps names to arrays; {key!r:.60} is no name.")
         text, part = _parted(key)
-        found += _arrays_in(value, text, part, _site_named(text), where)
+        found += _below(value, text, part, _site_named(text), where)
     return found
 
 
@@ -198,14 +192,12 @@ def _site_named(text: str) -> Site:
 def _of_file(path: str | os.PathLike[str]) -> Side:
     stored, texts = tensors_and_texts(path, "compare")
     if ABOUT in texts:
-        about = texts[ABOUT]
-        record = record_in(path, stored, about, lambda array, _: array, "compare")
+        record = record_in(path, stored, texts[ABOUT], lambda a, _: a, "compare")
         return _of_record(record, f"compare: {path}")
     found: Side = []
     for key in _ordered(stored, texts.get(ORDER)):
         tensor = stored[key]
-        dtype = tensor.dtype
-        if dtype is None:
+        if (dtype := tensor.dtype) is None:
             raise CaptureError(
                 f"compare: {key!r:.80} in {path} is {tensor.code}, which JAX does not "
                 "have."

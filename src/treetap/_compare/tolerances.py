@@ -83,15 +83,9 @@ def measure(a: np.ndarray, b: np.ndarray) -> Measures:
         return Measures(lost, lost, lost, math.nan, worst, unequal, a.size)
     norms = math.sqrt(first) * math.sqrt(second)
     cosine = product / norms if norms else 0.0
-    return Measures(
-        max_abs=most,
-        relative=_ratio(math.sqrt(apart), math.sqrt(second)),
-        peak=_ratio(most, largest),
-        cosine=min(1.0, max(-1.0, cosine)) if apart else 1.0,
-        ulp=ulp,
-        unequal=unequal,
-        size=a.size,
-    )
+    cosine = min(1.0, max(-1.0, cosine)) if apart else 1.0
+    relative = _ratio(math.sqrt(apart), math.sqrt(second))
+    return Measures(most, relative, _ratio(most, largest), cosine, ulp, unequal, a.size)
 
 
 def _measured(
@@ -148,19 +142,15 @@ def _flat(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    types = [np.iscomplexobj(side) for side in (a, b)]
-    if types[0] != types[1]:  # then both have two parts
+    if np.iscomplexobj(a) != np.iscomplexobj(b):  # then both have two parts
         with np.errstate(invalid="ignore"):
             a, b = (side.astype(np.complex128) for side in (a, b))
     return zip(_flat(a), _flat(b))
 
 
 def _largest(array: np.ndarray) -> float:
-    found = 0.0
-    for piece in _flat(array):
-        size = np.abs(piece)
-        found = max(found, float(size.max(initial=0, where=np.isfinite(size))))
-    return found
+    sizes = map(np.abs, _flat(array))
+    return max((s.max(initial=0, where=np.isfinite(s)) for s in sizes), default=0.0)
 
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -177,8 +167,7 @@ def _steps(x: np.ndarray, y: np.ndarray, dtype: np.dtype[Any]) -> float:
         return float((np.maximum(*raw) - np.minimum(*raw)).max())
     places = [(side & np.iinfo(bits).max).astype(np.uint64) for side in raw]
     apart = np.maximum(*places) - np.minimum(*places)
-    across = (raw[0] ^ raw[1]) < 0
-    return float(np.where(across, places[0] + places[1], apart).max())
+    return float(np.where((raw[0] ^ raw[1]) < 0, places[0] + places[1], apart).max())
 
 
 # Limits.

@@ -32,7 +32,7 @@ from treetap._core.trees.split import merge
 from treetap._core.trees.state import flat_items, nested
 from treetap._core.variables.values import is_ref, without_ref
 from treetap._core.variables.variable import Variable
-from treetap._io.files import needing, refusing, require_path
+from treetap._io.files import needing, not_written, refusing, require_path
 from treetap._io.record_descriptions import is_key
 from treetap._io.targets import (
     NUMBERS,
@@ -107,8 +107,7 @@ def _checkpointer(ocp: ModuleType) -> Any:
 
 def _place_of(path: Any, name: str) -> pathlib.Path | str:
     """A folder of this machine; or a text, of remote storage."""
-    require_path(path, name)
-    text = os.fspath(path)
+    text = os.fspath(require_path(path, name))
     return text if "://" in text else pathlib.Path(os.path.abspath(text))
 
 
@@ -160,7 +159,7 @@ def save_checkpoint(
             + section("what cannot be saved", problems)
         )
     args = ocp.args.StandardSave(nested(values.items()))
-    if isinstance(place, pathlib.Path):
+    if isinstance(place, pathlib.Path) and os.path.lexists(place):
         _refuse_place(place, overwrite, name)
     if isinstance(place, str) or jax.process_count() > 1:
         # Orbax writes beside the folder, under one name that all processes agree on.
@@ -174,15 +173,11 @@ def save_checkpoint(
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
             raise  # not an error of tensorstore about files
-        raise OSError(
-            f"{name}: {place} could not be written: {error!s:.300}. What was there "
-            "before is as it was; if the disk is full, make room, and save again."
-        ) from error
+        raise not_written(place, error, name) from error
 
 
 def _refuse_place(place: pathlib.Path, overwrite: bool, name: str) -> None:
-    if not os.path.lexists(place):
-        return
+    """Refuses to replace what is there, unless that is asked for, and it is ours."""
     if not overwrite:
         raise FileExistsError(
             f"{name}: {place} is there already. Choose another folder, or say "
@@ -252,7 +247,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
     place = _place_of(path, name)
     ocp = _orbax(name)
     tree = _Tree(target, name)
-    if isinstance(place, pathlib.Path):
+    if isinstance(place, pathlib.Path) and not (place / TREE_FILE).is_file():
         _refuse_incomplete(place, name)
     with _checkpointer(ocp) as checkpointer:
         stored = getattr(checkpointer.metadata(place).item_metadata, "tree", None)
@@ -268,14 +263,11 @@ def restore_checkpoint(path: str | os.PathLike[str], target: T) -> T:
         with refusing(f"{name}: {place} is broken", ValueError, OSError):
             restored = checkpointer.restore(place, args=args)
     values = dict(zip(known, jax.tree.leaves(restored), strict=True))
-    return tree.rebuilt(
-        _finished(values[names], leaf, name) for names, leaf in found.items()
-    )
+    return tree.rebuilt(_finished(values[at], leaf, name) for at, leaf in found.items())
 
 
 def _refuse_incomplete(place: pathlib.Path, name: str) -> None:
-    if (place / TREE_FILE).is_file():
-        return
+    """Refuses what is no checkpoint of a tree; says what it is, if that is known."""
     if not place.exists():
         halves = sorted(place.parent.glob(f"{glob.escape(place.name)}.orbax-*"))
         hint = f" A save to it was not finished: {halves[0]}." if halves else ""

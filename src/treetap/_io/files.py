@@ -52,19 +52,19 @@ def needing(package: str, extra: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def require_path(path: Any, name: str) -> None:
-    """Refuses anything but a path, such as the model where the path belongs.
+def require_path(path: Any, name: str) -> Any:
+    """A path, as it was given; anything else is refused, such as the model.
 
     Args:
         path: What was given for a path.
         name: The function it was given to.
     """
-    if isinstance(path, str | os.PathLike):
-        return
-    raise TypeError(
-        f"{name}: expected the path of a file or folder first, got a "
-        f"{type(path).__name__}. Write `{name}(path, ...)`."
-    )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{name}: expected the path of a file or folder first, got a "
+            f"{type(path).__name__}. Write `{name}(path, ...)`."
+        )
+    return path
 
 
 def require_place(path: pathlib.Path, name: str) -> None:
@@ -78,6 +78,20 @@ def require_place(path: pathlib.Path, name: str) -> None:
         raise IsADirectoryError(f"{name}: {path} is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{name}: there is no folder {path.parent}.")
+
+
+def not_written(place: Any, error: Exception, name: str) -> OSError:
+    """The error that a file or folder could not be replaced.
+
+    Args:
+        place: What it would have been.
+        error: What another library says of it.
+        name: The public function at work.
+    """
+    return OSError(
+        f"{name}: {place} could not be written: {error!s:.300}. What was there "
+        "before is as it was; if the disk is full, make room, and save again."
+    )
 
 
 def to_disk(place: pathlib.Path, mode: int = os.O_RDONLY) -> None:

@@ -101,8 +101,8 @@ def described(record: Record, name: str) -> tuple[list[Any], list[Leaf]]:
             "gives one, beside the result."
         )
     leaves: dict[str, Leaf] = {}
-    sites = [_site(site, leaves, name) for site in record]
-    return sites, list(leaves.values())
+    # `_site` adds to the leaves, which are read after it.
+    return [_site(site, leaves, name) for site in record], list(leaves.values())
 
 
 def _own_name(text: str, taken: Container[str]) -> str:
@@ -177,10 +177,8 @@ class _Place(NamedTuple):
         is_named = is_named_tuple(kind)
         if not is_named and kind is not dict:
             return self._leaf(value, keys)
-        pairs = [
-            [_key(key, self.where), self.node(item, (*keys, key))]
-            for key, item in (value._asdict() if is_named else value).items()
-        ]
+        items = (value._asdict() if is_named else value).items()
+        pairs = [[_key(k, self.where), self.node(x, (*keys, k))] for k, x in items]
         if is_named:
             return {"named": kind.__name__, "fields": pairs}
         return {"dict": pairs}

@@ -20,7 +20,6 @@ from treetap._core.wording import shown
 from treetap._io.files import refusing
 from treetap._io.record_descriptions import (
     DTYPES,
-    Leaf,
     Malformed,
     described,
     rebuilt,
@@ -76,7 +75,12 @@ def save_record(
     tensors: dict[str, np.ndarray] = {}
     about: list[dict[str, Any]] = []
     for leaf in leaves:
-        array = _on_host(leaf, name)
+        if isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable:
+            raise CaptureError(
+                f"{name}: {leaf.text} lies on devices of other processes. Each process "
+                "keeps its own part with `StoreWriter`."
+            )
+        array = np.asarray(leaf.value)
         entry: dict[str, Any] = {"tensor": leaf.text}
         if not isinstance(leaf.value, jax.Array):
             entry["host"] = True
@@ -88,15 +92,6 @@ def save_record(
     told = {"version": VERSION, "sites": sites, "leaves": about}
     texts[ABOUT] = json.dumps(told, separators=(",", ":"))
     write_tensors(file, tensors, texts, name)
-
-
-def _on_host(leaf: Leaf, name: str) -> np.ndarray:
-    if isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable:
-        raise CaptureError(
-            f"{name}: {leaf.text} lies on devices of other processes. Each process "
-            "keeps its own part with `StoreWriter`."
-        )
-    return np.asarray(leaf.value)
 
 
 def load_record(path: str | os.PathLike[str]) -> Record:
@@ -131,10 +126,10 @@ def load_record(path: str | os.PathLike[str]) -> Record:
 
 
 def record_in(
-    path: str | os.PathLike[str],
+    path: Any,
     stored: Mapping[str, Stored],
     text: str,
-    made: Callable[[np.ndarray, bool], Any],
+    made: Callable[..., Any],
     name: str,
 ) -> Record:
     """A Record from a file.
@@ -157,16 +152,12 @@ def record_in(
         keys = [wanted(key, str, "the name of a tensor") for key in keys]
         if len(set(keys)) < len(keys):  # many of one would not fit in the memory
             raise Malformed("two of its leaves are the same tensor")
-        leaves = [
-            made(_array_of(entry, stored, name), bool(entry.get("host")))
-            for entry in entries
-        ]
+        arrays = (_array_of(entry, stored, name) for entry in entries)
+        leaves = [made(a, bool(each.get("host"))) for a, each in zip(arrays, entries)]
         return rebuilt(about.get("sites"), leaves)
 
 
-def _array_of(
-    entry: dict[str, Any], stored: Mapping[str, Stored], name: str
-) -> np.ndarray:
+def _array_of(entry: Any, stored: Mapping[str, Stored], name: str) -> np.ndarray:
     """The array of a leaf, mapped from the file."""
     key = entry["tensor"]
     if key not in stored:

@@ -13,9 +13,9 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import stat
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 
 from treetap._core.errors import WeightsError
 from treetap._core.wording import first_few, quoted, words_of
-from treetap._io.files import refusing, require_path, written_whole
+from treetap._io.files import not_written, refusing, require_path, written_whole
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own
 DIAGNOSED = 1_000_000  # a bad header longer than this is refused without details
@@ -64,7 +64,7 @@ _STARTS = {
 class Stored(NamedTuple):
     """What a header says of one tensor; `start` and `stop` count from the file's."""
 
-    file: pathlib.Path
+    file: Path
     name: str
     code: str
     shape: tuple[int, ...]
@@ -107,8 +107,7 @@ def tensors_and_texts(path: str | os.PathLike[str], name: str) -> Held:
         path: A safetensors file, an index of several, or a folder with either.
         name: The public function at work, for messages.
     """
-    require_path(path, name)
-    place = pathlib.Path(path)
+    place = Path(require_path(path, name))
     if place.is_dir():
         place = _chosen(place, name)
     if place.name.endswith(".index.json"):
@@ -119,7 +118,7 @@ def tensors_and_texts(path: str | os.PathLike[str], name: str) -> Held:
 # One file.
 
 
-def _of_file(file: pathlib.Path, name: str) -> Held:
+def _of_file(file: Path, name: str) -> Held:
     refuse_other_formats(file, name)
     _size_of(file, name)
     header, data = _header_of(file, name)
@@ -144,13 +143,12 @@ def is_shape(shape: Sequence[int]) -> bool:
     """
     if len(shape) > MOST_AXES or any(length < 0 for length in shape):
         return False
-    before = itertools.takewhile(bool, shape)
-    if 0 in shape and math.prod(before) > MOST_EMPTY:
+    if 0 in shape and math.prod(itertools.takewhile(bool, shape)) > MOST_EMPTY:
         return False
     return math.prod(filter(None, shape)) * LARGEST < 2**63
 
 
-def refuse_other_formats(file: pathlib.Path, name: str) -> None:
+def refuse_other_formats(file: Path, name: str) -> None:
     """Refuses a file whose name says that it is of another format."""
     suffix = file.suffix.lower()
     if suffix in _PICKLES:
@@ -167,7 +165,7 @@ def refuse_other_formats(file: pathlib.Path, name: str) -> None:
         )
 
 
-def _size_of(file: pathlib.Path, name: str) -> int:
+def _size_of(file: Path, name: str) -> int:
     """How many bytes a file has, which must be there, and regular."""
     try:
         found = file.stat()
@@ -178,7 +176,7 @@ def _size_of(file: pathlib.Path, name: str) -> int:
     return found.st_size
 
 
-def _header_of(file: pathlib.Path, name: str) -> tuple[dict[str, Any], int]:
+def _header_of(file: Path, name: str) -> tuple[dict[str, Any], int]:
     """The header of a file, and where the data begin.
 
     The safetensors library checks it: sizes, types, and that the tensors fill the data
@@ -199,7 +197,7 @@ def _header_of(file: pathlib.Path, name: str) -> tuple[dict[str, Any], int]:
         return json_object(opened.read(length), file, name), 8 + length
 
 
-def _diagnosis(file: pathlib.Path, reason: str) -> str:
+def _diagnosis(file: Path, reason: str) -> str:
     """Why the library refused a file; with the tensor's name, if it did not say it."""
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -221,9 +219,8 @@ def _diagnosis(file: pathlib.Path, reason: str) -> str:
 def _is_fit(entry: Any, size: int) -> bool:
     """Whether the description of a tensor agrees with itself and with the data."""
     try:
-        code, shape, (start, stop) = (
-            entry[field] for field in ("dtype", "shape", "data_offsets")
-        )
+        code, shape = entry["dtype"], entry["shape"]
+        start, stop = entry["data_offsets"]
         if not all(type(number) is int for number in (*shape, start, stop)):
             return False
         if not (is_shape(shape) and 0 <= start <= stop <= size):
@@ -258,7 +255,7 @@ def json_object(text: str | bytes, file: Any, name: str) -> dict[str, Any]:
 # Several files.
 
 
-def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
+def _chosen(folder: Path, name: str) -> Path:
     """The weights in a folder: a single file, or the index of several."""
     names = sorted(entry.name for entry in folder.iterdir())
     indexes = [each for each in names if each.endswith(INDEX)]
@@ -277,9 +274,7 @@ def _chosen(folder: pathlib.Path, name: str) -> pathlib.Path:
     raise WeightsError(f"{name}: {folder} has no .safetensors file; it has {told}.")
 
 
-def _inside(
-    folder: pathlib.Path, entry: str, told: pathlib.Path, name: str
-) -> pathlib.Path:
+def _inside(folder: Path, entry: str, told: Any, name: str) -> Path:
     """A file of a folder; a name or a link that leads out of it is refused."""
     plain = entry not in ("", ".", "..") and not set(entry) & set("/\\:")
     plain = plain and entry.isprintable() and len(entry.encode()) <= LONGEST_NAME
@@ -300,7 +295,7 @@ def _inside(
     return folder / entry
 
 
-def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
+def _indexed(index: Path, name: str) -> dict[str, Stored]:
     """The tensors of the files that an index names."""
     size = _size_of(index, name)
     if size > HEADER_LIMIT:
@@ -326,8 +321,7 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
                     f"{file}, and {index} does not say which counts."
                 )
             found[key] = stored
-    rests = (key for key in places if key not in found)
-    lost = [f"{quoted(key)} in {places[key]}" for key in rests]
+    lost = [f"{quoted(key)} in {places[key]}" for key in places if key not in found]
     if lost:
         raise WeightsError(
             f"{name}: {index} names {len(lost)} tensors that the files do not have: "
@@ -339,10 +333,9 @@ def _indexed(index: pathlib.Path, name: str) -> dict[str, Stored]:
 # Writing.
 
 
-def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathlib.Path:
+def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> Path:
     """The file that is to be written; refused if it, or its metadata, cannot be."""
-    require_path(path, name)
-    file = pathlib.Path(path)
+    file = Path(require_path(path, name))
     refuse_other_formats(file, name)
     items = (metadata or {}).items()
     if not all(isinstance(text, str) for item in items for text in item):
@@ -351,10 +344,7 @@ def new_file(path: Any, metadata: Mapping[str, str] | None, name: str) -> pathli
 
 
 def write_tensors(
-    path: pathlib.Path,
-    tensors: Mapping[str, np.ndarray],
-    metadata: Mapping[str, str],
-    name: str,
+    path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str], name: str
 ) -> None:
     """Writes a safetensors file, all or nothing."""
     from safetensors import SafetensorError
@@ -363,12 +353,9 @@ def write_tensors(
     with written_whole(path, name) as beside:
         try:
             whole = {n: np.require(a, requirements="C") for n, a in tensors.items()}
-            save_file(whole, beside, dict(metadata))
+            save_file(whole, beside, metadata)
         except SafetensorError as error:
-            raise OSError(
-                f"{name}: {path} could not be written: {error}. What was there before "
-                "is as it was; if the disk is full, make room, and save again."
-            ) from error
+            raise not_written(path, error, name) from error
         except UnicodeEncodeError as error:
             raise WeightsError(
                 f"{name}: {path} could not be written: {error.object!r:.80} is no text "

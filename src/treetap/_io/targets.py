@@ -78,9 +78,7 @@ def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[
         target = Target(path, holder, raw)
         place, dtype = target.text, target.dtype
         if dtype is None:
-            problems.append(
-                f"{place} holds a {type(target.raw).__name__}, not an array"
-            )
+            problems.append(f"{place} holds a {type(raw).__name__}, not an array")
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
             problems.append(f"{place} holds {dtype}, which has no place in the format")
         elif dtype not in WRITABLE:

@@ -26,6 +26,7 @@ MOST = 100_000  # tensors in one stack
 Shape = tuple[int, ...]
 Bound = Mapping[str, str]  # values of the names in braces
 Groups = tuple[tuple[str, ...], ...]  # axes by name; those of a group are merged
+Lengths = dict[str, int]  # of axes by name
 
 
 # Steps.
@@ -94,7 +95,7 @@ class Rearranged:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         return f".rearrange({self.pattern!r}{sizes})"
 
-    def lengths(self, after: Shape) -> dict[str, int]:
+    def lengths(self, after: Shape) -> Lengths:
         """The length of each named axis, from the shape on the right."""
         if len(after) != len(self.right):
             raise Misfit(f"{self} gives {len(self.right)} axes, and {after} is wanted")
@@ -111,10 +112,8 @@ class Rearranged:
 
     def pieces(self, after: Shape) -> Pieces:
         """The tensor, with the axes of the left side."""
-        lengths = self.lengths(after)
-        return [
-            ({}, tuple(math.prod(lengths[n] for n in group) for group in self.left))
-        ]
+        sizes = self.lengths(after)
+        return [({}, tuple(math.prod(sizes[n] for n in group) for group in self.left))]
 
     def join(self, arrays: Sequence[np.ndarray], after: Shape) -> np.ndarray:
         """From the file to the model."""
@@ -125,9 +124,7 @@ class Rearranged:
         return [_moved(array, self.right, self.left, self.lengths(array.shape))]
 
 
-def _moved(
-    array: np.ndarray, old: Groups, new: Groups, lengths: dict[str, int]
-) -> np.ndarray:
+def _moved(array: np.ndarray, old: Groups, new: Groups, lengths: Lengths) -> np.ndarray:
     """An array with its axes taken apart, reordered and merged."""
     start, end = sum(old, ()), sum(new, ())
     apart = array.reshape([lengths[name] for name in start])
@@ -227,11 +224,10 @@ class Gathered:
 
 
 Step = Transposed | Rearranged | Part | Gathered
+Steps = Sequence[Step]
 
 
-def needs(
-    steps: Sequence[Step], shape: Shape, bound: Bound
-) -> Iterator[tuple[Bound, Shape]]:
+def needs(steps: Steps, shape: Shape, bound: Bound) -> Iterator[tuple[Bound, Shape]]:
     """The tensors that a value of some shape is made of, and their shapes."""
     if not steps:
         yield bound, shape
@@ -241,9 +237,7 @@ def needs(
         yield from needs(first, piece, {**bound, **more})
 
 
-def assembled(
-    steps: Sequence[Step], shape: Shape, tensors: Iterator[np.ndarray]
-) -> np.ndarray:
+def assembled(steps: Steps, shape: Shape, tensors: Iterator[np.ndarray]) -> np.ndarray:
     """A value made from the tensors it `needs`; a view of them where possible."""
     if not steps:
         return next(tensors)
@@ -299,16 +293,15 @@ class Tensor:
         """
         sides = pattern.split("->")
         left, right = map(_groups, (sides[0], sides[-1]))
-        names = [[name for group in side for name in group] for side in (left, right)]
-        is_good = len(sides) == 2 and len(set(names[0])) == len(names[0])
-        is_good &= sorted(names[0]) == sorted(names[1])
-        is_good &= all(map(str.isidentifier, names[0]))
+        names = sum(left, ())
+        is_good = len(sides) == 2 and sorted(names) == sorted(sum(right, ()))
+        is_good &= len(set(names)) == len(names) and all(map(str.isidentifier, names))
         if not is_good:
             raise WeightsError(
                 f"tensor.rearrange: {pattern!r} is no pattern like 'd (h k) -> d h k', "
                 "with the same names on both sides, each once."
             )
-        if strange := [n for n, size in sizes.items() if n not in names[0] or size < 1]:
+        if strange := [n for n, size in sizes.items() if n not in names or size < 1]:
             raise WeightsError(
                 f"tensor.rearrange: {strange} has no size in {pattern!r}."
             )
@@ -478,7 +471,6 @@ class Rules:
 
     def __init__(self, rules: Mapping[str, str | Tensor] | None, name: str):
         self._rules: list[tuple[str, re.Pattern[str], Tensor]] = []
-        self.unmatched: dict[str, None] = {}
         if rules is not None and not isinstance(rules, Mapping):
             raise TypeError(
                 f"{name}: `rules` maps patterns of paths to tensors, and is a "
@@ -494,7 +486,7 @@ class Rules:
             matcher = _compiled(pattern, name)
             resolved = _resolved(pattern, set(matcher.groupindex), held, name)
             self._rules.append((pattern, matcher, resolved))
-            self.unmatched[pattern] = None
+        self.unmatched: dict[str, None] = dict.fromkeys(rules or ())
 
     def find(self, path: Path) -> Source:
         """Where the value at a path of the model is stored."""

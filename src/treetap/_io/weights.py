@@ -52,7 +52,7 @@ from treetap._io.weight_rules import (
     Rules,
     Shape,
     Source,
-    Step,
+    Steps,
     Tensor,
     assembled,
     needs,
@@ -115,8 +115,7 @@ def save_weights(
             + section("rules that no Variable matched", [*map(shown, found.unmatched)])
             + "\nChoose what is saved with `only=`, where and how with `rules=`."
         )
-    texts = {"format": "pt", **(metadata or {})}
-    write_tensors(file, outgoing.tensors, texts, name)
+    write_tensors(file, outgoing.tensors, {"format": "pt", **(metadata or {})}, name)
 
 
 def _elsewhere(raw: Any) -> str:
@@ -154,10 +153,9 @@ class OutgoingTensors:
         """Takes a value apart into its tensors; parts wait for the others."""
         try:
             list(needs(source.tensor.steps, array.shape, source.bound))
+            self._put(source, array, path)
         except Misfit as misfit:
             self.problems.append(f"{path} {array.shape}: {misfit}")
-        else:
-            self._put(source, array, path)
 
     def _put(self, source: Source, array: np.ndarray, path: str) -> None:
         """Undoes the last step of a source, then those before; then it has a tensor."""
@@ -169,10 +167,8 @@ class OutgoingTensors:
         if isinstance(last, Part):
             self._wait(earlier, last, array, path)
             return
-        pieces = last.pieces(array.shape)
-        for (more, _), piece in zip(pieces, last.split(array)):
-            bound = {**source.bound, **more}
-            self._put(earlier._replace(bound=bound), piece, path)
+        for (more, _), piece in zip(last.pieces(array.shape), last.split(array)):
+            self._put(earlier._replace(bound={**source.bound, **more}), piece, path)
 
     def _wait(self, whole: Source, part: Part, array: np.ndarray, path: str) -> None:
         """Keeps a part until the others of its tensor, cut the same way, are here."""
@@ -226,9 +222,8 @@ class OutgoingTensors:
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     """Whether two arrays have the same bytes; so NaNs are equal to themselves."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return first.tobytes() == second.tobytes()
+    is_alike = first.dtype == second.dtype and first.shape == second.shape
+    return is_alike and first.tobytes() == second.tobytes()
 
 
 # Loading.
@@ -297,18 +292,15 @@ def load_weights(
     plan = LoadPlan(stored, cast, problems)
     for target in targets:
         plan.add(target, found.find(target.path))
-    missing = [target for target, _ in plan.missing]
     unused = plan.unused(ignore)
-    if plan.problems or (strict and (missing or unused)):
+    if plan.problems or (strict and (plan.missing or unused)):
         raise _misfit_error(path, plan, unused, found, strict)
     values = plan.values(path)
     if values:
         update(model, nested(values))
-    return LoadedWeights(
-        tuple(show_path(target) for target, _ in values),
-        tuple(show_path(target.path) for target in missing),
-        tuple(unused),
-    )
+    loaded = tuple(show_path(target) for target, _ in values)
+    missing = tuple(show_path(target.path) for target, _ in plan.missing)
+    return LoadedWeights(loaded, missing, tuple(unused))
 
 
 class LoadPlan:
@@ -318,7 +310,7 @@ class LoadPlan:
         self.stored = stored
         self.cast = cast
         self.problems = problems  # errors, whether loading is strict or not
-        # With its tensors, in the order of `needs`.
+        # With its tensors, in the order of `needs`; read only if there is no problem.
         self.ready: list[tuple[Target, Source, list[Stored]]] = []
         self.missing: list[tuple[Target, list[str]]] = []
         # By name of tensor, how it is cut and which parts are used.
@@ -334,7 +326,6 @@ class LoadPlan:
             return
         absent: list[str] = []
         present: list[Stored] = []
-        wrong: list[str] = []
         use, index = _use_of(tensor.steps, target.shape)
         for bound, shape in wanted:
             names = source.names(bound)
@@ -345,31 +336,28 @@ class LoadPlan:
             self.uses.setdefault(name, {}).setdefault(use, set()).add(index)
             present.append(self.stored[name])
             if reason := self.unfit(target, self.stored[name], shape, tensor):
-                wrong.append(reason)
-        self.problems += wrong
+                self.problems.append(reason)
         if absent:
             may_be = tensor.is_optional and len(absent) == len(wanted)
             if not may_be or isinstance(target.raw, jax.ShapeDtypeStruct):
                 self.missing.append((target, absent))
-        elif not wrong:
+        else:
             self.ready.append((target, source, present))
 
-    def unfit(
-        self, target: Target, stored: Stored, shape: Shape, tensor: Tensor
-    ) -> str:
+    def unfit(self, target: Target, found: Stored, shape: Shape, tensor: Tensor) -> str:
         """How a tensor does not fit; empty when it does."""
-        place = f"{target.text}: the tensor {quoted(stored.name)} is {stored.text}"
-        if stored.shape != shape:
-            turned = stored.shape == shape[::-1] and not tensor.steps
+        place = f"{target.text}: the tensor {quoted(found.name)} is {found.text}"
+        if found.shape != shape:
+            turned = found.shape == shape[::-1] and not tensor.steps
             hint = "; is it `.transpose()` of it?" if turned else ""
             via = f" by {tensor!r}" if tensor.steps else ""
             return f"{place}, the model needs {shape}{via}{hint}"
-        if stored.dtype is None:
+        if found.dtype is None:
             return f"{place}, a dtype that JAX cannot read"
         if not is_held(target.raw):
             return f"{target.text} is {target.dtype}, which needs `jax_enable_x64`"
-        can_cast = _can_cast(stored.dtype, target.dtype)
-        if stored.dtype == target.dtype or (can_cast and self.cast):
+        can_cast = _can_cast(found.dtype, target.dtype)
+        if found.dtype == target.dtype or (can_cast and self.cast):
             return ""
         hint = "; `cast=True` converts" if can_cast else ""
         return f"{place}, the model needs {target.dtype}{hint}"
@@ -392,11 +380,10 @@ class LoadPlan:
             arrays = (_converted(view, target.dtype) for view in views)
             try:
                 array = assembled(source.tensor.steps, target.shape, arrays)
-            except Misfit as lost:
-                problems.append(f"{target.text}: {lost}")
-            else:
                 if not problems:
                     values.append((target.path, _placed(array, target)))
+            except Misfit as lost:
+                problems.append(f"{target.text}: {lost}")
         if problems:
             raise WeightsError(
                 f"load_weights: {path} does not fit the model; nothing was changed."
@@ -410,7 +397,7 @@ def _cut_of(part: Part, rank: int) -> Part:
     return replace(part, index=0, axis=part.axis % rank)
 
 
-def _use_of(steps: Sequence[Step], shape: Shape) -> tuple[Any, int]:
+def _use_of(steps: Steps, shape: Shape) -> tuple[Any, int]:
     """Where and how a tensor is cut, None if it is not; and which part is taken."""
     while steps:
         *steps, last = steps
@@ -438,16 +425,14 @@ def _misfit_error(
 ) -> WeightsError:
     """The error that lists all that does not fit."""
     lines: list[str] = []
-    spare = [name for name in unused if name in plan.stored]
+    stored = plan.stored
+    spare = [name for name in unused if name in stored]
     for place, (target, absent) in enumerate(plan.missing):
         near = near_to(absent[0], spare if place < SHOWN else (), 1)
         hint = f"; did you mean {quoted(near[0])}?" if near else ""
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         lines.append(f"{target.text}: no tensor {quoted(absent[0])}{more}{hint}")
-    left = [
-        f"{quoted(name)} {plan.stored[name].text}" if name in plan.stored else name
-        for name in unused
-    ]
+    left = [f"{quoted(n)} {stored[n].text}" if n in stored else n for n in unused]
     sections = section("what does not fit", plan.problems)
     if strict:
         sections += section("Variables without a tensor", lines)
@@ -495,9 +480,7 @@ def _placed(array: np.ndarray, target: Target) -> Any:
     if sharding is None:
         return jnp.asarray(_own(array))
     # Each device reads no more than it needs.
-    return jax.make_array_from_callback(
-        array.shape, sharding, lambda index: _own(array[index])
-    )
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: _own(array[i]))
 
 
 def _own(array: np.ndarray) -> np.ndarray:

@@ -208,11 +208,9 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
             known.append(given.run(arrays, CALLS)[2])
 
     jaxpr = jax.make_jaxpr(pure)(given.arrays)
-    names = _Names(node)
-    return [
-        names.call(resolve(scopes, known[0]).path, note, times)
-        for scopes, note, times in _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
-    ]
+    names, roots = _Names(node), known[0]
+    found = _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
+    return [names.call(resolve(s, roots).path, note, times) for s, note, times in found]
 
 
 def _notes_in(
@@ -224,8 +222,7 @@ def _notes_in(
         if eqn.primitive is tap_p and eqn.params["label"].kind is Start:
             tree = eqn.params["label"].tree
             tapped = tree.unflatten(eqn.invars[: tree.num_leaves])
-            rows = _rows_of(tapped)
-            yield here, tapped.note, None if times is None else times * rows
+            yield here, tapped.note, None if times is None else times * _rows_of(tapped)
             continue
         more = _iterations(eqn)
         inner = None if times is None or more is None else times * more
@@ -289,11 +286,8 @@ class _Names:
 
         Objects that hold exactly as many as the call has iterations go first.
         """
-        counts = {
-            place: _slices(note, node)
-            for place, node in self.nodes.items()
-            if type(node) is note.kind and place[: len(around)] == around
-        }
+        below = {p: x for p, x in self.nodes.items() if p[: len(around)] == around}
+        counts = {p: _slices(note, x) for p, x in below.items() if type(x) is note.kind}
         as_many = [place for place, count in counts.items() if count == times]
         fitting = as_many or [place for place, count in counts.items() if count]
         return fitting[0] if len(fitting) == 1 else None
@@ -301,9 +295,8 @@ class _Names:
 
 def _slices(note: Note, node: Any) -> int:
     """How many Modules such as was called an object may hold, stacked; 0 if none."""
-    parts, wholes = (
-        taken_apart(x, "", (), {})[0].leaves for x in (note.given.node, node)
-    )
+    pair = note.given.node, node
+    parts, wholes = (taken_apart(each, "", (), {})[0].leaves for each in pair)
     if len(parts) != len(wholes) or not all(map(_is_part, parts, wholes)):
         return 0
     pairs = [(x.size, y.size) for x, y in zip(parts, wholes) if is_array(x)]

@@ -101,9 +101,8 @@ class Report:
                 # A lone surrogate in a name is no reason to lose the report.
                 beside.write_bytes(self.html.encode("utf-8", "replace"))
         except OSError as error:
-            if (
-                error.strerror is None
-            ):  # raised by `written_whole`, with a text for people
+            # `written_whole` raised it, with a text for people
+            if error.strerror is None:
                 raise
             raise type(error)(
                 f"Report.save: {path} could not be written: {error.strerror}. Choose a "
@@ -160,7 +159,7 @@ def report(
     figures = [record.figures() for record in held]
     rows = [[found.get(site.text) for site in sites] for found in figures]
     entries, notes = _entries(sites, rows)
-    notes += _add_pictures(entries, sites, rows)
+    notes += _illustrate(entries, sites, rows)
     verdicts = _verdicts(rows)
     payload = {
         "title": title or _name(model, sites),
@@ -207,9 +206,7 @@ def _steps(steps: Iterable[int] | None, count: int) -> Sequence[int | None]:
     return numbers
 
 
-def _add_pictures(
-    entries: Sequence[Entry], sites: Sequence[Site], rows: Sequence[Row]
-) -> list[str]:
+def _illustrate(entries: list[Entry], sites: list[Site], rows: list[Row]) -> list[str]:
     """Adds pictures of the values as they were last; gives notes on what has none."""
     last = [
         [(step, pair[0]) for step, pair in enumerate(found) if pair is not None][-1]
@@ -219,17 +216,14 @@ def _add_pictures(
     pictures, left_out = pictures_of(sites, known, PICTURE_BUDGET)
     for n, picture in pictures.items():
         entries[n]["pictures"] = {**picture, "step": last[n][0]}
-    if not left_out:
-        return []
-    return [
+    note = (
         f"Pictures of {left_out:,} sites were left out: all together may take "
         f"{readable_bytes(PICTURE_BUDGET)}. Select fewer sites to see theirs."
-    ]
+    )
+    return [note] if left_out else []
 
 
-def _verdict_text(
-    verdict: Entry, entries: Sequence[Entry], steps: Sequence[int | None]
-) -> str:
+def _verdict_text(verdict: Entry, entries: list[Entry], steps: Sequence[Any]) -> str:
     if verdict["site"] is None:
         return verdict["text"]
     site = entries[verdict["site"]]["text"]
@@ -241,26 +235,21 @@ def _verdict_text(
 # not measured is left out.
 
 
-def _entries(
-    sites: Sequence[Site], rows: Sequence[Row]
-) -> tuple[list[Entry], list[str]]:
+def _entries(sites: list[Site], rows: Sequence[Row]) -> tuple[list[Entry], list[str]]:
     """The sites with their figures by step, and notes on what is left out."""
     notes: list[str] = []
     if len(rows) > 1 and 2 * len(sites) * len(rows) > MOST_BARS:
         rows = [*map(_without_bars, rows[:-1]), rows[-1]]
         notes = ["Histograms are of the last step only: there are many sites."]
     flags = jax.device_get([(site.taken, site.count) for site in sites])
-    texts = [_note(*each) for each in flags]
-    return [*map(_site, sites, zip(*rows), texts)], notes
+    return [*map(_site, sites, zip(*rows), [_note(*each) for each in flags])], notes
 
 
 def _without_bars(row: Row) -> Row:
     """The figures of a step without histograms."""
 
-    def plain(figures: Figures | None) -> Any:
-        return figures and replace(figures, bars=None)
-
-    return [pair and (plain(pair[0]), plain(pair[1])) for pair in row]
+    plain = functools.partial(replace, bars=None)
+    return [pair and (plain(pair[0]), pair[1] and plain(pair[1])) for pair in row]
 
 
 def sites_of(records: Sequence[Record]) -> list[Site]:
@@ -283,10 +272,8 @@ def sites_of(records: Sequence[Record]) -> list[Site]:
 
 
 def _name(model: Any, sites: Sequence[Site]) -> str:
-    if model is not None:
-        return type(model).__name__
     roots = [class_name(site) for site in sites if not site.path and site.module]
-    return roots[-1] if roots else "Report"
+    return ["Report", *roots][-1] if model is None else type(model).__name__
 
 
 def _about(
@@ -322,13 +309,8 @@ def _site(site: Site, pairs: Sequence[Pair | None], note: str) -> Entry:
         "type": _type(site),
         "bytes": site.nbytes,
     }
-    if any(values):
-        entry["values"] = values
-    if any(grads):
-        entry["grads"] = grads
-    if note:
-        entry["note"] = note
-    return entry
+    measured = {"values": values, "grads": grads, "note": note}
+    return {**entry, **{key: found for key, found in measured.items() if any(found)}}
 
 
 def _note(taken: Any, count: Any) -> str:

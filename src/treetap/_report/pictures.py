@@ -98,8 +98,7 @@ def _matrix(value: Any) -> tuple[int, Any]:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             continue
         if np.ndim(leaf) >= 2 and np.size(leaf):
-            array = leaf if isinstance(leaf, jax.Array) else _narrowed(leaf)
-            return number, array
+            return number, leaf if isinstance(leaf, jax.Array) else _narrowed(leaf)
     return 0, None
 
 

@@ -7,7 +7,7 @@ of Variable, each Variable once, the states of random streams together, arrays t
 Variable holds as kind `Array`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +118,10 @@ def rows_of(
     method: str,
     args: Any,
     kwargs: Any,
-    *,
     name: str,
+    *,
     depth: int | None,
-    flops: bool = False,
-    vjp_flops: bool = False,
+    figures: Sequence[str],
 ) -> list[tuple[Row, Any]]:
     """The rows of a call, each with its Module (or an abstract copy of it).
 
@@ -135,8 +134,7 @@ def rows_of(
         kwargs: Its keyword arguments.
         name: The public function at work, for messages.
         depth: How long the paths of rows may be.
-        flops: Whether FLOPs are counted.
-        vjp_flops: Whether those with derivatives are.
+        figures: What is counted of `flops` and `vjp_flops`.
     """
     _check(node, method, depth, name)
     at = nodes_of(node)
@@ -161,8 +159,8 @@ def rows_of(
             parameters=parameters.elements,
             nbytes=parameters.nbytes,
             own_parameters=parameters_of(x for _, x in own_leaves(module)).elements,
-            flops=counter.forward(note) if flops else None,
-            vjp_flops=counter.backward(note) if vjp_flops else None,
+            flops=counter.forward(note) if "flops" in figures else None,
+            vjp_flops=counter.backward(note) if "vjp_flops" in figures else None,
         )
         found.append((row, module))
     return found

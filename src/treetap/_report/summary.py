@@ -193,8 +193,7 @@ def call_columns(rows: Sequence[Row], compact: bool, root: str = "") -> list[Col
 
 def others_text(sizes: Sequence[tuple[str, Size]], separator: str) -> str:
     """What a model holds beside Params."""
-    texts = (f"{kind}: {size}" for kind, size in sizes if kind != "Param")
-    return separator.join(texts)
+    return separator.join(f"{kind}: {size}" for kind, size in sizes if kind != "Param")
 
 
 def summary(
@@ -245,11 +244,11 @@ def summary(
         │ Total    │            │            │            │     32 │ 128 B │    64 │
         ╰──────────┴────────────┴────────────┴────────────┴────────┴───────┴───────╯
     """  # noqa: RUF002 - the sign that is printed
-    found = rows_of(obj, method, args, kwargs, name="summary", depth=depth, flops=flops)
+    figures = ["flops"] * flops
+    found = rows_of(obj, method, args, kwargs, "summary", depth=depth, figures=figures)
     rows = tuple(row for row, _ in found)
     total = parameters_of(leaves_below(obj))
-    name = type(obj).__name__
-    return Summary(name, rows, sizes_of(obj), *total, flops=rows[0].flops)
+    return Summary(type(obj).__name__, rows, sizes_of(obj), *total, flops=rows[0].flops)
 
 
 def hide_streams(row: Row) -> bool:
@@ -315,18 +314,9 @@ def tabulate(
         <BLANKLINE>
                         Total Parameters: 3 (12 B)
     """
-    found = rows_of(
-        obj,
-        method,
-        args,
-        kwargs,
-        name="tabulate",
-        depth=depth,
-        flops=compute_flops,
-        vjp_flops=compute_vjp_flops,
-    )
-    shown = [(row, node) for row, node in found if row_filter(row)]
     figures = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
+    found = rows_of(obj, method, args, kwargs, "tabulate", depth=depth, figures=figures)
+    shown = [(row, node) for row, node in found if row_filter(row)]
     sizes, parameters = sizes_of(obj), parameters_of(leaves_below(obj))
     caption = f"\nTotal Parameters: {parameters}\n{others_text(sizes, chr(10))}"
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treetap._core.wording import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
 
@@ -131,9 +130,7 @@ class Fitting(NamedTuple):
         frame = compact_frame() if compact else self.frame
         return table_of(self.columns(compact), **{**frame, **self.options})
 
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> Iterator[Any]:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.measure import Measurement
 
         table = self._table(False)
@@ -155,9 +152,7 @@ class Listing(NamedTuple):
     styles: Mapping[int, str] = NOTHING
     remedy: str = ""
 
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> Iterator[Any]:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
         kept = list(self.columns)
@@ -166,8 +161,7 @@ class Listing(NamedTuple):
         yield self._table(kept, options.max_width)
         gone = [each.head for each in self.columns if each.head and each not in kept]
         if gone:
-            note = f"Too narrow to show: {', '.join(gone)}{self.remedy}."
-            yield Text(note, "dim")
+            yield Text(f"Too narrow to show: {', '.join(gone)}{self.remedy}.", "dim")
 
     def _table(self, kept: Sequence[Column], width: int) -> "Table":
         """The table: what room there is beyond what is needed goes to the first."""

@@ -81,6 +81,5 @@ def _item(label: str, value: Any) -> str:
 
 def _short(value: Any) -> str:
     name = getattr(value, "__name__", None)
-    text = name if isinstance(name, str) else repr(value)
-    text = text.partition("\n")[0]
+    text = (name if isinstance(name, str) else repr(value)).partition("\n")[0]
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -21,7 +21,7 @@ import numpy as np
 from treetap._core.errors import WeightsError
 from treetap._core.wording import quoted, shown
 from treetap._io.files import needing, refusing
-from treetap._io.record_descriptions import DTYPES
+from treetap._io.record_descriptions import DTYPES, Leaf
 from treetap._io.store.contents import Column, JournalContents, row_shape
 
 LARGEST = 2**26  # bytes of a chunk; more is split along rows
@@ -34,8 +34,9 @@ def require_tensorstore(name: str) -> None:
         import tensorstore  # noqa: F401 - imported where it is used
 
 
-def column_for(text: str, value: Any, axis: int | None) -> Column:
+def column_for(leaf: Leaf, axis: int | None) -> Column:
     """The column that a first value needs; a chunk of it is one shard of the value."""
+    value = leaf.value
     shape = part = np.shape(value)
     if isinstance(value, jax.Array):
         part = value.sharding.shard_shape(shape)
@@ -44,7 +45,9 @@ def column_for(text: str, value: Any, axis: int | None) -> Column:
     size = math.prod(chunk) * value.dtype.itemsize
     while size > LARGEST and chunk[0] % 2 == 0:
         chunk[0], size = chunk[0] // 2, size // 2
-    return Column(text, axis, row_shape(shape, axis), value.dtype.name, tuple(chunk))
+    return Column(
+        leaf.text, axis, row_shape(shape, axis), value.dtype.name, tuple(chunk)
+    )
 
 
 def _spec(column: Column, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
@@ -75,19 +78,11 @@ def created(column: Column, folder: pathlib.Path, compression: int) -> Any:
 
 def opened_all(contents: JournalContents, store: pathlib.Path, name: str) -> list[Any]:
     """Opens the arrays of a store, and compares each with what the journal says."""
-    found: list[Any] = []
-    for number, (column, rows) in enumerate(zip(contents.columns, contents.ends)):
-        held = _opened(column, column.folder(store, number), name)
-        if held.shape[0] < rows:
-            raise WeightsError(
-                f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} "
-                f"were appended: {store} was changed by something else."
-            )
-        found.append(held)
-    return found
+    columns = enumerate(zip(contents.columns, contents.ends))
+    return [_opened(c, c.folder(store, n), rows, name) for n, (c, rows) in columns]
 
 
-def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
+def _opened(column: Column, folder: pathlib.Path, rows: int, name: str) -> Any:
     import tensorstore as ts
 
     if any(place.is_symlink() for place in (folder.parent, folder, folder / "c")):
@@ -103,6 +98,11 @@ def _opened(column: Column, folder: pathlib.Path, name: str) -> Any:
             f"{where} has the shape {held.shape!r}, packed by "
             f"{sorted(codecs)!r:.200}, and the journal says rows of "
             f"{column.shape!r:.200}. It is of another store."
+        )
+    if held.shape[0] < rows:
+        raise WeightsError(
+            f"{name}: {shown(column.text)} has {held.shape[0]} rows, and {rows} were "
+            f"appended: {folder.parents[1]} was changed by something else."
         )
     return held
 
@@ -121,8 +121,7 @@ def _refuse_size(column: Column, shape: tuple[int, ...], what: str) -> None:
 
 def resized(held: Any, rows: int) -> Any:
     """A future of the array with another number of rows."""
-    end = [rows, *held.shape[1:]]
-    return held.resize(exclusive_max=end, resize_metadata_only=True)
+    return held.resize(exclusive_max=[rows, *held.shape[1:]], resize_metadata_only=True)
 
 
 def view(held: Any, axis: int | None, start: int, stop: int) -> Any:
@@ -202,8 +201,7 @@ class StoredArray:
         if len(dots) > 1 or len(items) - len(dots) > self.ndim:
             raise IndexError(f"StoredArray: {index!r} has too many axes for {self}.")
         for place in dots:
-            rest = [slice(None)] * (self.ndim - len(items) + 1)
-            items[place : place + 1] = rest
+            items[place : place + 1] = [slice(None)] * (self.ndim - len(items) + 1)
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
@@ -242,6 +240,5 @@ class StoredArray:
                 f"StoredArray: {item!r:.60} is no index of axis {axis} of {self}, or "
                 "is outside of it."
             )
-        found = found.astype(np.int64)
-        found = np.where(found < 0, found + length, found)
+        found = found.astype(np.int64) % length
         return int(found) if found.ndim == 0 else found

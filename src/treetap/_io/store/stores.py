@@ -49,9 +49,8 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]):
         name = "Store"
-        require_path(path, name)
+        self._folder = pathlib.Path(os.path.abspath(require_path(path, name)))
         require_tensorstore(name)
-        self._folder = pathlib.Path(os.path.abspath(path))
         contents = read_contents(self._folder, name)
         batches = contents.batches
         self.metadata: tuple[dict[str, Any], ...] = tuple(b.metadata for b in batches)
@@ -90,8 +89,8 @@ class Store:
             raise IndexError(f"Store: there is no batch {number}; there are {count}.")
         number %= count
         starts, stops = self._starts[number : number + 2]
-        begun = map(StoredArray.begun_value, self._arrays, starts, stops)
-        reads = list(begun)  # all, before the first is waited for
+        # All are begun before the first is waited for.
+        reads = [*map(StoredArray.begun_value, self._arrays, starts, stops)]
         leaves = [read() for read in reads]
         with refusing(f"Store: {self._folder} is broken", Malformed):
             return rebuilt(self._sites, leaves)

@@ -43,6 +43,8 @@ from treetap._io.store.contents import (
 from treetap._io.store.journals import AGAIN, Journal
 from treetap._observe.records import Record
 
+APPEND = "StoreWriter.append"  # for messages
+
 
 class StoreWriter:
     """Appends the Records of many batches to a folder, safe against being killed.
@@ -80,9 +82,8 @@ class StoreWriter:
         compression: int = 0,
     ):
         name = "StoreWriter"
-        require_path(path, name)
+        self._folder = pathlib.Path(os.path.abspath(require_path(path, name)))
         require_tensorstore(name)
-        self._folder = pathlib.Path(os.path.abspath(path))
         self._axes = axis_rules(axis, name)
         if type(compression) is not int or not 0 <= compression <= 22:
             raise ValueError(
@@ -118,7 +119,7 @@ class StoreWriter:
         others go on writing, to rows that the next batch is going to use. So the next
         `append` waits for them first, in `_settle`.
         """
-        what = f"StoreWriter.append: a batch for {self._folder} was not kept"
+        what = f"{APPEND}: a batch for {self._folder} was not kept"
         self._pending.extend(futures)
         found: list[Any] = []
         problem: OSError | None = None
@@ -174,19 +175,18 @@ class StoreWriter:
         Returns:
             The number of the batch.
         """
-        name = "StoreWriter.append"
         if not self._journal.is_open:
-            raise ValueError(f"{name}: the writer is closed.")
-        told = _as_json(metadata, name)
-        sites, leaves = described(record, name)
+            raise ValueError(f"{APPEND}: the writer is closed.")
+        told = _as_json(metadata)
+        sites, leaves = described(record, APPEND)
         contents = self._contents
         self._settle()
         self._catch_up()  # if an interrupt came in between
         if not contents.columns:
-            self._begin(record, sites, leaves, name)
-        _refuse_other_sites(contents.sites, sites, name)
+            self._begin(record, sites, leaves)
+        _refuse_other_sites(contents.sites, sites)
         for column, leaf in zip(contents.columns, leaves):
-            _refuse_other_rows(column, leaf, name)
+            _refuse_other_rows(column, leaf)
             if isinstance(leaf.value, jax.Array):
                 leaf.value.copy_to_host_async()
         starts = contents.ends
@@ -204,57 +204,47 @@ class StoreWriter:
         """Reads the lines of the journal that are not in the contents yet."""
         self._contents.take(self._journal.entries_after(self._contents.lines))
 
-    def _begin(
-        self, record: Record, sites: list[Any], leaves: list[Leaf], name: str
-    ) -> None:
+    def _begin(self, record: Record, sites: list[Any], leaves: list[Leaf]) -> None:
         """Makes the arrays that the first Record needs."""
         if not leaves:
-            raise CaptureError(f"{name}: the Record has no values.")
-        axes = axes_of(self._axes, record, leaves, name)
-        columns = [
-            column_for(leaf.text, leaf.value, a) for leaf, a in zip(leaves, axes)
-        ]
+            raise CaptureError(f"{APPEND}: the Record has no values.")
+        axes = axes_of(self._axes, record, leaves, APPEND)
+        columns = [*map(column_for, leaves, axes)]
         data = self._folder / "data"
         if data.is_symlink():
-            raise WeightsError(f"{name}: {data} is a link that leads elsewhere.")
+            raise WeightsError(f"{APPEND}: {data} is a link that leads elsewhere.")
         if self._is_first and data.exists():  # of a program that was killed here
             shutil.rmtree(data)
-        made = enumerate(columns if self._is_first else ())
-        futures = (
-            created(each, each.folder(self._folder, n), self._compression)
-            for n, each in made
-        )
-        self._finish(futures)
+        folders = (each.folder(self._folder, n) for n, each in enumerate(columns))
+        futures = map(created, columns, folders, itertools.repeat(self._compression))
+        self._finish(futures if self._is_first else ())
         about = [column._asdict() for column in columns]
         self._journal.write({"sites": sites, "columns": about})
         self._catch_up()
-        self._arrays = opened_all(self._contents, self._folder, name)
+        self._arrays = opened_all(self._contents, self._folder, APPEND)
 
     def _resize(self, ends: Sequence[int]) -> None:
         """Gives each array its number of rows; a failed batch may have left more."""
         futures = map(resized, self._arrays, ends) if self._is_first else ()
         self._arrays = self._finish(futures)
         if not self._is_first:
-            name = "StoreWriter.append"
-            self._arrays = opened_all(self._contents, self._folder, name)
+            self._arrays = opened_all(self._contents, self._folder, APPEND)
 
 
 def _refuse_place(folder: pathlib.Path, name: str) -> None:
     """Refuses a folder that is not a store, before anything is put into it."""
-    if not folder.exists():
-        if not folder.parent.is_dir():
-            raise FileNotFoundError(f"{name}: there is no folder {folder.parent}.")
-        return
-    if not folder.is_dir():
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"{name}: there is no folder {folder.parent}.")
+    if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{name}: {folder} is a file; a store is a folder.")
-    held = sorted(os.listdir(folder))
+    held = sorted(os.listdir(folder)) if folder.exists() else []
     if held and journal_file(folder, 0).name not in held:
         raise FileExistsError(
             f"{name}: {folder} is not a store, and not empty: it has {held[:5]}."
         )
 
 
-def _as_json(metadata: Any, name: str) -> dict[str, Any]:
+def _as_json(metadata: Any) -> dict[str, Any]:
     told = {} if metadata is None else metadata
     try:
         if not isinstance(told, Mapping):
@@ -262,19 +252,19 @@ def _as_json(metadata: Any, name: str) -> dict[str, Any]:
         return json.loads(json.dumps(dict(told), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name}: `metadata` is a mapping of what JSON has: {error}."
+            f"{APPEND}: `metadata` is a mapping of what JSON has: {error}."
         ) from error
 
 
 _OTHER = "Records of one kind belong in one store; begin another for these."
 
 
-def _refuse_other_sites(known: list[Any], sites: list[Any], name: str) -> None:
+def _refuse_other_sites(known: list[Any], sites: list[Any]) -> None:
     """Refuses a Record of other sites than those in the store."""
     for old, new in itertools.zip_longest(known, sites):
         if difference := _difference(old, new):
             raise StructureError(
-                f"{name}: the store has {_text_of(old)}, and the Record has "
+                f"{APPEND}: the store has {_text_of(old)}, and the Record has "
                 f"{_text_of(new)}{difference}. {_OTHER}"
             )
 
@@ -294,7 +284,7 @@ def _text_of(about: Any) -> str:
     return site_text(about["path"], about["name"], about["index"])
 
 
-def _refuse_other_rows(column: Column, leaf: Leaf, name: str) -> None:
+def _refuse_other_rows(column: Column, leaf: Leaf) -> None:
     """Refuses a value of another type, or with rows of another shape."""
     shape, axis = np.shape(leaf.value), column.axis
     is_same = leaf.value.dtype.name == column.dtype
@@ -304,6 +294,6 @@ def _refuse_other_rows(column: Column, leaf: Leaf, name: str) -> None:
         if axis is not None:
             wanted.insert(axis, "rows")
         raise StructureError(
-            f"{name}: {leaf.text} is {typed(leaf.value)}, and the store has "
+            f"{APPEND}: {leaf.text} is {typed(leaf.value)}, and the store has "
             f"{column.dtype}[{','.join(wanted)}]. {_OTHER}"
         )
