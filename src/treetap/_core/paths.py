@@ -48,16 +48,14 @@ def sorted_keys(keys: Iterable[Key]) -> list[Key]:
         return sorted(keys, key=sort_key)
 
 
+_BARE_KEYS = {GetAttrKey: "name", SequenceKey: "idx"}  # the attributes that have them
+_BARE_KEYS |= dict.fromkeys((DictKey, FlattenedIndexKey), "key")
+
+
 def plain_key(entry: Any) -> Key:
     """The bare key inside one of JAX's key-path entries."""
-    match entry:
-        case GetAttrKey(name=name):
-            return name
-        case SequenceKey(idx=index):
-            return index
-        case DictKey(key=key) | FlattenedIndexKey(key=key):
-            return key
-    return entry
+    name = _BARE_KEYS.get(type(entry))
+    return entry if name is None else getattr(entry, name)
 
 
 def is_named_tuple(kind: type) -> bool:

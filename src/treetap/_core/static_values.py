@@ -452,8 +452,7 @@ class Statics(Described, tuple[Any, ...]):
 
     def as_described(self) -> tuple[Any, ...]:
         """The values as they were: themselves, or copies if they have changed."""
-        is_same = self.snapshot.watch.holds()
-        return self if is_same else self.snapshot.as_it_was()
+        return self if self.snapshot.watch.holds() else self.snapshot.as_it_was()
 
     def __reduce__(self) -> Any:
         return Statics, (tuple(self),)

@@ -158,9 +158,6 @@ class List(Module, MutableSequence[T], Generic[T]):
         own = [key for key in attributes_of(self) if isinstance(key, str)]
         return sorted({*dir(type(self)), *own})
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def _display_parts(self) -> display.Parts:
         named = [
             (name, value)

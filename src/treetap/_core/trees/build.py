@@ -338,8 +338,7 @@ def rebuilt(
     walk = Flattening(root, graph, name, states=False)
     definition = walk.definition(root)
     if walk.has_twins:
-        walk = Flattening(root, True, name, states=False)
-        definition = walk.definition(root)
+        return rebuilt(root, True, name, variable=variable, leaf=leaf)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
     return Builder(iter(new), recreate=False).any(definition.spec)
 

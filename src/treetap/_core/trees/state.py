@@ -207,8 +207,8 @@ class FlatState(Sequence[tuple[Path, Any]]):
         return zip(self.paths, self.leaves, strict=True)
 
     def __repr__(self) -> str:
-        lines = ",\n".join(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
-        return "FlatState([\n  " + lines.replace("\n", "\n  ") + "\n])"
+        lines = display.block(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
+        return f"FlatState([{lines}])"
 
     def to_nested_state(self) -> State:
         """The same content as a nested State."""

@@ -38,8 +38,7 @@ class ExactMetadata(Described, dict[str, Any]):
 
     def current(self) -> "ExactMetadata":
         """The same metadata as they are now."""
-        is_same = self.snapshot.watch.holds()
-        return self if is_same else ExactMetadata(self)
+        return self if self.snapshot.watch.holds() else ExactMetadata(self)
 
     def as_described(self) -> "ExactMetadata":
         """The metadata as they were described: copies, if they have changed."""
