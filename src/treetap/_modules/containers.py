@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from treetap._core import display
 from treetap._core.trees.attributes import classify, is_data
-from treetap._core.trees.pytree import adopt, attributes_of, counts, unseal
+from treetap._core.trees.pytree import Pytree, adopt, attributes_of, counts, unseal
 from treetap._modules.module import Module
 
 T = TypeVar("T")
@@ -168,12 +168,25 @@ class List(Module, MutableSequence[T], Generic[T]):
         return display.Parts(counts(self), named + items, ("([", "])"))
 
 
+class ByName(Pytree):
+    """Base of what holds its items as attributes, and lists them by name."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(attributes_of(self)))
+
+    def __len__(self) -> int:
+        return len(attributes_of(self))
+
+    def __contains__(self, name: object) -> bool:
+        return name in attributes_of(self)
+
+
 @functools.cache
 def _class_names(cls: type) -> frozenset[str]:
     return frozenset(name for base in cls.__mro__ for name in vars(base))
 
 
-class Dict(Module, MutableMapping[str, T], Generic[T]):
+class Dict(Module, ByName, MutableMapping[str, T], Generic[T]):
     """A dict that is a Module; its items are children by key, and also attributes.
 
     Args:
@@ -218,15 +231,6 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
         if key not in attributes_of(self):
             raise KeyError(key)
         self.__delattr__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(attributes_of(self)))
-
-    def __len__(self) -> int:
-        return len(attributes_of(self))
-
-    def __contains__(self, key: object) -> bool:
-        return key in attributes_of(self)
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - as a Module

@@ -302,11 +302,10 @@ def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
     """Changes the streams in a tree as `change` does in a copy."""
     made = nodes_below(change(tree), RngStream, True, "split_rngs")
     found = nodes_below(tree, RngStream, True, "split_rngs")
-    backups = SplitBackups()
-    for (_, stream), (_, other) in zip(found, made):
-        if stream.key is not other.key:
-            backups.append(_backup(stream, stream))
-            restore_rngs([_backup(stream, other)])
+    pairs = [(old, new) for (_, old), (_, new) in zip(found, made)]
+    pairs = [(old, new) for old, new in pairs if old.key is not new.key]
+    backups = SplitBackups(_backup(old, old) for old, _ in pairs)
+    restore_rngs(_backup(old, new) for old, new in pairs)
     return backups
 
 

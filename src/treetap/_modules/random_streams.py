@@ -18,6 +18,7 @@ from treetap._core.trees.pytree import Pytree, attributes_of
 from treetap._core.variables.kinds import RngCount, RngKey
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import near_to, typed
+from treetap._modules.containers import ByName
 
 C = TypeVar("C", bound=type)
 Shape = int | tuple[int, ...]
@@ -153,7 +154,7 @@ Rules = Shape | Mapping[Filter, Shape | None] | None
 
 
 @_add_draws
-class Rngs(Pytree):
+class Rngs(ByName):
     """Named random streams; a name without a stream is served by `default`.
 
     Args:
@@ -210,15 +211,6 @@ class Rngs(Pytree):
     def __call__(self) -> jax.Array:
         """The next key of the stream `default`."""
         return self.default()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(attributes_of(self)))
-
-    def __len__(self) -> int:
-        return len(attributes_of(self))
-
-    def __contains__(self, name: object) -> bool:
-        return name in attributes_of(self)
 
     def items(self) -> Iterator[tuple[str, RngStream]]:
         """Names and streams."""

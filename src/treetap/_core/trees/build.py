@@ -109,14 +109,11 @@ class Builder:
 
     def object_of_variables(self, spec: Any) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
-        trace = self.trace
+        values, trace, count = self.values, self.trace, len(spec.children)
         node = bare(spec.type, trace)
-        if self.grouped:
-            children = next(self.values)
-        else:
-            children = tuple(islice(self.values, len(spec.children)))
+        given = next(values) if self.grouped else tuple(islice(values, count))
+        children = given
         if self.recreate:
-            given = children
             children = tuple(
                 x
                 if isinstance(x, Variable)
@@ -203,16 +200,15 @@ class Merging:
                 self.problems.append(f"unexpected {show_path(path)}")
         elif state is MISSING:
             self.problems.append(f"missing {show_path(path)}")
+        elif kind is VariableSpec:
+            self.leaves.append(self.variable(spec, state, path))
         else:
-            value = state
-            if kind is VariableSpec:
-                value = self.variable(spec, state, path)
-            elif isinstance(state, Variable):
-                found = f"a {type(state).__name__} where a plain value belongs"
-                self.problem(path, found)
-            elif is_branch(state):
-                self.problem(path, "a mapping where a plain value belongs")
-            self.leaves.append(value)
+            if isinstance(state, Variable) or is_branch(state):
+                name = (
+                    type(state).__name__ if isinstance(state, Variable) else "mapping"
+                )
+                self.problem(path, f"a {name} where a plain value belongs")
+            self.leaves.append(state)
 
     def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
         """A Variable from a Variable, or from its bare value."""
@@ -230,15 +226,13 @@ class Merging:
     def children(self, spec: Any, state: Any, path: Path) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
         is_group = type(spec) is ObjectSpec and spec.kinds is not None
-        if is_group and type(state) is dict and not self.copy:
-            found = _matching(spec, state)
-            if found is not None:
-                self.leaves.append(found)
-                return
-        if state is MISSING:
-            state = {}
-        elif not is_branch(state):
-            self.problem(path, f"a {type(state).__name__} where a mapping belongs")
+        is_usual = is_group and type(state) is dict and not self.copy
+        if is_usual and (found := _matching(spec, state)) is not None:
+            self.leaves.append(found)
+            return
+        if not is_branch(state):
+            if state is not MISSING:
+                self.problem(path, f"a {type(state).__name__} where a mapping belongs")
             state = {}
         keys, absent, start = spec.keys, 0, len(self.leaves)
         for key, child in zip(keys, spec.children):
@@ -298,12 +292,9 @@ def put_together(
 
 def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
     shown = first_few(problems, 12, before="  - ", end="\n")
-    found = len([*flat_items(state)])
-    counts = ""
-    if found != graphdef.num_leaves:
-        counts = (
-            f" Incorrect number of leaves: {found}, expected {graphdef.num_leaves}."
-        )
+    found, expected = len([*flat_items(state)]), graphdef.num_leaves
+    counts = f" Incorrect number of leaves: {found}, expected {expected}."
+    counts = "" if found == expected else counts
     return (
         f"{name}: the state does not fit the GraphDef.{counts}\n"
         f"{shown}\n"

@@ -241,8 +241,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             for name, value in attributes.items():
                 known = own.get(name)
                 if known is None:
-                    known = by_class.get(name)
-                    held, known = classify(cls.__name__, name, value, known)
+                    held, known = classify(
+                        cls.__name__, name, value, by_class.get(name)
+                    )
                     attributes[name] = held
                     if known:
                         adopt(held, name, self._pytree__place)
