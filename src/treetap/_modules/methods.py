@@ -95,7 +95,7 @@ def scope_name(module: Any) -> str:
     return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def wrap_methods(cls: type, own: frozenset[str]) -> None:
+def wrap_methods(cls: type, own: set[str]) -> None:
     """Wraps the methods a class body defines, leaving the names in `own` alone."""
     for name, value in list(vars(cls).items()):
         if name not in own and is_method(name, value) and value not in _wrapped:

@@ -130,10 +130,8 @@ class Module(Pytree):
         self.set_attributes(raise_if_not_found=False, **both, **attributes)
 
 
-_OWN_METHODS = frozenset(
-    {name for name in vars(Module) if name[0] != "_"}
-    | {"iter_modules", "iter_children", "set_view"}
-)
+_OWN_METHODS = {"iter_modules", "iter_children", "set_view"}
+_OWN_METHODS |= {name for name in vars(Module) if name[0] != "_"}
 
 
 def assign(

@@ -195,7 +195,6 @@ class Rngs(ByName):
             warnings.warn(
                 f"Rngs: there is no stream {name!r}, so `default` serves it; "
                 f"did you mean {meant!r}?",
-                UserWarning,
                 stacklevel=3,
             )
         return streams["default"]
@@ -233,11 +232,8 @@ class Rngs(ByName):
             split: Deprecated; use `Rngs.split`.
         """
         if split is not None:
-            warnings.warn(
-                "Rngs.fork(split=...) is deprecated; use Rngs.split(...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            text = "Rngs.fork(split=...) is deprecated; use Rngs.split(...)."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
             return self.split(split)
         return self._mapped(lambda stream, _: stream.fork(), {...: True})
 

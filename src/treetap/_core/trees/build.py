@@ -203,10 +203,9 @@ class Merging:
         elif kind is VariableSpec:
             self.leaves.append(self.variable(spec, state, path))
         else:
-            if isinstance(state, Variable) or is_branch(state):
-                name = (
-                    type(state).__name__ if isinstance(state, Variable) else "mapping"
-                )
+            is_variable = isinstance(state, Variable)
+            if is_variable or is_branch(state):
+                name = type(state).__name__ if is_variable else "mapping"
                 self.problem(path, f"a {name} where a plain value belongs")
             self.leaves.append(state)
 
@@ -271,7 +270,7 @@ def put_together(
     name: str,
     *,
     copy: bool = False,
-    recreate_variables: bool = True,
+    recreate: bool = True,
     made: dict[int, Any] | None = None,
     owners: Mapping[Any, Any] | None = None,
 ) -> Any:
@@ -281,7 +280,7 @@ def put_together(
     listed in one StructureError, and then nothing was made. See `regrow` for `made` and
     `owners`.
     """
-    named = Merging(copy, recreate_variables)
+    named = Merging(copy, recreate)
     named.any(graphdef.spec, state, ())
     if named.problems:
         raise StructureError(_complaint(name, graphdef, state, named.problems))
@@ -371,13 +370,9 @@ def clone(
             return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
         return make(type(variable), raw, variable._metadata, trace)
 
-    return rebuilt(
-        node,
-        resolve_graph(graph),
-        "clone",
-        variable=copy_variable if variables else _same,
-        leaf=_copied if arrays else _same,
-    )
+    variable = copy_variable if variables else _same
+    leaf = _copied if arrays else _same
+    return rebuilt(node, resolve_graph(graph), "clone", variable=variable, leaf=leaf)
 
 
 def _copied(leaf: Any) -> Any:

@@ -237,13 +237,11 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         attributes = attributes_of(self)
         status = self._pytree__status
         if status.keys() != attributes.keys():
-            own, by_class, status = status, cls._pytree__class_status, {}
+            own, preset, status = status, cls._pytree__class_status, {}
             for name, value in attributes.items():
                 known = own.get(name)
                 if known is None:
-                    held, known = classify(
-                        cls.__name__, name, value, by_class.get(name)
-                    )
+                    held, known = classify(cls.__name__, name, value, preset.get(name))
                     attributes[name] = held
                     if known:
                         adopt(held, name, self._pytree__place)

@@ -133,6 +133,9 @@ def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:
     )
 
 
+_WITH_IDENTITY = Node | Variable | jax.Array | jax.Ref | np.ndarray
+
+
 def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     """The paths of objects, Variables and arrays that stand at several places.
 
@@ -150,10 +153,7 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     found: dict[int, list[Path]] = {}
     kept: list[Any] = []  # an identity means something only while its object lives
     for path, value in places(node):
-        has_identity = isinstance(
-            value, Node | Variable | jax.Array | jax.Ref | np.ndarray
-        )
-        if has_identity and wanted(path, value):
+        if isinstance(value, _WITH_IDENTITY) and wanted(path, value):
             kept.append(value)
             found.setdefault(id(value), []).append(path)
     return [paths for paths in found.values() if len(paths) > 1]

@@ -94,13 +94,9 @@ def checked_names(
     for name, value in metadata.items():
         refuse_hook(kind.__name__, name)
         if name in _RENAMED:
-            warnings.warn(
-                f"{kind.__name__}: the metadata name {name!r} is deprecated; "
-                f"use {_RENAMED[name]!r}.",
-                DeprecationWarning,
-                stacklevel=stacklevel,
-            )
-            name = _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
+            old, name = name, _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
+            text = f"the metadata name {old!r} is deprecated; use {name!r}."
+            warnings.warn(f"{kind.__name__}: {text}", DeprecationWarning, stacklevel)
         if name not in PLAIN and hasattr(kind, name):
             raise MetadataError(
                 f"{kind.__name__}: {name!r} cannot be the name of metadata: it is an "

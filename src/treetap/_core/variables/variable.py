@@ -78,14 +78,10 @@ class VariableMeta(type):
     """Gives every kind empty `__slots__`, so that Variables stay small and closed."""
 
     def __new__(
-        mcs,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        **kwargs: Any,
+        mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
     ) -> "VariableMeta":
-        namespace.setdefault("__slots__", ())
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+        body.setdefault("__slots__", ())
+        return super().__new__(mcs, name, bases, body, **kwargs)
 
 
 class Variable(
