@@ -56,8 +56,7 @@ class Setting(ContextDecorator):
         if not hasattr(cls, "_local"):  # a variant shares its parent's scopes
             cls._local = ContextVar(key, default=())
             cls._process = []
-            preset = read_flag(variable) if variable else None
-            if preset is not None:
+            if variable and (preset := read_flag(variable)) is not None:
                 cls(preset)
 
     def __init__(self, value: bool):

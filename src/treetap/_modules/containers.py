@@ -159,11 +159,9 @@ class List(Module, MutableSequence[T], Generic[T]):
         return sorted({*dir(type(self)), *own})
 
     def _display_parts(self) -> display.Parts:
-        named = [
-            (name, value)
-            for name, value in attributes_of(self).items()
-            if isinstance(name, str) and name[0] != "_"
-        ]
+        held = attributes_of(self)
+        names = [name for name in held if isinstance(name, str) and name[0] != "_"]
+        named = [(name, held[name]) for name in names]
         items = [("", value) for value, _ in self._items()]
         return display.Parts(counts(self), named + items, ("([", "])"))
 
@@ -272,9 +270,7 @@ class Sequential(Module):
             rngs: Random streams.
             **kwargs: Keyword arguments of the first layer.
         """
-        result: Any = args[0] if len(args) == 1 else (args or None)
-        if kwargs and not args:
-            result = kwargs
+        result: Any = args[0] if len(args) == 1 else (args or kwargs or None)
         for layer in self.layers:
             extra = {"rngs": rngs} if rngs is not None and _takes_rngs(layer) else {}
             result = layer(*args, **kwargs, **extra)

@@ -103,18 +103,15 @@ def with_rngs(
         >>> tt.with_rngs(rngs, split={"dropout": 3}).dropout.key.shape
         (3,)
     """
-    del graph_updates
     rules = _rules(split, fork, broadcast)
     wanted = predicate_of(only)
 
     def apply(tree: Any) -> Any:
         mode = resolve_graph(graph)
         # All rules are looked up, and what is wrong found, before any counter moves.
-        chosen = {
-            path: _rule_for(path, stream, rules)
-            for path, stream in nodes_below(tree, RngStream, mode, "with_rngs")
-            if wanted(path, stream)
-        }
+        streams = nodes_below(tree, RngStream, mode, "with_rngs")
+        touched = [pair for pair in streams if wanted(*pair)]
+        chosen = {path: _rule_for(path, stream, rules) for path, stream in touched}
 
         def replaced(path: Path, value: Any) -> Any:
             if rule := chosen.get(path):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree, attributes_of
 from treetap._core.variables.kinds import RngCount, RngKey
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.operators import unboxed
 from treetap._core.wording import near_to, typed
 from treetap._modules.containers import ByName
 
@@ -74,8 +74,7 @@ def _add_draws(cls: C) -> C:
 
 def as_key(key: Any) -> jax.Array:
     """A typed key array from a seed, a key, or raw key data."""
-    if isinstance(key, Variable):
-        key = key.get_value()
+    key = unboxed(key)
     if isinstance(key, bool) or not isinstance(key, int | jax.Array):
         raise ValueError(
             f"RngStream: expected a seed (int) or a key array, got {key!r} of type "

@@ -273,5 +273,4 @@ def dataclass(cls: Any = None, /, **options: Any) -> Any:
         1
     """
     options.setdefault("repr", False)
-    decorate = dataclasses.dataclass(**options)
-    return decorate if cls is None else decorate(cls)
+    return dataclasses.dataclass(cls, **options)

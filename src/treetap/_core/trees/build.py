@@ -115,10 +115,8 @@ class Builder:
         children = given
         if self.recreate:
             children = tuple(
-                x
-                if isinstance(x, Variable)
-                else make(each.type, x, each.metadata, trace)
-                for x, each in zip(given, spec.children)
+                x if isinstance(x, Variable) else make(own.type, x, own.metadata, trace)
+                for x, own in zip(given, spec.children)
             )
             if not any(map(is_, children, given)):  # all new: what a walk would find
                 set_spec(node, (children, spec))
@@ -283,22 +281,17 @@ def put_together(
     named = Merging(copy, recreate)
     named.any(graphdef.spec, state, ())
     if named.problems:
-        raise StructureError(_complaint(name, graphdef, state, named.problems))
+        shown = first_few(named.problems, 12, before="  - ", end="\n")
+        found, expected = len([*flat_items(state)]), graphdef.num_leaves
+        counts = f" Incorrect number of leaves: {found}, expected {expected}."
+        raise StructureError(
+            f"{name}: the state does not fit the GraphDef."
+            f"{'' if found == expected else counts}\n{shown}\n"
+            "Pass the State(s) that `split` gave with this GraphDef, all of them."
+        )
     made, leaves = {} if made is None else made, iter(named.leaves)
     work = Builder(leaves, made, owners or {}, recreate=False, grouped=True)
     return work.any(graphdef.spec)
-
-
-def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
-    shown = first_few(problems, 12, before="  - ", end="\n")
-    found, expected = len([*flat_items(state)]), graphdef.num_leaves
-    counts = f" Incorrect number of leaves: {found}, expected {expected}."
-    counts = "" if found == expected else counts
-    return (
-        f"{name}: the state does not fit the GraphDef.{counts}\n"
-        f"{shown}\n"
-        "Pass the State(s) that `split` gave with this GraphDef, all of them."
-    )
 
 
 def _same(value: Any) -> Any:

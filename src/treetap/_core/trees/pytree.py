@@ -306,13 +306,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     # Display.
 
     def _display_parts(self) -> display.Parts:
-        status = self._pytree__status
-        items = [
-            (name, value)
-            for name, value in attributes_of(self).items()
-            if name[0] != "_" or status.get(name)
-        ]
-        return display.Parts(counts(self), items)
+        held, status = attributes_of(self), self._pytree__status
+        names = [name for name in held if name[0] != "_" or status.get(name)]
+        return display.Parts(counts(self), [(name, held[name]) for name in names])
 
 
 def bare(cls: type[Any], trace: Any = None) -> Any:

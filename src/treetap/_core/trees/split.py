@@ -187,10 +187,8 @@ def merge(
         )
     if not states:
         raise TypeError("merge() missing 1 required positional argument: 'state'")
-    united = _united(graphdef, states, "merge")
-    return put_together(
-        graphdef, united, "merge", copy=copy, recreate=recreate_variables
-    )
+    held = _united(graphdef, states, "merge")
+    return put_together(graphdef, held, "merge", copy=copy, recreate=recreate_variables)
 
 
 def flatten(

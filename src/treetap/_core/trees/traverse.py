@@ -23,7 +23,7 @@ from treetap._core.trees.attributes import Node
 from treetap._core.trees.flatten import DONE, INSIDE
 from treetap._core.trees.layout import structure_of
 from treetap._core.trees.pytree import closed, flat_of, opened
-from treetap._core.trees.sharing import has_leaves, refuse_pytree_false, refuse_shared
+from treetap._core.trees.sharing import places, refuse_pytree_false, refuse_shared
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 
@@ -83,7 +83,7 @@ class _Walk:
         if has_identity:
             self.met[id(value)] = DONE
         # After its children: if one of these is shared as well, the error is about it.
-        if before is DONE and has_leaves(value):
+        if before is DONE and any(opened(inner) is None for _, inner in places(value)):
             raise refuse_shared(self.name, self.root, value)
         if is_node or self.everything:
             self.found.append((path, value))
@@ -111,8 +111,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
         [('a', 0), ('a',), ()]
     """
     graph = resolve_graph(graph)
-    walk = _Walk(node, graph, "iter_graph", everything=True, statics=graph)
-    return iter(walk.found)
+    return iter(_Walk(node, graph, "iter_graph", everything=True, statics=graph).found)
 
 
 def recursive_map(
@@ -146,18 +145,15 @@ def recursive_map(
                 raise refuse_shared("recursive_map", node, child)
             yield results[place]
 
-    def rebuilt(path: Path, value: Any) -> Any:
-        children, (layout, statics, _) = flat_of(value)
-        children = tuple(results_of(path, layout.keys, children))
-        if graph:
-            named = zip(layout.static_names, statics)
-            statics = tuple(fn((*path, name), held) for name, held in named)
-        return closed(type(value), structure_of(layout, statics), children, trace)
-
     for path, value in _Walk(node, graph, "recursive_map", everything=True).found:
         new = value
         if isinstance(value, Node):
-            new = rebuilt(path, value)
+            children, (layout, statics, _) = flat_of(value)
+            children = tuple(results_of(path, layout.keys, children))
+            if graph:
+                named = zip(layout.static_names, statics)
+                statics = tuple(fn((*path, name), held) for name, held in named)
+            new = closed(type(value), structure_of(layout, statics), children, trace)
         elif not isinstance(value, Variable | None) and is_container(value):
             opened = open_container(value)
             new = opened.close(results_of(path, opened.keys, opened.children))

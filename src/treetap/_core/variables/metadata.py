@@ -50,9 +50,11 @@ class ExactMetadata(Described, dict[str, Any]):
 
 
 def exact_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata in a form for which `==` is exact: mostly themselves."""
-    if metadata is PLAIN or type(metadata) is ExactMetadata:
+    """Metadata in a form for which `==` is exact: mostly themselves, or `PLAIN`."""
+    if type(metadata) is ExactMetadata:
         return metadata
+    if metadata is PLAIN or metadata == PLAIN:
+        return PLAIN
     is_plain = is_exact(x for name, x in metadata.items() if name not in REQUIRED)
     return metadata if is_plain else ExactMetadata(metadata)
 

@@ -140,7 +140,7 @@ class PackContents:
 
     buffers: tuple[Any, ...]
     boxes: dict[int, tuple[Any]] = field(default_factory=dict)
-    values: dict[int, Any] | None = None
+    values: list[Any] | None = None
 
 
 class Pack:
@@ -163,12 +163,9 @@ class Pack:
         self.lock = threading.RLock()
         self._places = {id(member): place for place, member in enumerate(members)}
         values = [member._box[0] for member in members]
-        buffers = tuple(
-            _joined(group, [values[place] for place in group.members])
-            for group in layout
-        )
+        buffers = [_joined(own, [values[at] for at in own.members]) for own in layout]
         # A cell like a Variable, so that one call writes those and packs alike.
-        self.cell = make(Variable, PackContents(buffers), PLAIN)
+        self.cell = make(Variable, PackContents(tuple(buffers)), PLAIN)
         for member in members:
             before = pack_of(member)
             if before is not None:
@@ -241,9 +238,7 @@ class Pack:
                 at = group.members.index(place)
                 take = _taker(group.shapes[at], group.sharding)
                 return take(buffer, group.offsets[at])
-            values: dict[int, Any] = {}
-            for group, buffer in pairs:
-                values.update(zip(group.members, _splitter(group)(buffer)))
+            values = [x for group, buffer in pairs for x in _splitter(group)(buffer)]
         contents.values = values
         return values[place]
 
@@ -278,10 +273,8 @@ def _with(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
         for at, value in new.items():
             buffer = _put(buffer, value, group.offsets[at])
         return buffer
-    values = list(_splitter(group)(buffer))
-    for at, value in new.items():
-        values[at] = value
-    return _joined(group, values)
+    values = dict(enumerate(_splitter(group)(buffer))) | new
+    return _joined(group, list(values.values()))
 
 
 @jax.jit
