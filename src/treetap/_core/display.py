@@ -126,8 +126,9 @@ def short(value: Any) -> Any:
     return value
 
 
-def _indent(text: str) -> str:
-    return text.replace("\n", "\n  ")
+def block(items: Iterable[str]) -> str:
+    """Texts below each other, set in."""
+    return "\n  " + ",\n".join(items).replace("\n", "\n  ") + "\n"
 
 
 def _show_container(value: Any) -> str:
@@ -142,8 +143,7 @@ def _show_container(value: Any) -> str:
     line = opening + ", ".join(items) + closing
     if "\n" not in line and len(line) < 70:
         return line
-    body = ",\n".join(items)
-    return f"{opening}\n  {_indent(body)}\n{closing}"
+    return f"{opening}{block(items)}{closing}"
 
 
 def show(value: Any) -> str:
@@ -168,8 +168,7 @@ def show(value: Any) -> str:
     opening, closing = parts.brackets
     inside = f" # {parts.comment}\n" if parts.comment else ""
     if lines:
-        body = _indent(",\n".join(lines))
-        inside = (inside or "\n") + f"  {body}\n"
+        inside = inside.removesuffix("\n") + block(lines)
     return f"{name}{opening}{inside}{closing}"
 
 

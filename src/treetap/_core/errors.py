@@ -45,9 +45,7 @@ class AliasError(TreetapError, ValueError):
         self, text: str, name: str = "", kind: str = "", paths: Sequence[str] = ()
     ):
         super().__init__(text, name, kind, tuple(paths))  # all of it is pickled
-        self.name = name
-        self.kind = kind
-        self.paths = tuple(paths)
+        self.name, self.kind, self.paths = name, kind, tuple(paths)
 
     def __str__(self) -> str:
         return self.args[0]

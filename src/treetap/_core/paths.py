@@ -48,16 +48,14 @@ def sorted_keys(keys: Iterable[Key]) -> list[Key]:
         return sorted(keys, key=sort_key)
 
 
+_BARE_KEYS = {GetAttrKey: "name", SequenceKey: "idx"}  # the attributes that have them
+_BARE_KEYS |= dict.fromkeys((DictKey, FlattenedIndexKey), "key")
+
+
 def plain_key(entry: Any) -> Key:
     """The bare key inside one of JAX's key-path entries."""
-    match entry:
-        case GetAttrKey(name=name):
-            return name
-        case SequenceKey(idx=index):
-            return index
-        case DictKey(key=key) | FlattenedIndexKey(key=key):
-            return key
-    return entry
+    name = _BARE_KEYS.get(type(entry))
+    return entry if name is None else getattr(entry, name)
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -95,9 +93,7 @@ def is_container(value: Any) -> bool:
     kind = type(value)
     if kind in _containers:
         return True
-    if kind in _leaves:
-        return False
-    if jax.tree_util.all_leaves([value]):
+    if kind in _leaves or jax.tree_util.all_leaves([value]):
         return False  # not remembered: the type may be registered later
     _containers.add(kind)
     return True
@@ -148,11 +144,10 @@ def find_leaves(
     waiting = [value]
     while waiting:
         part = waiting.pop()
+        is_new = id(part) not in seen and not isinstance(part, closed)
         if wanted(part):
             found.append(part)
-        elif id(part) in seen or isinstance(part, closed):
-            continue  # a list may contain itself
-        elif is_container(part):
-            seen.add(id(part))
+        elif is_new and is_container(part):
+            seen.add(id(part))  # a list may contain itself
             waiting.extend(reversed(open_container(part).children))
     return found

@@ -51,13 +51,12 @@ class Setting(ContextDecorator):
     _process: ClassVar[list["Setting"]]
     _local: ClassVar[ContextVar[tuple[bool, ...]]]  # of the blocks around, inmost last
 
-    def __init_subclass__(cls, *, key: str, default: bool, variable: str | None = None):
+    def __init_subclass__(cls, *, key: str, default: bool = False, variable: str = ""):
         cls.default = default
         if not hasattr(cls, "_local"):  # a variant shares its parent's scopes
             cls._local = ContextVar(key, default=())
             cls._process = []
-            preset = read_flag(variable) if variable else None
-            if preset is not None:
+            if variable and (preset := read_flag(variable)) is not None:
                 cls(preset)
 
     def __init__(self, value: bool):
@@ -94,9 +93,7 @@ class Setting(ContextDecorator):
         return super().__call__(fn)
 
 
-class set_graph_mode(
-    Setting, key="nnx_graph_mode", default=False, variable="NNX_GRAPH_MODE"
-):
+class set_graph_mode(Setting, key="nnx_graph_mode", variable="NNX_GRAPH_MODE"):
     """Sets whether functions keep shared references (graph mode) or refuse them.
 
     Examples:
@@ -109,9 +106,7 @@ class set_graph_mode(
     """
 
 
-class set_graph_updates(
-    Setting, key="nnx_graph_updates", default=False, variable="NNX_GRAPH_UPDATES"
-):
+class set_graph_updates(Setting, key="nnx_graph_updates", variable="NNX_GRAPH_UPDATES"):
     """Sets whether transforms carry changes of structure out to the caller."""
 
 

@@ -33,7 +33,7 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import jax
@@ -365,10 +365,10 @@ def _is_transparent(kind: type) -> bool:
     slots += ["__dict__"] if kind.__dictoffset__ else []
     slots += ["__weakref__"] if kind.__weakrefoffset__ else []
     like = type("Like", (), {"__slots__": slots})
-    return bool(slots) and (kind.__basicsize__, kind.__itemsize__) == (
-        like.__basicsize__,
-        like.__itemsize__,
-    )
+    return bool(slots) and _sizes_of(kind) == _sizes_of(like)
+
+
+_sizes_of = attrgetter("__basicsize__", "__itemsize__")
 
 
 class Snapshot:
@@ -452,8 +452,7 @@ class Statics(Described, tuple[Any, ...]):
 
     def as_described(self) -> tuple[Any, ...]:
         """The values as they were: themselves, or copies if they have changed."""
-        is_same = self.snapshot.watch.holds()
-        return self if is_same else self.snapshot.as_it_was()
+        return self if self.snapshot.watch.holds() else self.snapshot.as_it_was()
 
     def __reduce__(self) -> Any:
         return Statics, (tuple(self),)

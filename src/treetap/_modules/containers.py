@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from treetap._core import display
 from treetap._core.trees.attributes import classify, is_data
-from treetap._core.trees.pytree import adopt, attributes_of, counts, unseal
+from treetap._core.trees.pytree import Pytree, adopt, attributes_of, counts, unseal
 from treetap._modules.module import Module
 
 T = TypeVar("T")
@@ -158,17 +158,25 @@ class List(Module, MutableSequence[T], Generic[T]):
         own = [key for key in attributes_of(self) if isinstance(key, str)]
         return sorted({*dir(type(self)), *own})
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def _display_parts(self) -> display.Parts:
-        named = [
-            (name, value)
-            for name, value in attributes_of(self).items()
-            if isinstance(name, str) and name[0] != "_"
-        ]
+        held = attributes_of(self)
+        names = [name for name in held if isinstance(name, str) and name[0] != "_"]
+        named = [(name, held[name]) for name in names]
         items = [("", value) for value, _ in self._items()]
         return display.Parts(counts(self), named + items, ("([", "])"))
+
+
+class ByName(Pytree):
+    """Base of what holds its items as attributes, and lists them by name."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(attributes_of(self)))
+
+    def __len__(self) -> int:
+        return len(attributes_of(self))
+
+    def __contains__(self, name: object) -> bool:
+        return name in attributes_of(self)
 
 
 @functools.cache
@@ -176,7 +184,7 @@ def _class_names(cls: type) -> frozenset[str]:
     return frozenset(name for base in cls.__mro__ for name in vars(base))
 
 
-class Dict(Module, MutableMapping[str, T], Generic[T]):
+class Dict(Module, ByName, MutableMapping[str, T], Generic[T]):
     """A dict that is a Module; its items are children by key, and also attributes.
 
     Args:
@@ -222,15 +230,6 @@ class Dict(Module, MutableMapping[str, T], Generic[T]):
             raise KeyError(key)
         self.__delattr__(key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(attributes_of(self)))
-
-    def __len__(self) -> int:
-        return len(attributes_of(self))
-
-    def __contains__(self, key: object) -> bool:
-        return key in attributes_of(self)
-
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - as a Module
 
@@ -271,9 +270,7 @@ class Sequential(Module):
             rngs: Random streams.
             **kwargs: Keyword arguments of the first layer.
         """
-        result: Any = args[0] if len(args) == 1 else (args or None)
-        if kwargs and not args:
-            result = kwargs
+        result: Any = args[0] if len(args) == 1 else (args or kwargs or None)
         for layer in self.layers:
             extra = {"rngs": rngs} if rngs is not None and _takes_rngs(layer) else {}
             result = layer(*args, **kwargs, **extra)

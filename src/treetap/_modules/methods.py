@@ -66,11 +66,9 @@ def run_method(  # noqa: PLR0917 - on the way of every call
     used here.
     """
     asked = listening.value
-    if asked is None and is_eager():
-        return fn(self, *args, **kwargs)
-    # A subclass overrides the method: this call came through `super()`, and the scope
-    # is open already.
-    if getattr(type(self), name) is not method:
+    # If a subclass overrides the method, this call came through `super()`, and the
+    # scope is open already.
+    if (asked is None and is_eager()) or getattr(type(self), name) is not method:
         return fn(self, *args, **kwargs)
     if asked is None:
         with jax.named_scope(scope_name(self)):
@@ -97,7 +95,7 @@ def scope_name(module: Any) -> str:
     return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def wrap_methods(cls: type, own: frozenset[str]) -> None:
+def wrap_methods(cls: type, own: set[str]) -> None:
     """Wraps the methods a class body defines, leaving the names in `own` alone."""
     for name, value in list(vars(cls).items()):
         if name not in own and is_method(name, value) and value not in _wrapped:

@@ -7,6 +7,7 @@ and attributes such as `deterministic` can be set for a Module and everything in
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 from treetap._capture.listening import append
@@ -17,7 +18,7 @@ from treetap._core.trace_level import set_on_purpose
 from treetap._core.trees.attributes import Node, classify
 from treetap._core.trees.filters import Any as AnyOf
 from treetap._core.trees.filters import Filter
-from treetap._core.trees.pytree import Pytree, flat_of
+from treetap._core.trees.pytree import Pytree, opened
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.kinds import Perturbation
 from treetap._modules.methods import wrap_methods
@@ -59,7 +60,7 @@ class Module(Pytree):
             graph: Shared Modules are visited once in either mode.
             **attributes: Names and their new values.
         """
-        del graph  # a Module met twice needs no decision here: it is set once
+        # A Module met twice needs no decision by `graph`: it is set once.
         modules = nodes_below(self, Module, True, "set_attributes")
         assign(modules, filters, attributes, raise_if_not_found, "set_attributes")
 
@@ -130,10 +131,8 @@ class Module(Pytree):
         self.set_attributes(raise_if_not_found=False, **both, **attributes)
 
 
-_OWN_METHODS = frozenset(
-    {name for name in vars(Module) if name[0] != "_"}
-    | {"iter_modules", "iter_children", "set_view"}
-)
+_OWN_METHODS = {"iter_modules", "iter_children", "set_view"}
+_OWN_METHODS |= {name for name in vars(Module) if name[0] != "_"}
 
 
 def assign(
@@ -146,25 +145,20 @@ def assign(
     """Sets attributes on the Modules that filters take and that have them."""
     wanted = AnyOf(*filters) if filters else AnyOf(...)
     chosen = [module for path, module in modules if wanted(path, module)]
-    planned = [
-        (module, key, value)
-        for module in chosen
-        for key, value in attributes.items()
-        if hasattr(module, key)
-    ]
-    missing = sorted(attributes.keys() - {key for _, key, _ in planned})
+    planned = [pair for pair in product(chosen, attributes) if hasattr(*pair)]
+    missing = sorted(attributes.keys() - {key for _, key in planned})
     if missing and raise_if_not_found:
         raise StructureError(
             f"{name}: Could not find at least one instance of the following "
             f"attributes: {missing}. Nothing was set."
         )
-    for module, key, value in planned:
-        _check_assignment(module, key, value)
+    for module, key in planned:
+        _check_assignment(module, key, attributes[key])
     noted = set_on_purpose.get()
-    for module, key, value in planned:
+    for module, key in planned:
         if noted is not None:
             noted.add((id(module), key))
-        setattr(module, key, value)
+        setattr(module, key, attributes[key])
 
 
 def _check_assignment(module: Module, key: str, value: Any) -> None:
@@ -213,12 +207,10 @@ def iter_children(
         node: A Module or another Pytree object.
         graph: Makes no difference; accepted for symmetry.
     """
-    del graph
     if not isinstance(node, Node):
         raise StructureError(
             "iter_children: expected a Module or another Pytree object, got "
             f"{type(node).__name__}."
         )
-    children, (layout, *_) = flat_of(node)
-    pairs = zip(layout.keys, children)
+    pairs = zip(*(opened(node) or ()))
     return ((key, child) for key, child in pairs if isinstance(child, Module))

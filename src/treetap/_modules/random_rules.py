@@ -103,18 +103,15 @@ def with_rngs(
         >>> tt.with_rngs(rngs, split={"dropout": 3}).dropout.key.shape
         (3,)
     """
-    del graph_updates
     rules = _rules(split, fork, broadcast)
     wanted = predicate_of(only)
 
     def apply(tree: Any) -> Any:
         mode = resolve_graph(graph)
         # All rules are looked up, and what is wrong found, before any counter moves.
-        chosen = {
-            path: _rule_for(path, stream, rules)
-            for path, stream in nodes_below(tree, RngStream, mode, "with_rngs")
-            if wanted(path, stream)
-        }
+        streams = nodes_below(tree, RngStream, mode, "with_rngs")
+        touched = [pair for pair in streams if wanted(*pair)]
+        chosen = {path: _rule_for(path, stream, rules) for path, stream in touched}
 
         def replaced(path: Path, value: Any) -> Any:
             if rule := chosen.get(path):
@@ -302,11 +299,10 @@ def _in_place(tree: Any, change: Callable[[Any], Any]) -> SplitBackups:
     """Changes the streams in a tree as `change` does in a copy."""
     made = nodes_below(change(tree), RngStream, True, "split_rngs")
     found = nodes_below(tree, RngStream, True, "split_rngs")
-    backups = SplitBackups()
-    for (_, stream), (_, other) in zip(found, made):
-        if stream.key is not other.key:
-            backups.append(_backup(stream, stream))
-            restore_rngs([_backup(stream, other)])
+    pairs = [(old, new) for (_, old), (_, new) in zip(found, made)]
+    pairs = [(old, new) for old, new in pairs if old.key is not new.key]
+    backups = SplitBackups(_backup(old, old) for old, _ in pairs)
+    restore_rngs(_backup(old, new) for old, new in pairs)
     return backups
 
 

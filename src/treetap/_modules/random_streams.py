@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from treetap._core.trees.filters import Filter, predicate_of
 from treetap._core.trees.pytree import Pytree, attributes_of
 from treetap._core.variables.kinds import RngCount, RngKey
-from treetap._core.variables.variable import Variable
+from treetap._core.variables.operators import unboxed
 from treetap._core.wording import near_to, typed
+from treetap._modules.containers import ByName
 
 C = TypeVar("C", bound=type)
 Shape = int | tuple[int, ...]
@@ -73,8 +74,7 @@ def _add_draws(cls: C) -> C:
 
 def as_key(key: Any) -> jax.Array:
     """A typed key array from a seed, a key, or raw key data."""
-    if isinstance(key, Variable):
-        key = key.get_value()
+    key = unboxed(key)
     if isinstance(key, bool) or not isinstance(key, int | jax.Array):
         raise ValueError(
             f"RngStream: expected a seed (int) or a key array, got {key!r} of type "
@@ -153,7 +153,7 @@ Rules = Shape | Mapping[Filter, Shape | None] | None
 
 
 @_add_draws
-class Rngs(Pytree):
+class Rngs(ByName):
     """Named random streams; a name without a stream is served by `default`.
 
     Args:
@@ -194,7 +194,6 @@ class Rngs(Pytree):
             warnings.warn(
                 f"Rngs: there is no stream {name!r}, so `default` serves it; "
                 f"did you mean {meant!r}?",
-                UserWarning,
                 stacklevel=3,
             )
         return streams["default"]
@@ -210,15 +209,6 @@ class Rngs(Pytree):
     def __call__(self) -> jax.Array:
         """The next key of the stream `default`."""
         return self.default()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(attributes_of(self)))
-
-    def __len__(self) -> int:
-        return len(attributes_of(self))
-
-    def __contains__(self, name: object) -> bool:
-        return name in attributes_of(self)
 
     def items(self) -> Iterator[tuple[str, RngStream]]:
         """Names and streams."""
@@ -241,11 +231,8 @@ class Rngs(Pytree):
             split: Deprecated; use `Rngs.split`.
         """
         if split is not None:
-            warnings.warn(
-                "Rngs.fork(split=...) is deprecated; use Rngs.split(...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            text = "Rngs.fork(split=...) is deprecated; use Rngs.split(...)."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
             return self.split(split)
         return self._mapped(lambda stream, _: stream.fork(), {...: True})
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from treetap._core.errors import StructureError
-from treetap._core.paths import Path
 from treetap._core.settings import resolve_graph
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import rebuilt
@@ -27,14 +26,6 @@ M = TypeVar("M")
 _ARGUMENTS = re.compile(r"^\s*(?:Args|Arguments):\s*\n((?:[ \t]+.*\n?|\n)*)", re.M)
 _PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?:\s*(.*?)\s*$")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _rebuilt(
-    node: M, graph: bool | None, name: str, kind: type
-) -> tuple[M, list[tuple[Path, Any]]]:
-    """A copy that shares the leaves, and its objects of a kind with their paths."""
-    copied: Any = rebuilt(node, resolve_graph(graph), name)
-    return copied, nodes_below(copied, kind, True, name)
 
 
 def has_view(node: Any) -> bool:
@@ -87,9 +78,9 @@ def view(
         (True, False)
     """
     wanted = predicate_of(only)
-    copied, objects = _rebuilt(node, graph, "view", Node)
+    copied = rebuilt(node, resolve_graph(graph), "view")
     used: set[str] = set()
-    for path, value in objects:
+    for path, value in nodes_below(copied, Node, True, "view"):
         if has_view(value) and wanted(path, value):
             used |= _use(value, kwargs)
     unused = sorted(kwargs.keys() - used)
@@ -119,7 +110,8 @@ def with_attributes(
         graph: Keep shared references instead of refusing them.
         **attributes: Names and their new values.
     """
-    copied, modules = _rebuilt(node, graph, "with_attributes", Module)
+    copied = rebuilt(node, resolve_graph(graph), "with_attributes")
+    modules = nodes_below(copied, Module, True, "with_attributes")
     assign(modules, (only,), attributes, raise_if_not_found, "with_attributes")
     return copied
 
@@ -145,13 +137,11 @@ def _class_info(cls: type) -> str:
     method = cls.set_view
     signature = inspect.signature(method)
     lines = [f"{cls.__qualname__}:"]
-    doc = inspect.getdoc(method)
-    if doc is None:
+    if (doc := inspect.getdoc(method)) is None:
         return "\n".join([*lines, f"  set_view{signature}"])
     texts = _described(doc)
-    for parameter in list(signature.parameters.values())[1:]:
-        if parameter.kind not in _NAMED:
-            continue
+    parameters = list(signature.parameters.values())[1:]
+    for parameter in [each for each in parameters if each.kind in _NAMED]:
         kind = parameter.annotation
         line = f"  {parameter.name}"
         if kind is not parameter.empty:

@@ -220,15 +220,16 @@ def _kinds(found: list[Any]) -> str:
     return ", ".join(sorted({type(leaf).__name__ for leaf in found}))
 
 
-def check_static(owner: str, name: Any, value: Any) -> None:
-    """Raises when a static attribute has come to hold data."""
-    if found := has_data(value):
-        raise AttributeStatusError(
-            f"{_where(owner, name)}: Found unexpected data on value of type "
-            f"{type(value).__name__}: the attribute is static and now holds "
-            f"{_kinds(found)}. Wrap the value with `data(...)` when it is assigned, or "
-            "use `List` or `Dict`."
-        )
+def check_statics(node: Node, held: dict[Any, Any], status: dict[Any, bool]) -> None:
+    """Raises when a static attribute of an object has come to hold data."""
+    for name, is_data_attribute in status.items():
+        if not is_data_attribute and (found := has_data(held[name])):
+            raise AttributeStatusError(
+                f"{_where(type(node).__name__, name)}: Found unexpected data on value "
+                f"of type {type(held[name]).__name__}: the attribute is static and now "
+                f"holds {_kinds(found)}. Wrap the value with `data(...)` when it is "
+                "assigned, or use `List` or `Dict`."
+            )
 
 
 def class_status(cls: type, inherited: Mapping[str, bool]) -> dict[str, bool]:
@@ -272,5 +273,4 @@ def dataclass(cls: Any = None, /, **options: Any) -> Any:
         1
     """
     options.setdefault("repr", False)
-    decorate = dataclasses.dataclass(**options)
-    return decorate if cls is None else decorate(cls)
+    return dataclasses.dataclass(cls, **options)

@@ -109,19 +109,14 @@ class Builder:
 
     def object_of_variables(self, spec: Any) -> Any:
         """The common object, made quickly: nothing in it is shared or has a place."""
-        trace = self.trace
+        values, trace, count = self.values, self.trace, len(spec.children)
         node = bare(spec.type, trace)
-        if self.grouped:
-            children = next(self.values)
-        else:
-            children = tuple(islice(self.values, len(spec.children)))
+        given = next(values) if self.grouped else tuple(islice(values, count))
+        children = given
         if self.recreate:
-            given = children
             children = tuple(
-                x
-                if isinstance(x, Variable)
-                else make(each.type, x, each.metadata, trace)
-                for x, each in zip(given, spec.children)
+                x if isinstance(x, Variable) else make(own.type, x, own.metadata, trace)
+                for x, own in zip(given, spec.children)
             )
             if not any(map(is_, children, given)):  # all new: what a walk would find
                 set_spec(node, (children, spec))
@@ -203,16 +198,14 @@ class Merging:
                 self.problems.append(f"unexpected {show_path(path)}")
         elif state is MISSING:
             self.problems.append(f"missing {show_path(path)}")
+        elif kind is VariableSpec:
+            self.leaves.append(self.variable(spec, state, path))
         else:
-            value = state
-            if kind is VariableSpec:
-                value = self.variable(spec, state, path)
-            elif isinstance(state, Variable):
-                found = f"a {type(state).__name__} where a plain value belongs"
-                self.problem(path, found)
-            elif is_branch(state):
-                self.problem(path, "a mapping where a plain value belongs")
-            self.leaves.append(value)
+            is_variable = isinstance(state, Variable)
+            if is_variable or is_branch(state):
+                name = type(state).__name__ if is_variable else "mapping"
+                self.problem(path, f"a {name} where a plain value belongs")
+            self.leaves.append(state)
 
     def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
         """A Variable from a Variable, or from its bare value."""
@@ -230,15 +223,13 @@ class Merging:
     def children(self, spec: Any, state: Any, path: Path) -> None:
         """Takes the entries of a mapping, which must be exactly the children's."""
         is_group = type(spec) is ObjectSpec and spec.kinds is not None
-        if is_group and type(state) is dict and not self.copy:
-            found = _matching(spec, state)
-            if found is not None:
-                self.leaves.append(found)
-                return
-        if state is MISSING:
-            state = {}
-        elif not is_branch(state):
-            self.problem(path, f"a {type(state).__name__} where a mapping belongs")
+        is_usual = is_group and type(state) is dict and not self.copy
+        if is_usual and (found := _matching(spec, state)) is not None:
+            self.leaves.append(found)
+            return
+        if not is_branch(state):
+            if state is not MISSING:
+                self.problem(path, f"a {type(state).__name__} where a mapping belongs")
             state = {}
         keys, absent, start = spec.keys, 0, len(self.leaves)
         for key, child in zip(keys, spec.children):
@@ -277,7 +268,7 @@ def put_together(
     name: str,
     *,
     copy: bool = False,
-    recreate_variables: bool = True,
+    recreate: bool = True,
     made: dict[int, Any] | None = None,
     owners: Mapping[Any, Any] | None = None,
 ) -> Any:
@@ -287,28 +278,20 @@ def put_together(
     listed in one StructureError, and then nothing was made. See `regrow` for `made` and
     `owners`.
     """
-    named = Merging(copy, recreate_variables)
+    named = Merging(copy, recreate)
     named.any(graphdef.spec, state, ())
     if named.problems:
-        raise StructureError(_complaint(name, graphdef, state, named.problems))
+        shown = first_few(named.problems, 12, before="  - ", end="\n")
+        found, expected = len([*flat_items(state)]), graphdef.num_leaves
+        counts = f" Incorrect number of leaves: {found}, expected {expected}."
+        raise StructureError(
+            f"{name}: the state does not fit the GraphDef."
+            f"{'' if found == expected else counts}\n{shown}\n"
+            "Pass the State(s) that `split` gave with this GraphDef, all of them."
+        )
     made, leaves = {} if made is None else made, iter(named.leaves)
     work = Builder(leaves, made, owners or {}, recreate=False, grouped=True)
     return work.any(graphdef.spec)
-
-
-def _complaint(name: str, graphdef: GraphDef, state: Any, problems: list[str]) -> str:
-    shown = first_few(problems, 12, before="  - ", end="\n")
-    found = len([*flat_items(state)])
-    counts = ""
-    if found != graphdef.num_leaves:
-        counts = (
-            f" Incorrect number of leaves: {found}, expected {graphdef.num_leaves}."
-        )
-    return (
-        f"{name}: the state does not fit the GraphDef.{counts}\n"
-        f"{shown}\n"
-        "Pass the State(s) that `split` gave with this GraphDef, all of them."
-    )
 
 
 def _same(value: Any) -> Any:
@@ -338,8 +321,7 @@ def rebuilt(
     walk = Flattening(root, graph, name, states=False)
     definition = walk.definition(root)
     if walk.has_twins:
-        walk = Flattening(root, True, name, states=False)
-        definition = walk.definition(root)
+        return rebuilt(root, True, name, variable=variable, leaf=leaf)
     new = [variable(x) if isinstance(x, Variable) else leaf(x) for x in walk.leaves]
     return Builder(iter(new), recreate=False).any(definition.spec)
 
@@ -381,13 +363,9 @@ def clone(
             return variable.copy(jax.tree.map(_copied, raw) if arrays else raw)
         return make(type(variable), raw, variable._metadata, trace)
 
-    return rebuilt(
-        node,
-        resolve_graph(graph),
-        "clone",
-        variable=copy_variable if variables else _same,
-        leaf=_copied if arrays else _same,
-    )
+    variable = copy_variable if variables else _same
+    leaf = _copied if arrays else _same
+    return rebuilt(node, resolve_graph(graph), "clone", variable=variable, leaf=leaf)
 
 
 def _copied(leaf: Any) -> Any:

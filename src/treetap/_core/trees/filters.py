@@ -192,16 +192,15 @@ def grouped(
         filters: A catch-all may only stand at the end.
         name: The function that refuses values left over; without one they are dropped.
     """
-    groups: list[Flat] = [[] for _ in filters]
-    rest: Flat = []
-    pairs = list(zip(predicates_of(filters), groups))
+    predicates = [*predicates_of(filters), Everything()]
+    groups: list[Flat] = [[] for _ in predicates]
+    pairs = list(zip(predicates, groups))
     for item in flat:
         for predicate, group in pairs:
             if predicate(*item):
                 group.append(item)
                 break
-        else:
-            rest.append(item)
+    rest = groups.pop()
     if name and rest:
         shown = [f"{show_path(path)} ({type(value).__name__})" for path, value in rest]
         raise FilterError(

@@ -135,10 +135,9 @@ class Flattening:
             spec = ObjectSpec(number, type(node), structure, specs)
         if number is None:
             numbers[identity] = DONE
-            if met is DONE:
-                if len(self.leaves) != before:
-                    raise self.refused(node)
-                self.has_twins = True
+            if met is DONE and len(self.leaves) != before:
+                raise self.refused(node)
+            self.has_twins |= met is DONE
         return spec, state or NOTHING
 
     def known(self, node: Any) -> tuple[Any, Any] | None:

@@ -13,6 +13,7 @@ them) are not part of the tree.
 What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`.
 """
 
+import functools
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_not
@@ -28,7 +29,7 @@ from treetap._core.static_values import Statics, Watch
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
-    check_static,
+    check_statics,
     class_status,
     classify,
     has_data,
@@ -156,15 +157,11 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         inherited: dict[str, bool] = {}
         for base in reversed(cls.__mro__[1:]):
             inherited.update(vars(base).get("_pytree__class_status", {}))
-        facts = {
-            "is_pytree": pytree,
-            "class_status": class_status(cls, inherited),
-            "descriptors": _descriptors_of(cls),
-            # A class that writes attributes its own way is read afresh every time.
-            "cached": pytree and getattr(cls.__setattr__, "keeps_flat", False),
-        }
-        for name, fact in facts.items():
-            type.__setattr__(cls, f"_pytree__{name}", fact)
+        cls._pytree__is_pytree = pytree
+        cls._pytree__class_status = class_status(cls, inherited)
+        cls._pytree__descriptors = _descriptors_of(cls)
+        # A class that writes attributes its own way is read afresh every time.
+        cls._pytree__cached = pytree and getattr(cls.__setattr__, "keeps_flat", False)
         if pytree:
             _register(cls)
 
@@ -240,25 +237,17 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         attributes = attributes_of(self)
         status = self._pytree__status
         if status.keys() != attributes.keys():
-            own, by_class, status = status, cls._pytree__class_status, {}
+            own, preset, status = status, cls._pytree__class_status, {}
             for name, value in attributes.items():
                 known = own.get(name)
                 if known is None:
-                    known = by_class.get(name)
-                    held, known = classify(cls.__name__, name, value, known)
+                    held, known = classify(cls.__name__, name, value, preset.get(name))
                     attributes[name] = held
                     if known:
                         adopt(held, name, self._pytree__place)
                 status[name] = known
             unseal(self, status)
-        self._check_statics(status)
-
-    def _check_statics(self, status: dict[Any, bool]) -> None:
-        """Refuses static attributes that have come to hold data."""
-        attributes = attributes_of(self)
-        for name, is_data in status.items():
-            if not is_data:
-                check_static(type(self).__name__, name, attributes[name])
+        check_statics(self, attributes, status)
 
     def _replace_child(self, key: Any, value: Any) -> None:
         """Puts another value where a data attribute stands; the status stays."""
@@ -286,7 +275,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         if status.keys() != attributes.keys():
             status = {name: status[name] for name in attributes if name in status}
         if _is_exposed(self):
-            self._check_statics(status)
+            check_statics(self, attributes, status)
         layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.flat(attributes)
         if type(self)._pytree__cached:
@@ -317,13 +306,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     # Display.
 
     def _display_parts(self) -> display.Parts:
-        status = self._pytree__status
-        items = [
-            (name, value)
-            for name, value in attributes_of(self).items()
-            if name[0] != "_" or status.get(name)
-        ]
-        return display.Parts(counts(self), items)
+        held, status = attributes_of(self), self._pytree__status
+        names = [name for name in held if name[0] != "_" or status.get(name)]
+        return display.Parts(counts(self), [(name, held[name]) for name in names])
 
 
 def bare(cls: type[Any], trace: Any = None) -> Any:
@@ -423,17 +408,22 @@ def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:
     return container.keys, container.children
 
 
-def _register(cls: type[Pytree]) -> None:
-    def unflatten(structure: Any, children: Iterable[Any]) -> Any:
-        node = bare(cls)
-        children = tuple(children)
-        fill(node, structure, children)
-        adopt_all(node, structure, children)
-        return node
+def closed(
+    cls: type[Any], structure: Any, children: Iterable[Any], trace: Any = None
+) -> Any:
+    """An object around children: the inverse of `opened`."""
+    node = bare(cls, trace)
+    children = tuple(children)
+    fill(node, structure, children)
+    adopt_all(node, structure, children)
+    return node
 
+
+def _register(cls: type[Pytree]) -> None:
     # JAX may read the slot itself unless a class answers for unset ones its own way.
     own_answer = getattr(cls, "__getattr__", None) is vars(Pytree)["__getattr__"]
     flatten = _read_flat if own_answer else flat_of
+    unflatten = functools.partial(closed, cls)
     register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)
 
 

@@ -21,21 +21,19 @@ from treetap._core.variables.variable import Variable
 from treetap._core.wording import first_few
 
 
-def places(root: Any) -> Iterator[tuple[Path, Any]]:
+def places(
+    root: Any, path: Path = (), seen: set[int] | None = None
+) -> Iterator[tuple[Path, Any]]:
     """Every value below a root with its path; an object's inside is visited once."""
-    seen: set[int] = set()
-
-    def visit(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        yield path, value
-        inside = opened(value)
-        if inside is None or id(value) in seen:
-            return
-        if isinstance(value, Node):
-            seen.add(id(value))
-        for key, child in zip(*inside):
-            yield from visit((*path, key), child)
-
-    yield from visit((), root)
+    seen = set() if seen is None else seen
+    yield path, root
+    inside = opened(root)
+    if inside is None or id(root) in seen:
+        return
+    if isinstance(root, Node):
+        seen.add(id(root))
+    for key, child in zip(*inside):
+        yield from places(child, (*path, key), seen)
 
 
 def name_lost(error: BaseException, name: str, root: Any) -> None:
@@ -43,11 +41,8 @@ def name_lost(error: BaseException, name: str, root: Any) -> None:
 
     A program that fails keeps the buffers it was given.
     """
-    found = [
-        f"{show_path(path)} ({type(value).__name__})"
-        for path, value in places(root)
-        if _is_lost(value)
-    ]
+    lost = [(path, value) for path, value in places(root) if _is_lost(value)]
+    found = [f"{show_path(path)} ({type(value).__name__})" for path, value in lost]
     if found:
         error.add_note(
             f"{name}: these were given away (donated) and are gone: "
@@ -63,11 +58,6 @@ def _is_lost(value: Any) -> bool:
         return any(map(is_gone, jax.tree.leaves(value._box[0])))
     except (RuntimeError, ValueError):  # packed, and the pack is gone
         return True
-
-
-def has_leaves(root: Any) -> bool:
-    """Whether there is anything but structure below a value."""
-    return any(opened(value) is None for _, value in places(root))
 
 
 def first_two_places(root: Any, wanted: Any) -> tuple[list[Path], bool]:
@@ -133,6 +123,9 @@ def refuse_pytree_false(name: str, root: Any, value: Any) -> StructureError:
     )
 
 
+_WITH_IDENTITY = Node | Variable | jax.Array | jax.Ref | np.ndarray
+
+
 def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     """The paths of objects, Variables and arrays that stand at several places.
 
@@ -150,10 +143,7 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     found: dict[int, list[Path]] = {}
     kept: list[Any] = []  # an identity means something only while its object lives
     for path, value in places(node):
-        has_identity = isinstance(
-            value, Node | Variable | jax.Array | jax.Ref | np.ndarray
-        )
-        if has_identity and wanted(path, value):
+        if isinstance(value, _WITH_IDENTITY) and wanted(path, value):
             kept.append(value)
             found.setdefault(id(value), []).append(path)
     return [paths for paths in found.values() if len(paths) > 1]

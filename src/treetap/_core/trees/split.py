@@ -187,10 +187,8 @@ def merge(
         )
     if not states:
         raise TypeError("merge() missing 1 required positional argument: 'state'")
-    united = _united(graphdef, states, "merge")
-    return put_together(
-        graphdef, united, "merge", copy=copy, recreate_variables=recreate_variables
-    )
+    held = _united(graphdef, states, "merge")
+    return put_together(graphdef, held, "merge", copy=copy, recreate=recreate_variables)
 
 
 def flatten(
@@ -215,9 +213,7 @@ def unflatten(
     if not isinstance(leaves, FlatState | Mapping):
         leaves = _named(graphdef, leaves, "unflatten")
     united = _united(graphdef, (leaves,), "unflatten")
-    return put_together(
-        graphdef, united, "unflatten", recreate_variables=recreate_variables
-    )
+    return put_together(graphdef, united, "unflatten", recreate=recreate_variables)
 
 
 def map(
@@ -240,7 +236,7 @@ def map(
     """
     definition, found = take_apart(node, resolve_graph(graph), "map")
     found = from_items((path, fn(path, leaf)) for path, leaf in flat_items(found))
-    return put_together(definition, found, "map", recreate_variables=recreate_variables)
+    return put_together(definition, found, "map", recreate=recreate_variables)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -207,8 +207,8 @@ class FlatState(Sequence[tuple[Path, Any]]):
         return zip(self.paths, self.leaves, strict=True)
 
     def __repr__(self) -> str:
-        lines = ",\n".join(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
-        return "FlatState([\n  " + lines.replace("\n", "\n  ") + "\n])"
+        lines = display.block(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
+        return f"FlatState([{lines}])"
 
     def to_nested_state(self) -> State:
         """The same content as a nested State."""
@@ -344,6 +344,10 @@ def _fitting_key(mapping: Nested, key: Key) -> Key:
     return int(key) if int(key) in mapping else key
 
 
+def _replaced(old: Any, new: Any) -> Any:
+    return old.replace(new) if isinstance(old, Variable) else new
+
+
 def replace_by_pure_dict(
     state: State, pure_dict: Nested, replace_fn: Callable[[Any, Any], Any] | None = None
 ) -> None:
@@ -354,9 +358,7 @@ def replace_by_pure_dict(
         pure_dict: Nested dicts of values; numbers may be spelled as strings.
         replace_fn: Makes the new leaf from the old one and the value.
     """
-    replace = replace_fn or (
-        lambda old, new: old.replace(new) if isinstance(old, Variable) else new
-    )
+    replace = replace_fn or _replaced
     planned: list[tuple[dict[Key, Any], Key, Any]] = []
 
     def plan(mapping: dict[Key, Any], values: Nested, path: Path) -> None:

@@ -22,14 +22,12 @@ from treetap._core.trace_level import current_trace
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.flatten import DONE, INSIDE
 from treetap._core.trees.layout import structure_of
-from treetap._core.trees.pytree import adopt_all, bare, fill, flat_of, opened
-from treetap._core.trees.sharing import has_leaves, refuse_pytree_false, refuse_shared
+from treetap._core.trees.pytree import closed, flat_of, opened
+from treetap._core.trees.sharing import places, refuse_pytree_false, refuse_shared
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable
 
 Pair = tuple[Path, Any]
-
-NO_CHILDREN = (), ()  # keys and values
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +74,7 @@ class _Walk:
             named = zip(layout.static_names, statics)
             self.found += [((*path, name), held) for name, held in named]
         met, everything = self.met, self.everything
-        for key, child in zip(*(opened(value) or NO_CHILDREN)):
+        for key, child in zip(*(opened(value) or ())):
             # As `visit` would, quickly: most of what is met are Variables.
             if not everything and isinstance(child, Variable) and id(child) not in met:
                 met[id(child)] = DONE
@@ -85,7 +83,7 @@ class _Walk:
         if has_identity:
             self.met[id(value)] = DONE
         # After its children: if one of these is shared as well, the error is about it.
-        if before is DONE and has_leaves(value):
+        if before is DONE and any(opened(inner) is None for _, inner in places(value)):
             raise refuse_shared(self.name, self.root, value)
         if is_node or self.everything:
             self.found.append((path, value))
@@ -113,8 +111,7 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[Pair]:
         [('a', 0), ('a',), ()]
     """
     graph = resolve_graph(graph)
-    walk = _Walk(node, graph, "iter_graph", everything=True, statics=graph)
-    return iter(walk.found)
+    return iter(_Walk(node, graph, "iter_graph", everything=True, statics=graph).found)
 
 
 def recursive_map(
@@ -148,22 +145,15 @@ def recursive_map(
                 raise refuse_shared("recursive_map", node, child)
             yield results[place]
 
-    def rebuilt(path: Path, value: Any) -> Any:
-        children, structure = flat_of(value)
-        layout, statics, _ = structure
-        children = [*results_of(path, layout.keys, children)]
-        if graph:
-            named = zip(layout.static_names, statics)
-            statics = tuple(fn((*path, name), held) for name, held in named)
-        new = bare(type(value), trace)
-        fill(new, structure_of(layout, statics), children)
-        adopt_all(new, structure, children)
-        return new
-
     for path, value in _Walk(node, graph, "recursive_map", everything=True).found:
         new = value
         if isinstance(value, Node):
-            new = rebuilt(path, value)
+            children, (layout, statics, _) = flat_of(value)
+            children = tuple(results_of(path, layout.keys, children))
+            if graph:
+                named = zip(layout.static_names, statics)
+                statics = tuple(fn((*path, name), held) for name, held in named)
+            new = closed(type(value), structure_of(layout, statics), children, trace)
         elif not isinstance(value, Variable | None) and is_container(value):
             opened = open_container(value)
             new = opened.close(results_of(path, opened.keys, opened.children))

@@ -17,7 +17,6 @@ from treetap._core.paths import (
     Path,
     copy_containers,
     is_container,
-    open_container,
     show_path,
     sorted_keys,
 )
@@ -69,12 +68,9 @@ class _Plan:
             found = f"a {type(new).__name__} where a {type(value).__name__} stands"
             self.problems.append(f"{show_path(path)}: {found}")
             return
-        known: Any = value
-        if isinstance(value, Node):
-            known = attributes_of(value)
-        elif type(value) is not dict:
-            container = open_container(value)
-            known = dict(zip(container.keys, container.children))
+        known = attributes_of(value) if isinstance(value, Node) else value
+        if type(known) is not dict:
+            known = dict(zip(*(opened(value) or ())))
         for key, inner in new.items():
             child = known.get(key, MISSING)
             if isinstance(child, Variable):

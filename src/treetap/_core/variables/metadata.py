@@ -38,8 +38,7 @@ class ExactMetadata(Described, dict[str, Any]):
 
     def current(self) -> "ExactMetadata":
         """The same metadata as they are now."""
-        is_same = self.snapshot.watch.holds()
-        return self if is_same else ExactMetadata(self)
+        return self if self.snapshot.watch.holds() else ExactMetadata(self)
 
     def as_described(self) -> "ExactMetadata":
         """The metadata as they were described: copies, if they have changed."""
@@ -51,9 +50,11 @@ class ExactMetadata(Described, dict[str, Any]):
 
 
 def exact_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata in a form for which `==` is exact: mostly themselves."""
-    if metadata is PLAIN or type(metadata) is ExactMetadata:
+    """Metadata in a form for which `==` is exact: mostly themselves, or `PLAIN`."""
+    if type(metadata) is ExactMetadata:
         return metadata
+    if metadata is PLAIN or metadata == PLAIN:
+        return PLAIN
     is_plain = is_exact(x for name, x in metadata.items() if name not in REQUIRED)
     return metadata if is_plain else ExactMetadata(metadata)
 
@@ -95,13 +96,9 @@ def checked_names(
     for name, value in metadata.items():
         refuse_hook(kind.__name__, name)
         if name in _RENAMED:
-            warnings.warn(
-                f"{kind.__name__}: the metadata name {name!r} is deprecated; "
-                f"use {_RENAMED[name]!r}.",
-                DeprecationWarning,
-                stacklevel=stacklevel,
-            )
-            name = _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
+            old, name = name, _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
+            text = f"the metadata name {old!r} is deprecated; use {name!r}."
+            warnings.warn(f"{kind.__name__}: {text}", DeprecationWarning, stacklevel)
         if name not in PLAIN and hasattr(kind, name):
             raise MetadataError(
                 f"{kind.__name__}: {name!r} cannot be the name of metadata: it is an "

@@ -8,7 +8,7 @@ Results are plain values, never Variables.
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -103,6 +103,10 @@ class ValueOperators:
     __floor__ = _unary(math.floor)
     __ceil__ = _unary(math.ceil)
 
+    __len__ = _unary(len)
+    __iter__ = _unary(iter)
+    __contains__ = _binary(operator.contains)
+
     __iadd__, __isub__, __imul__ = map(_in_place, ("+=", "-=", "*="))
     __imatmul__, __itruediv__, __ifloordiv__ = map(_in_place, ("@=", "/=", "//="))
     __imod__, __ipow__, __ilshift__ = map(_in_place, ("%=", "**=", "<<="))
@@ -118,15 +122,6 @@ class ValueOperators:
         if np.ndim(value) if hasattr(value, "dtype") else hasattr(value, "__len__"):
             return len(value) > 0
         return bool(value)
-
-    def __len__(self) -> int:
-        return len(self.get_value())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.get_value())
-
-    def __contains__(self, item: Any) -> bool:
-        return unboxed(item) in self.get_value()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.get_value()(*args, **kwargs)

@@ -140,7 +140,7 @@ class PackContents:
 
     buffers: tuple[Any, ...]
     boxes: dict[int, tuple[Any]] = field(default_factory=dict)
-    values: dict[int, Any] | None = None
+    values: list[Any] | None = None
 
 
 class Pack:
@@ -163,12 +163,9 @@ class Pack:
         self.lock = threading.RLock()
         self._places = {id(member): place for place, member in enumerate(members)}
         values = [member._box[0] for member in members]
-        buffers = tuple(
-            _joined(group, [values[place] for place in group.members])
-            for group in layout
-        )
+        buffers = [_joined(own, [values[at] for at in own.members]) for own in layout]
         # A cell like a Variable, so that one call writes those and packs alike.
-        self.cell = make(Variable, PackContents(buffers), PLAIN)
+        self.cell = make(Variable, PackContents(tuple(buffers)), PLAIN)
         for member in members:
             before = pack_of(member)
             if before is not None:
@@ -185,11 +182,8 @@ class Pack:
 
     def is_of(self, members: Sequence[Variable[Any]]) -> bool:
         """Whether these are its members, in this order, and all still are."""
-        return (
-            not self._is_broken
-            and list(self._places) == list(map(id, members))
-            and all(pack_of(member) is self for member in members)
-        )
+        are_same = not self._is_broken and [*self._places] == [*map(id, members)]
+        return are_same and all(pack_of(member) is self for member in members)
 
     def buffers(self, members: Sequence[Variable[Any]]) -> tuple[Any, ...] | None:
         """The buffers, holding what the members hold; None if they cannot.
@@ -206,19 +200,14 @@ class Pack:
         """Takes the boxes of members away, and what was written into the buffers."""
         with self.lock:
             contents = self.contents
-            boxes = {place: own_box(member) for place, member in enumerate(members)}
-            changed = {
-                place: box[0]
-                for place, box in boxes.items()
-                if box is not None and contents.boxes.get(place) is not box
-            }
+            held = enumerate(map(own_box, members))
+            boxes = {place: box for place, box in held if box is not None}
+            given = contents.boxes.get
+            changed = {n: box[0] for n, box in boxes.items() if given(n) is not box}
             buffers: list[Any] = []
             for group, buffer in zip(self.layout, contents.buffers):
-                new = {
-                    at: changed[place]
-                    for at, place in enumerate(group.members)
-                    if place in changed
-                }
+                places = enumerate(group.members)
+                new = {at: changed[place] for at, place in places if place in changed}
                 if not all(group.fits(value, at) for at, value in new.items()):
                     return False
                 buffers.append(_with(group, buffer, new) if new else buffer)
@@ -226,9 +215,7 @@ class Pack:
                 set_box(self.cell, (PackContents(tuple(buffers)),))
             else:
                 contents.boxes = {}
-            for member, box in zip(members, boxes.values()):
-                if box is not None and own_box(member) is box:
-                    del_box(member)
+            _take_away(boxes, members)
             return _count(members) == self._count
 
     def read(self, member: Variable[Any]) -> tuple[Any]:
@@ -251,17 +238,20 @@ class Pack:
                 at = group.members.index(place)
                 take = _taker(group.shapes[at], group.sharding)
                 return take(buffer, group.offsets[at])
-            values: dict[int, Any] = {}
-            for group, buffer in pairs:
-                values.update(zip(group.members, _splitter(group)(buffer)))
+            values = [x for group, buffer in pairs for x in _splitter(group)(buffer)]
         contents.values = values
         return values[place]
 
     def settle(self, members: Sequence[Variable[Any]], before: PackContents) -> None:
         """Takes away boxes with values from before, given while a program ran."""
-        for place, box in before.boxes.items():
-            if own_box(members[place]) is box:
-                del_box(members[place])
+        _take_away(before.boxes, members)
+
+
+def _take_away(boxes: dict[int, Any], members: Sequence[Variable[Any]]) -> None:
+    """Takes boxes from the members that still have them."""
+    for place, box in boxes.items():
+        if own_box(members[place]) is box:
+            del_box(members[place])
 
 
 def _count(members: Sequence[Variable[Any]]) -> int:
@@ -283,10 +273,8 @@ def _with(group: Group, buffer: Any, new: dict[int, Any]) -> Any:
         for at, value in new.items():
             buffer = _put(buffer, value, group.offsets[at])
         return buffer
-    values = list(_splitter(group)(buffer))
-    for at, value in new.items():
-        values[at] = value
-    return _joined(group, values)
+    values = dict(enumerate(_splitter(group)(buffer))) | new
+    return _joined(group, list(values.values()))
 
 
 @jax.jit

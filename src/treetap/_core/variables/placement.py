@@ -20,9 +20,7 @@ from treetap._core.errors import MetadataError
 
 Rules = Sequence[tuple[str, Any]]
 
-_context_rules: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar(
-    "logical_axis_rules", default=()
-)
+_context_rules: ContextVar[Rules] = ContextVar("logical_axis_rules", default=())
 
 
 @contextmanager

@@ -81,7 +81,6 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
                 f"An abstract {typed(current)} cannot become {typed(value)}. Use "
                 "`set_value` for another shape."
             )
-        return value
     if index is Ellipsis and not isinstance(current, np.ndarray):
         return value
     changed: Any = copy.copy(current)
@@ -104,10 +103,8 @@ def write_ref(ref: Any, index: Any, value: Any) -> None:
 
 def _fits(current: jax.Array, value: Any) -> bool:
     """Whether `value` can stand for `current` as it is: same shape, type and place."""
-    if not isinstance(value, jax.Array):
+    is_alike = isinstance(value, jax.Array) and value.shape == current.shape
+    if not is_alike or value.dtype != current.dtype:
         return False
-    if value.shape != current.shape or value.dtype != current.dtype:
-        return False
-    if isinstance(value, Tracer) or isinstance(current, Tracer):
-        return True
-    return value.sharding == current.sharding
+    is_traced = isinstance(value, Tracer) or isinstance(current, Tracer)
+    return is_traced or value.sharding == current.sharding

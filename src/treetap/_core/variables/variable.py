@@ -15,7 +15,6 @@ Three rules hold everywhere:
   whether they are still what they were.
 """
 
-import contextlib
 import copy
 import weakref
 from collections import deque
@@ -78,14 +77,10 @@ class VariableMeta(type):
     """Gives every kind empty `__slots__`, so that Variables stay small and closed."""
 
     def __new__(
-        mcs,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        **kwargs: Any,
+        mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any
     ) -> "VariableMeta":
-        namespace.setdefault("__slots__", ())
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+        body.setdefault("__slots__", ())
+        return super().__new__(mcs, name, bases, body, **kwargs)
 
 
 class Variable(
@@ -173,11 +168,8 @@ class Variable(
             )
         ref = _Defaults.ref if ref is None else ref
         eager = using_eager_sharding() if eager is None else eager
-        if metadata or ref or not eager:
-            checked = checked_names(type(self), metadata, 4)
-            metadata = {**PLAIN, "ref": ref, "eager_sharding": eager, **checked}
-        else:
-            metadata = PLAIN
+        checked = checked_names(type(self), metadata, 4)
+        metadata = {**PLAIN, "ref": ref, "eager_sharding": eager, **checked}
         value = self.create_value(value)
         value = copy_containers(value)  # the caller's container stays the caller's
         if eager and metadata.get("out_sharding"):
@@ -282,9 +274,8 @@ class Variable(
         except AttributeError:
             if name in metadata:
                 return metadata[name]
-            instead = ""
-            if name in ("value", "raw_value"):  # NNX's older spelling, in `treetap.nnx`
-                instead = " Read and write the value with `v[...]`."
+            is_old = name in ("value", "raw_value")  # NNX has it, and `treetap.nnx`
+            instead = " Read and write the value with `v[...]`." if is_old else ""
             raise AttributeError(
                 f"{type(self).__name__}: no metadata and no attribute of the value "
                 f"(a {type(value).__name__}) is called {name!r}.{instead}"
@@ -425,14 +416,12 @@ _changeable: dict[int, tuple[weakref.ref[Any], ExactMetadata]] = {}
 def give_metadata(variable: Any, metadata: dict[str, Any]) -> None:
     """Gives a Variable metadata, as `exact_metadata` makes them."""
     identity = id(variable)
-    if type(metadata) is ExactMetadata and metadata.can_change:
-        with contextlib.suppress(AttributeError):
-            _del_metadata(variable)
-        known = weakref.ref(variable, lambda _: _changeable.pop(identity, None))
-        _changeable[identity] = known, metadata
-        return
     _set_metadata(variable, metadata)
     _changeable.pop(identity, None)
+    if type(metadata) is ExactMetadata and metadata.can_change:
+        known = weakref.ref(variable, lambda _: _changeable.pop(identity, None))
+        _changeable[identity] = known, metadata
+        _del_metadata(variable)
 
 
 def _current_metadata(variable: Any) -> ExactMetadata:
@@ -466,7 +455,7 @@ def make(
 
 def _unpickle(kind: type[Any], value: Any, metadata: dict[str, Any]) -> Any:
     """A Variable around a value that was copied; pickles know the name."""
-    metadata = PLAIN if metadata == PLAIN else exact_metadata(metadata)
+    metadata = exact_metadata(metadata)
     if metadata["ref"]:
         value = jax.new_ref(jnp.asarray(value))
     return make(kind, value, metadata)
