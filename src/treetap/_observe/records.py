@@ -18,6 +18,7 @@ from treetap._capture.statistics.measures import Wanted, figures_of_all
 from treetap._capture.statistics.reduced import (
     Reduced,
     arranged,
+    as_mask,
     is_reduced,
     on_each,
 )
@@ -274,21 +275,10 @@ def _wanted(site: Site) -> Wanted:
         for leaf, held in zip(leaves, first.leaves):
             order = _loops_first(held, first.levels)
             tree.append(arranged(leaf, held, order))
-            masks.append([_mask(flag, own, order) for flag, own in flags])
+            masks.append([as_mask(flag, own, order) for flag, own in flags])
     shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
     where = f"Site.figures: {site.text}"
     return Wanted(tree, len(kinds), shards, masks, where=where)
-
-
-def _mask(flag: Any, held: Sequence[int], wanted: list[int]) -> Any:
-    """A flag with axes of size 1 where it has none, to broadcast to a leaf."""
-    array = flag if hasattr(flag, "dtype") else np.asarray(flag)
-    # Along a level where the leaf is the same, it counts if it does anywhere.
-    over = tuple(n for n, level in enumerate(held) if level not in wanted)
-    kept = [level for level in held if level in wanted]
-    order = [level for level in wanted if level in held]
-    array = arranged(array.any(axis=over), kept, order)
-    return array[*(slice(None) if n in held else None for n in wanted), ...]
 
 
 def _wanted_gradient(site: Site) -> Wanted | None:
@@ -514,19 +504,18 @@ class Record:
         return "\n".join([self._caption(), *lines])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._rows()
-        lines = ["".join(f"<th>{name}</th>" for name in head)]
-        for row in rows:
-            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        body = ""
+        for number, row in enumerate(self._rows()):
+            tag = "td" if number else "th"
+            cells = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            body += f"<tr>{''.join(cells)}</tr>"
         return f"<table><caption>{self._caption()}</caption>{body}</table>"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [_COLUMNS, *(site._cells() for site in self.sites)]
-        lost = [
-            (text, "unreachable", "", "", where) for text, where in self.unreachable
+        return rows + [
+            (x, "unreachable", "", "", place) for x, place in self.unreachable
         ]
-        return [*rows, *lost]
 
     def _caption(self) -> str:
         return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"
