@@ -73,13 +73,10 @@ class Numbers:
     @functools.cached_property
     def ends(self) -> tuple[Any, Any]:
         """The lowest and the highest; infinities the wrong way if there is none."""
-        xp, signs = self.xp, (-self.real, self.real)
-        both = [xp.where(self.is_finite, x, xp.full_like(x, -xp.inf)) for x in signs]
-        if xp is np:
-            low, high = map(np.max, both)
-        else:
-            low, high = reduced_together(both, -np.inf, jnp.maximum)
-        return -low, high
+        xp, real = self.xp, self.real
+        low = xp.min(xp.where(self.is_finite, real, xp.full_like(real, xp.inf)))
+        high = xp.max(xp.where(self.is_finite, real, xp.full_like(real, -xp.inf)))
+        return low, high
 
     @functools.cached_property
     def scale(self) -> Any:
@@ -130,7 +127,7 @@ def counted(masks: Sequence[Array], axes: Sequence[int] | None = None) -> list[A
 
 def reduced_together(
     operands: Sequence[Any],
-    start: float,
+    start: int,
     how: Callable[[Any, Any], Any],
     axes: Sequence[int] | None = None,
 ) -> Sequence[Any]:

@@ -143,17 +143,16 @@ class Moments(StandardReducer):
 
     def _of(self, numbers: Numbers) -> MomentsState:
         """The moments of numbers; of the mean and the deviation no square is taken."""
-        xp, scale, (low, high) = numbers.xp, numbers.scale, numbers.ends
-        count, bad = counted([numbers.is_finite, ~xp.isfinite(numbers.real)])
-        finite = numbers.finite
-        many = xp.maximum(as_number(count, finite.dtype), 1)
-        mean, small = (xp.sum(finite * x) / many for x in (1.0, 2.0**-64))
-        mean = xp.where(xp.isfinite(mean), mean, small * 2.0**64)
-        # Of equal numbers the mean is exactly these: nothing is left to be squared.
-        mean = xp.where(low <= high, xp.clip(mean, low, high), xp.zeros_like(mean))
-        away = zeroed(finite * scale - mean * scale, numbers.is_finite)
-        std = xp.sqrt(xp.sum(away * away) / many) / scale
-        return MomentsState(count, mean, std, bad)
+        xp, is_finite = numbers.xp, numbers.is_finite
+        count, bad = counted([is_finite, ~xp.isfinite(numbers.real)])
+        scaled = numbers.finite * numbers.scale
+        many = xp.maximum(as_number(count, scaled.dtype), 1)
+        mean = xp.sum(scaled) / many
+        # So far it is rounded as the sum is; of equal numbers it has to be these.
+        mean = mean + xp.sum(zeroed(scaled - mean, is_finite)) / many
+        away = zeroed(scaled - mean, is_finite)
+        std = xp.sqrt(xp.sum(away * away) / many)
+        return MomentsState(count, mean / numbers.scale, std / numbers.scale, bad)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The moments of both."""
