@@ -31,8 +31,11 @@ test-all: $(TEST_READY)
 test-leaks: $(TEST_READY)
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not long and not keeps_traces"
 
+# Once more with the settings that JAX will have by default, where it has them.
+test-newest: CAPTURES = tests/capture tests/observe/test_axes.py
 test-newest: $(NEWEST_READY)
 	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long"
+	JAX_REMAT3=1 JAX_CUSTOM_JVP3=1 .venv-newest/bin/python -m pytest -n $(WORKERS) -m "not long" $(CAPTURES)
 
 # Python 3.12 tells of lines at little cost.
 coverage: $(NEWEST_READY)

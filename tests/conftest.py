@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import pytest
 
+import coming_jax
 import leaks
 from programs import forget_if_many
 from treetap._core import settings
@@ -24,6 +25,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if jax.config.jax_check_tracer_leaks:  # by `make test-leaks`
     pytest_runtest_setup = pytest_runtest_call = leaks.leave_out_those_of_jax
+if coming_jax.HAS_NEW_REMAT:  # by `make test-newest`
+    pytest_runtest_makereport = coming_jax.leave_out_refusals
 
 
 def pytest_collection_finish():

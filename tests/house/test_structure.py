@@ -35,8 +35,8 @@ ORDER = {
         calls selectors session listener emit
     """,
     "_capture.walk": """
-        jax_compat jaxpr_cache spots plans operations survey run batched_branches
-        self_check
+        jax_compat jaxpr_cache spots plans steps custom_rules operations survey run
+        batched_branches self_check
     """,
     "_capture.statistics": "arithmetic figures reducers reduced measures",
     "_modules": "methods module containers random_streams random_rules views",

@@ -419,6 +419,35 @@ def test_a_refused_call_gives_metadata_back_too():
     assert (model.v[...], model.v.get_metadata("tag")) == (1.0, "old")
 
 
+def rows(fn, size=3):
+    """A function for each of some rows of nothing."""
+    return lambda: jax.vmap(lambda _: fn())(jnp.zeros(size))
+
+
+def turns(fn):
+    return lambda: jax.lax.scan(lambda c, _: (c, fn()), 0.0, None, length=5)[1]
+
+
+@pytest.mark.parametrize(
+    ("around", "shape"),
+    [
+        (rows, (3, 2)),
+        (lambda fn: rows(jax.jit(fn)), (3, 2)),
+        (lambda fn: rows(rows(fn, 4)), (3, 4, 2)),
+        (lambda fn: rows(turns(fn)), (3, 5, 2)),
+        (lambda fn: turns(rows(fn)), (5, 3, 2)),
+        (lambda fn: rows(turns(rows(fn, 4))), (3, 5, 4, 2)),
+    ],
+)
+@pytest.mark.parametrize("form", [lambda fn: fn, jax.jit])
+def test_what_is_the_same_for_all_rows_has_their_axis(around, shape, form):
+    layer, same = Layer(), jnp.array([1.0, 2.0])
+    _, sown = tt.capture(form(around(lambda: layer(same))), I)()
+    (value,) = jax.tree.leaves(sown)
+    assert value.shape == shape
+    assert jnp.all(value == jnp.broadcast_to(same, shape))
+
+
 class Other(tt.Variable):
     """A kind of its own."""
 

@@ -110,7 +110,7 @@ def test_names_are_data_and_never_markup():
     found = tt.report(record, title=name)
     page = Parsed(found.html)
     assert "img" not in [tag for tag, _ in page.tags]
-    assert page.payload["sites"][0]["text"] == name
+    assert page.payload["sites"][0]["text"] == repr(name)[1:-1]
     assert "<" not in page.texts["application/json"]
     assert "innerHTML" not in page.texts["script"]
 

@@ -21,7 +21,7 @@ from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
 from treetap._capture.walk import batched_branches, jax_compat
-from treetap._capture.walk.operations import OPERATIONS, Step
+from treetap._capture.walk.operations import Step, operation_at
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
@@ -30,6 +30,7 @@ from treetap._capture.walk.survey import (
     Inner,
     handed_on,
     is_spotless,
+    refuse_copies,
     spots_below,
     taps_in,
 )
@@ -98,8 +99,7 @@ class Listener(Through):
     """The trace of a session; see the module's text."""
 
     def __init__(self, parent: Any, session: Session):
-        super().__init__()
-        self.parent_trace = parent
+        super().__init__(parent)
         self.session = session
         self.is_outermost = not session.keep
 
@@ -129,6 +129,7 @@ class Listener(Through):
                 params = self.session.sparing(params, tracers)
             if not is_spotless(primitive, params):
                 inner, seen = spots_below(primitive, params)
+                refuse_copies(current_name_stack(), seen)
                 if inner:
                     return self._enter(primitive, list(tracers), params, inner, seen)
                 # Those that cannot be come to: the session says what becomes of it.
@@ -143,7 +144,9 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
-        spot = spot_of(primitive, params, values, current_name_stack())
+        name_stack = current_name_stack()
+        spot = spot_of(primitive, params, values, name_stack)
+        refuse_copies(name_stack, [spot])
         ticket = len(values) - 1
         flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
         spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
@@ -166,7 +169,7 @@ class Listener(Through):
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
         spots = self._seen_here(seen)
-        operation = OPERATIONS[primitive.name]
+        operation = operation_at(primitive, params)
         handed = values if operation.is_handed else None
         planned = session.planned(spots, values, handed)
         parts = [one.part(planned.plan, planned.feeds) for one in inner]

@@ -81,6 +81,12 @@ def is_backward(eqn: Any) -> bool:
     return any(map(_is_back, eqn.source_info.name_stack.stack))
 
 
+def is_computed_again(name_stack: Any) -> bool:
+    """Whether a name stack is that of what a backward pass computes again."""
+    scopes = (part for part in name_stack.stack if not is_transform(part))
+    return any(part.name == AGAIN for part in scopes)
+
+
 def _is_back(part: Any) -> bool:
     return part.name == ("transpose" if is_transform(part) else AGAIN)
 

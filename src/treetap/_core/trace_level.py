@@ -33,6 +33,13 @@ class Through(Trace):
     parent_trace: Any
     is_outermost: bool
 
+    def __init__(self, parent: Any):
+        super().__init__()
+        self.parent_trace = parent
+        # JAX asks it whether an operation that is an object, with rules of its own for
+        # derivatives and mappings, has to be taken apart before it is handed over.
+        self.requires_low = getattr(parent, "requires_low", True)
+
     def hear(self, label: Any, leaves: list[Any]) -> list[Any]:
         """Does at once what a mark of these leads to; gives the values that flow on."""
         raise NotImplementedError

@@ -34,13 +34,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text in one line; what would steer a terminal is written as Python does it.
-
-    Examples:
-        >>> from treetap._core.wording import escaped
-        >>> escaped("layer\x1b[2J")
-        'layer\\x1b[2J'
-    """
+    """A text in one line; what would steer a terminal is written as Python does it."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 

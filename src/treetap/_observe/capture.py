@@ -5,7 +5,7 @@ Nothing is written on a Module or a class: values come out of the run itself, un
 transform, JAX's own included.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from treetap._capture.selectors import site_text
 from treetap._capture.session import Call
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding, Fed
+from treetap._capture.walk.spots import VMAP
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.paths import Path, show_path
 from treetap._core.trace_level import current_trace
@@ -46,7 +47,8 @@ def capture(
 
     Returns:
         A function with the result of `fn`, followed by one State for each kind. Values
-        under a loop or a mapping have its axis in front.
+        under a loop or a mapping have its axis in front; what `sow` gives has it also
+        if it is the same for all rows of a `vmap`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -155,8 +157,28 @@ class _Capture(Handler):
                     f"capture: `init` has at {site_text(key[0], key[1])} a "
                     f"{type(before).__name__}, and `sow` adds to a tuple there."
                 )
-            found[key] = reduce_fn(before, value_of(call, call.values))
+            found[key] = reduce_fn(before, value_of(call, _with_all_rows(call)))
         return [_state(found, kind) for kind in self.kinds]
+
+
+def _with_all_rows(call: Call) -> list[Any]:
+    """The leaves of a value, each with the axes of all mappings around it.
+
+    A leaf that is the same for all rows of a `vmap` comes out without them.
+    """
+    mappings = [n for n, axis in enumerate(call.spot.levels) if axis.kind == VMAP]
+
+    def with_rows(leaf: Any, has: Sequence[int]) -> Any:
+        for n in mappings:
+            if n not in has:
+                place = sum(other < n for other in has)
+                shape, size = leaf.shape, call.spot.levels[n].size
+                shape = (*shape[:place], size, *shape[place:])
+                leaf = jnp.broadcast_to(jnp.expand_dims(leaf, place), shape)
+                has = (*has, n)
+        return leaf
+
+    return [with_rows(*pair) for pair in zip(call.values, call.spot.has)]
 
 
 def key_of(call: Call) -> Key:

@@ -72,7 +72,7 @@ class Uses:
     def live_results(self, eqn: Any, n: int) -> tuple[bool, ...]:
         """Which results of an operation are used on the way forward; all it carries."""
         used = [self.is_after(eqn, var, n) for var in eqn.outvars]
-        operation = operation_of(eqn.primitive)
+        operation = operation_of(eqn.primitive, eqn.params)
         carried = 0 if operation is None else len(operation.carried(eqn.params))
         return (*[True] * carried, *used[carried:])
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
@@ -230,13 +229,13 @@ def _notes_in(
             continue
         more = _iterations(eqn)
         inner = None if times is None or more is None else times * more
-        for body in jaxprs_in_params(eqn.params):
+        for body in jax_compat.jaxprs_of(eqn.params):
             yield from _notes_in(jax_compat.opened(body)[0], here, inner)
 
 
 def _iterations(eqn: Any) -> int | None:
     """How often an operation runs what is inside it; None if that is not known."""
-    operation = operation_of(eqn.primitive)
+    operation = operation_of(eqn.primitive, eqn.params)
     if operation is None or operation.repeats is None:
         return 1
     return operation.repeats(eqn.params).times

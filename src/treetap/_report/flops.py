@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
@@ -124,12 +123,12 @@ def _loops_in(jaxpr: Any) -> Iterator[tuple[int, int, Body]]:
     For each: how often it runs, how many copies of it XLA sees, and what it runs.
     """
     for eqn in jaxpr.eqns:
-        operation = operation_of(eqn.primitive)
+        operation = operation_of(eqn.primitive, eqn.params)
         if operation is not None and operation.repeats is not None:
             times, copies = operation.repeats(eqn.params)
             if times is not None:
                 (body,) = operation.bodies(eqn.params)
                 yield times, copies, body
                 continue
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in jax_compat.jaxprs_of(eqn.params):
             yield from _loops_in(jax_compat.opened(inner)[0])

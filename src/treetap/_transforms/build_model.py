@@ -364,7 +364,7 @@ def _is_local(eqn: Any) -> bool:
     name, params = eqn.primitive.name, eqn.params
     if eqn.effects or any(any(x.spec) for x in _given_shardings(params).values()):
         return False
-    operation = operation_of(eqn.primitive)
+    operation = operation_of(eqn.primitive, eqn.params)
     if operation is not None and operation.is_call:
         (body,) = operation.bodies(params)
         return all(map(_is_local, body.jaxpr.eqns))
@@ -388,7 +388,7 @@ def _bind_in_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Does a local operation whatever mesh it was traced for."""
-    operation = operation_of(eqn.primitive)
+    operation = operation_of(eqn.primitive, eqn.params)
     if operation is None or not operation.is_call:
         free = dict.fromkeys(_given_shardings(eqn.params))
         return bind(eqn.primitive, values, {**eqn.params, **free})

@@ -12,6 +12,18 @@ from treetap._capture.walk import batched_branches, self_check
 NEWER = (99, 1, 2)
 
 
+@pytest.fixture(autouse=True)
+def checkpoint_as_it_is():
+    """What is checked of `jax.checkpoint` is that of the setting JAX has by default."""
+    name = "jax_remat3"
+    before = getattr(jax.config, name, None)
+    if before is not None:
+        jax.config.update(name, False)
+    yield
+    if before is not None:
+        jax.config.update(name, before)
+
+
 @pytest.fixture
 def newer(monkeypatch):
     self_check.check_newer_jax.cache_clear()

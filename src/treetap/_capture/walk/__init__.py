@@ -13,9 +13,12 @@ The files, in the order in which they stand on each other:
 - `jaxpr_cache`: what was made of a jaxpr, kept while that lives.
 - `spots`: a tap, as seen from some jaxpr: what it is, its axes, the way of its ticket.
 - `plans`: what is to be done at each spot, and what is fed there.
+- `steps`, `custom_rules`: an operation to be run by a plan; those with rules of their
+  own for derivatives.
 - `operations`: the table of primitives that hold jaxprs. Whoever looks into programs
   asks it; one that JAX adds is one entry.
 - `survey`: the spots of a jaxpr.
 - `run`: a jaxpr run by a plan.
 - `batched_branches`: what JAX is asked to do differently with programs that have marks.
+- `self_check`: what all this relies on, tried on a JAX that is newer than those tested.
 """

@@ -172,10 +172,58 @@ def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> An
     }
 
 
+def has_new_remat() -> bool:
+    """Whether `jax.checkpoint` is JAX's new one, which runs a function twice."""
+    return getattr(jax.config, "jax_remat3", False)
+
+
+def name_of(primitive: Primitive, params: dict[str, Any]) -> str:
+    """The name of an operation; of one that is an object (see `kind_of`), its class."""
+    held = params.get("_prim")
+    return primitive.name if held is None else type(held).__name__
+
+
+def kind_of(primitive: Primitive, params: dict[str, Any]) -> Any:
+    """What operations of one kind have in common.
+
+    JAX is going over to operations that are objects of a class of their own, which one
+    primitive holds as a parameter.
+    """
+    held = params.get("_prim")
+    return primitive if held is None else type(held)
+
+
+def jaxprs_of(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs in the parameters of an operation, also of one that is an object."""
+    held = params.get("_prim")
+    if held is not None:
+        traced = {"traced": getattr(held, "traced", None)}
+        params = {**held.params, **{k: v.jaxpr for k, v in traced.items() if v}}
+    return jaxprs_in_params(params)
+
+
 def rule_of_jvp(primitive: Primitive, params: dict[str, Any]) -> Callable[..., Any]:
     """From primals and tangents to results and their tangents, all flat."""
+    if "_prim" in params:
+        return functools.partial(_jvp_of, primitive, params)
     _, jvp = primitive.get_bind_params(params)["subfuns"]
     return jvp.call_wrapped
+
+
+def _jvp_of(primitive: Primitive, params: dict[str, Any], *values: Any) -> list[Any]:
+    """What the rule of an operation makes of primals and tangents."""
+    half = len(values) // 2
+    primals, given = values[:half], values[half:]
+    tangents = tuple(
+        one if jnp.issubdtype(primal.dtype, jnp.inexact) else zero_tangent(primal)
+        for primal, one in zip(primals, given)
+    )
+
+    def fn(*primals: Any) -> list[Any]:
+        return bind(primitive, primals, params)
+
+    outs, moved = jax.jvp(fn, primals, tangents)
+    return [*outs, *moved]
 
 
 class RuleOfVjp(NamedTuple):
@@ -320,6 +368,6 @@ def holds(jaxpr: Any, primitive: Primitive) -> bool:
     """Whether an operation is anywhere in a jaxpr."""
     return any(
         eqn.primitive is primitive
-        or any(holds(opened(one)[0], primitive) for one in jaxprs_in_params(eqn.params))
+        or any(holds(opened(one)[0], primitive) for one in jaxprs_of(eqn.params))
         for eqn in jaxpr.eqns
     )

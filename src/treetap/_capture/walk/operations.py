@@ -21,63 +21,31 @@ since nobody knows how many there will be: what comes out is of the last one.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxprs_in_params
+from jax.extend.core import Primitive
 
 from treetap._capture.statistics.reduced import is_reduced, on_each
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.custom_rules import (
+    remade_custom_jvp,
+    run_custom_jvp,
+    run_custom_vjp,
+)
 from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.plans import (
     Found,
-    Guarding,
     Kept,
     Part,
-    Rewritten,
     flagged,
     of_each,
 )
-from treetap._capture.walk.spots import Spot, Wrap
-from treetap._core.errors import CaptureError
-
-Params = dict[str, Any]
-Ran = tuple[list[Any], Found]  # results, and what came out of all bodies
-
-
-class Walker(Protocol):
-    """Who runs bodies by plans: see `run.Walk`."""
-
-    def run(self, part: Part, values: Sequence[Any]) -> tuple[list[Any], Found]:
-        """Runs a body: its results, and what came out at each spot."""
-        ...
-
-    def rewritten(self, part: Part) -> Rewritten:
-        """A body that takes what is fed, too, and gives what comes out."""
-        ...
-
-    def spots(self, jaxpr: Any) -> Sequence[Spot]:
-        """The spots of an open jaxpr."""
-        ...
-
-
-class Step(NamedTuple):
-    """One operation to be run by a plan.
-
-    Attributes:
-        primitive: The operation.
-        params: Its parameters.
-        values: Its operands.
-        walk: Who runs them.
-    """
-
-    primitive: Primitive
-    params: Params
-    values: list[Any]
-    walk: Walker
+from treetap._capture.walk.spots import Wrap
+from treetap._capture.walk.steps import Params, Ran, Runs, Step
 
 
 class Repeats(NamedTuple):
@@ -130,7 +98,7 @@ class Operation:
     rows: Callable[[Params], tuple[int, ...]] = lambda params: ()
     repeats: Callable[[Params], Repeats] | None = None
     mesh: Callable[[Params], dict[Any, int]] = lambda params: {}
-    remade: "Callable[[Params, list[Any], Runs], list[Any]] | None" = None
+    remade: "Callable[[Primitive, Params, list[Any], Runs], list[Any]] | None" = None
 
     def bodies(self, params: Params) -> list[Body]:
         """Its jaxprs that may be entered."""
@@ -144,9 +112,6 @@ class Operation:
             return None
         size = None if self.turns is None else len(self.turns(params))
         return Wrap(self.name, size, self.flag, self.rows(params))
-
-
-Runs = Callable[[Body, Sequence[Any]], list[Any]]
 
 
 def _run_jit(step: Step, part: Part) -> Ran:
@@ -170,6 +135,31 @@ def _run_remat(step: Step, part: Part) -> Ran:
     values = [*consts, *step.values, *part.fed]
     params = {**step.params, "jaxpr": jaxpr}
     return made.split(jax_compat.bind(step.primitive, values, params))
+
+
+def _new_bodies(params: Params) -> list[Body]:
+    return [body_of(jaxpr) for jaxpr in jax_compat.jaxprs_of(params)]
+
+
+def _new_checkpoint(params: Params) -> Callable[[Any], Any]:
+    given, names = params["_prim"].params, ("policy", "prevent_cse")
+    options = {name: given[name] for name in names if name in given}
+    return functools.partial(jax.checkpoint, **options)
+
+
+def _run_new_remat(step: Step, part: Part) -> Ran:
+    @_new_checkpoint(step.params)
+    def again(values: list[Any], fed: list[Any]) -> Ran:
+        return step.walk.run(part.feeding(fed), values)
+
+    return again(step.values, part.fed)
+
+
+def _remade_remat(
+    _: Primitive, params: Params, values: list[Any], run: Runs
+) -> list[Any]:
+    (body,) = _new_bodies(params)
+    return _new_checkpoint(params)(functools.partial(run, body))(values)
 
 
 def _scan_turns(params: Params) -> range:
@@ -319,110 +309,6 @@ def _run_cond(step: Step, *parts: Part) -> Ran:
     return outs, every
 
 
-def _run_custom_jvp(step: Step, part: Part) -> Ran:
-    """The rule is kept; under differentiation the values are those of the rule."""
-    rule = jax_compat.rule_of_jvp(step.primitive, step.params)
-    count = len(step.values)
-    operands, step, part = _apart(step, part)
-
-    @jax.custom_jvp
-    def with_rule(*values: Any) -> Any:
-        return step.walk.run(part.feeding(values[count:]), values[:count])
-
-    @with_rule.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        given = [*primals[:count], *tangents[:count]]
-        avals = [jax.typeof(value) for value in given]
-        inside = body_of(jax_compat.traced(rule, avals))
-        both, found = _by_rule(step, part.feeding(primals[count:]), inside, given)
-        half = len(both) // 2
-        still = jax.tree.map(jax_compat.zero_tangent, found)
-        return (list(both[:half]), found), (list(both[half:]), still)
-
-    return with_rule(*operands)
-
-
-def _by_rule(step: Step, part: Part, rule: Body, values: Sequence[Any]) -> Ran:
-    """Results of a rule, and what came out of it, or else of its function.
-
-    The operands of the rule begin with those of the function.
-    """
-    if _says_the_same(step, part, rule):
-        return step.walk.run(part._replace(body=rule), values)
-    _refuse_feeds(step, part)
-    outs = jax_compat.evaluate(rule.jaxpr, rule.consts, values)
-    return outs, step.walk.run(part, values[: len(part.body.jaxpr.invars)])[1]
-
-
-def _says_the_same(step: Step, part: Part, rule: Body) -> bool:
-    """Whether a rule has the taps of its function; False if it has none of its own."""
-    spots, found = part.spots, step.walk.spots(rule.jaxpr)
-    if not found:
-        return False
-    labels = [[spot.label for spot in both] for both in (found, spots)]
-    if labels[0] == labels[1]:
-        return True
-    names = [[label.name for label in both] for both in labels]
-    raise CaptureError(
-        f"The rule of a {step.primitive.name} has the taps {names[0]}, its function "
-        f"has {names[1]}. A capture inside the differentiation needs the same ones, in "
-        "the same order; or put the capture outside."
-    )
-
-
-def _refuse_feeds(step: Step, part: Part) -> None:
-    """Refuses to add to a value that the rule which runs does not have."""
-    for choice, spot in zip(part.plan, part.spots):
-        if choice.feed and not isinstance(choice.feed, Guarding):
-            raise CaptureError(
-                f"{choice.feed.what} of {spot.name!r} is in a {step.primitive.name} "
-                "whose rule does not have it, and the rule is what runs. "
-                f"{choice.feed.what} needs it there, too."
-            )
-
-
-def _apart(step: Step, part: Part) -> tuple[list[Any], Step, Part]:
-    """All operands of a function with a rule, and the rest without a traced value.
-
-    What is fed into it comes last: the rule knows no derivative for it. JAX keeps the
-    rule with the program it is part of.
-    """
-    found = list(step.values)
-    for choice, feed in zip(part.plan, part.feeds):
-        if choice.feed is not None and feed is not None:
-            found += choice.feed.fixed(feed, step.primitive.name)
-    return found, step._replace(values=[]), part.feeding_types()
-
-
-def _run_custom_vjp(step: Step, part: Part) -> Ran:
-    """The rule is kept; under differentiation the values are those of `fwd`."""
-    count = len(step.values)
-    rule = jax_compat.rule_of_vjp(step.params, count)
-    operands, step, part = _apart(step, part)
-
-    @jax.custom_vjp
-    def with_rule(*values: Any) -> Any:
-        return step.walk.run(part.feeding(values[count:]), values[:count])
-
-    def fwd(*values: Any) -> Any:
-        given = values[:count]
-        outs, found = _by_rule(step, part.feeding(values[count:]), rule.forward, given)
-        kept = iter(outs[: len(outs) - rule.num_out])
-        residual = [next(kept) if n is None else given[n] for n in rule.forwarded]
-        return (list(outs[len(outs) - rule.num_out :]), found), (residual, values)
-
-    def bwd(kept: Any, cotangents: Any) -> Any:
-        residual, values = kept
-        given = rule.backward(*residual, *cotangents[0])
-        return (
-            *map(jax_compat.cotangent_for, given, values[:count]),
-            *map(jax_compat.zero_tangent, values[count:]),
-        )
-
-    with_rule.defvjp(fwd, bwd)
-    return with_rule(*operands)
-
-
 def _shard_mesh(params: Params) -> dict[Any, int]:
     sizes = params["mesh"].shape
     return {axis: sizes[axis] for axis in jax_compat.shard_axes(params)}
@@ -445,7 +331,9 @@ def _on_shards(params: Params, fn: Any, ins: Any, outs: Any) -> Any:
     )
 
 
-def _remade_on_shards(params: Params, values: list[Any], run: Runs) -> list[Any]:
+def _remade_on_shards(
+    _: Primitive, params: Params, values: list[Any], run: Runs
+) -> list[Any]:
     body = body_of(params["jaxpr"])
     mapped = _on_shards(params, lambda held, _: (tuple(run(body, held)), ()), (), ())
     return list(mapped(tuple(values), ())[0])
@@ -528,43 +416,64 @@ OPERATIONS: dict[str, Operation] = {
         Operation("eval_jaxpr", _run_inlined, several=_evaluated, is_call=True),
         Operation("remat2", _run_remat, "jaxpr", is_repeated=True),
         Operation("checkpoint", _run_remat, "jaxpr", is_repeated=True),
-        Operation("custom_jvp_call", _run_custom_jvp, "call_jaxpr", is_call=True),
-        Operation("custom_vjp_call", _run_custom_vjp, "call_jaxpr"),
+        Operation("custom_jvp_call", run_custom_jvp, "call_jaxpr", is_call=True),
+        Operation("custom_vjp_call", run_custom_vjp, "call_jaxpr"),
+        # What JAX is about to have in the place of `checkpoint` and `custom_jvp_call`.
+        Operation(
+            "RematTraced",
+            _run_new_remat,
+            several=_new_bodies,
+            is_repeated=True,
+            remade=_remade_remat,
+        ),
+        Operation(
+            "CustomJVPTraced",
+            run_custom_jvp,
+            several=_new_bodies,
+            is_call=True,
+            remade=remade_custom_jvp,
+        ),
     )
 }
 
 
-def operation_of(primitive: Primitive) -> Operation | None:
-    """The entry of a primitive; None if it is not in the table."""
-    return OPERATIONS.get(primitive.name)
+def operation_of(primitive: Primitive, params: Params) -> Operation | None:
+    """The entry of an operation; None if it is not in the table."""
+    return OPERATIONS.get(jax_compat.name_of(primitive, params))
+
+
+def operation_at(primitive: Primitive, params: Params) -> Operation:
+    """The entry of an operation that is in the table."""
+    return OPERATIONS[jax_compat.name_of(primitive, params)]
 
 
 def bodies_of(primitive: Primitive, params: Params) -> list[Body]:
     """The jaxprs of an operation that may be entered."""
-    operation = operation_of(primitive)
+    operation = operation_of(primitive, params)
     return operation.bodies(params) if operation else []
 
 
-_plain: dict[Primitive, bool] = {}
+_plain: dict[Any, bool] = {}
 
 
 def is_plain(primitive: Primitive, params: Params) -> bool:
     """Whether an operation holds no jaxprs; one that does, always does."""
-    known = _plain.get(primitive)
+    kind = jax_compat.kind_of(primitive, params)
+    known = _plain.get(kind)
     if known is None:
-        is_known = primitive.name in OPERATIONS
-        found = is_known or any(True for _ in jaxprs_in_params(params))
-        known = _plain[primitive] = not found
+        is_known = operation_of(primitive, params) is not None
+        found = is_known or any(True for _ in jax_compat.jaxprs_of(params))
+        known = _plain[kind] = not found
     return known
 
 
 def hidden_jaxprs(primitive: Primitive, params: Params) -> Iterator[Any]:
     """The jaxprs of an operation that may not be entered."""
-    operation = OPERATIONS.get(primitive.name)
+    operation = operation_of(primitive, params)
     if operation is not None and operation.holder:
         return
     known = [body.jaxpr for body in bodies_of(primitive, params)]
-    for jaxpr in jaxprs_in_params(params):
+    for jaxpr in jax_compat.jaxprs_of(params):
         found = jax_compat.opened(jaxpr)[0]
         if not any(found is one for one in known):
             yield found
@@ -586,9 +495,9 @@ def with_bodies(
         run: Runs what is in the place of a body.
         traced: That, as a closed jaxpr.
     """
-    operation = OPERATIONS[primitive.name]
+    operation = operation_at(primitive, params)
     if operation.remade is not None:
-        return operation.remade(params, values, run)
+        return operation.remade(primitive, params, values, run)
     made = [(body.jaxpr, traced(body)) for body in operation.bodies(params)]
     return jax_compat.bind(primitive, values, jax_compat.with_jaxprs(params, made))
 

@@ -19,7 +19,7 @@ from treetap._capture.edit_points import edit_p, unedited
 from treetap._capture.marks import TICKET, gradient_p, linear_p, tap_p
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import OPERATIONS, Step
+from treetap._capture.walk.operations import Step, operation_at
 from treetap._capture.walk.plans import (
     Adding,
     Choice,
@@ -78,7 +78,8 @@ class Walk(NamedTuple):
                     outs, found[place] = self.at_spot(step, *asked)
                 elif n in work.inner:
                     parts = [one.part(part.plan, part.feeds) for one in work.inner[n]]
-                    outs, inside = OPERATIONS[eqn.primitive.name].run(step, *parts)
+                    operation = operation_at(eqn.primitive, eqn.params)
+                    outs, inside = operation.run(step, *parts)
                     start = work.inner[n][0].start
                     found[start : start + len(inside)] = inside
                 else:

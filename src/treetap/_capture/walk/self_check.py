@@ -45,7 +45,7 @@ def _equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, int]]:
     def below(jaxpr: Any, depth: int) -> Iterator[tuple[Any, int]]:
         for eqn in jax_compat.opened(jaxpr)[0].eqns:
             yield eqn, depth
-            for body in jax_compat.jaxprs_in_params(eqn.params):
+            for body in jax_compat.jaxprs_of(eqn.params):
                 yield from below(body, depth + 1)
 
     return list(below(jax.make_jaxpr(jax.grad(fn))(*args), 0))
@@ -69,12 +69,16 @@ def _same_in_all_iterations(x: Any) -> Any:
 
 def _is_kept_once() -> bool:
     """A tap that nothing depends on is in the program, and once."""
-    ways = (jax.jit(_unused), jax.checkpoint(_unused), _loop, jax.checkpoint(_loop))
+    ways = [jax.jit(_unused), _loop]
+    if not jax_compat.has_new_remat():
+        ways += [jax.checkpoint(_unused), jax.checkpoint(_loop)]
     return all(_count(tap_p, fn) == 1 for fn in ways)
 
 
 def _is_marked_again() -> bool:
     """A tap that is computed again for the way back has `again_p` in its place."""
+    if jax_compat.has_new_remat():  # such taps are refused
+        return True
 
     def fn(x: Any) -> Any:
         return jnp.sin(_tapped(jnp.sin(x)))

@@ -20,18 +20,19 @@ from weakref import WeakKeyDictionary
 from jax.extend.core import Literal, Primitive
 
 from treetap._capture.marks import is_like_ticket, linear_p
-from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.name_stacks import is_computed_again, mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import (
-    OPERATIONS,
     bodies_of,
     hidden_jaxprs,
     is_plain,
+    operation_of,
 )
 from treetap._capture.walk.plans import Feeds, Part, Plan
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
+from treetap._core.errors import CaptureError
 
 
 class Inner(NamedTuple):
@@ -87,6 +88,7 @@ class Taps(Survey):
                 self._add_tap(eqn)
                 continue
             inner, seen = spots_below(eqn.primitive, eqn.params)
+            refuse_copies(eqn.source_info.name_stack, seen)
             start = len(self.spots)
             if inner:
                 self.inner[n] = [x._replace(start=start + x.start) for x in inner]
@@ -112,6 +114,7 @@ class Taps(Survey):
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
         spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
+        refuse_copies(stack, [spot])
         if spot.is_tap:
             self._tickets[eqn.outvars[-1]] = {len(self.spots)}
         else:
@@ -176,7 +179,7 @@ _spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
     """Whether an operation is known to hold no taps: a quick look."""
-    operation = OPERATIONS.get(primitive.name)
+    operation = operation_of(primitive, params)
     if operation is None or not operation.holder:
         return is_plain(primitive, params)
     jaxpr = params[operation.holder]
@@ -209,6 +212,20 @@ def handed_on(
                 yield n, body.first + source
 
 
+def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
+    """Refuses taps on the way back that nothing tells from those of the way forward."""
+    if not jax_compat.has_new_remat() or not spots:
+        return
+    if is_computed_again(name_stack) and any(spot.is_tap for spot in spots):
+        raise CaptureError(
+            f"{spots[0].name!r} is in a `jax.checkpoint` that is differentiated inside "
+            "the capture, and with JAX's setting `jax_remat3` a value that is computed "
+            "again cannot be told from the first. Put the capture inside the function "
+            "that is differentiated, or turn the setting off: "
+            "`jax.config.update('jax_remat3', False)`."
+        )
+
+
 def spots_below(
     primitive: Primitive, params: dict[str, Any]
 ) -> tuple[list[Inner], list[Spot]]:
@@ -221,7 +238,7 @@ def spots_below(
     seen: list[Spot] = []
     if is_plain(primitive, params):
         return inner, seen
-    operation = OPERATIONS.get(primitive.name)
+    operation = operation_of(primitive, params)
     for number, body in enumerate(bodies_of(primitive, params)):
         assert operation is not None
         own, base = taps_in(body.jaxpr).spots, len(seen)

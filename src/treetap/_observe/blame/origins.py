@@ -29,7 +29,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from treetap._capture.name_stacks import is_transposed
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.operations import OPERATIONS, Operation
+from treetap._capture.walk.operations import Operation, operation_at
 from treetap._capture.walk.survey import survey
 from treetap._observe.blame.search import (
     FINITE,
@@ -88,7 +88,8 @@ class Frame:
     @property
     def operation(self) -> Operation:
         """What the operation around is."""
-        return OPERATIONS[self.equation.primitive.name]
+        eqn = self.equation
+        return operation_at(eqn.primitive, eqn.params)
 
     @cached_property
     def turns(self) -> range | None:

@@ -45,7 +45,7 @@ class EveryValue(Survey):
         self.makers: dict[Any, int] = {}
         self.entry = self._add("", jaxpr.invars, ())
         for n, eqn in enumerate(jaxpr.eqns):
-            operation = operation_of(eqn.primitive)
+            operation = operation_of(eqn.primitive, eqn.params)
             if operation is not None:
                 wrap = operation.wrap(eqn.params)
                 bodies = operation.bodies(eqn.params)
