@@ -5,6 +5,7 @@ import contextlib
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -148,9 +149,8 @@ class Site:
 
     def merge(self, other: "Site") -> "Site":
         """The statistics of both: of another microbatch, or step."""
-        mine, others = (
-            (site.text, site.how, site.wraps, site.module) for site in (self, other)
-        )
+        known = attrgetter("text", "how", "wraps", "module")
+        mine, others = known(self), known(other)
         if mine != others:
             raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
         if self.value is not None or self.grad is not None:
@@ -197,11 +197,10 @@ class Site:
         return display.size_of(kept).nbytes
 
     def _cells(self) -> tuple[str, str, str, str, str]:
-        leaves = jax.tree.leaves(self.value)
         held = jax.tree.leaves(self.reduced, is_leaf=is_reduced)
         texts = [
             typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-            for leaf in leaves
+            for leaf in jax.tree.leaves(self.value)
         ]
         texts += [name for reduced in held for name, _ in reduced.reducers]
         types = ", ".join(dict.fromkeys(texts))
@@ -304,10 +303,8 @@ def _structure(tree: Any) -> Any:
 
 def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
     """A gradient by order of differentiation: it is a tuple where there are several."""
-    is_several = (
-        isinstance(grad, tuple) and grad and _structure(grad) != _structure(like)
-    )
-    return grad if is_several else (grad,)
+    is_filled = isinstance(grad, tuple) and bool(grad)
+    return grad if is_filled and _structure(grad) != _structure(like) else (grad,)
 
 
 _COLUMNS = ("site", "how", "type", "size", "under")
@@ -464,10 +461,7 @@ class Record:
         Gradients come in the order in which they are made: the last site's first.
         """
         named = [(site.text, site.reduced) for site in self.sites]
-        named += [
-            (f"gradient of {site.text}", site.grad_reduced)
-            for site in reversed(self.sites)
-        ]
+        named += [(f"gradient of {x.text}", x.grad_reduced) for x in self.sites[::-1]]
         for text, tree in named:
             for reduced in jax.tree.leaves(tree, is_leaf=is_reduced):
                 if "all_finite" not in dict(reduced.reducers):

@@ -146,7 +146,7 @@ def as_count(low: Any) -> Any:
     return xp_of(low).stack([zeros, low], axis=-1)
 
 
-def count_of(number: int) -> np.ndarray:
+def count_of(number: int) -> Any:
     """A number that is known as a count."""
     return np.array([number >> 32, number % 2**32], np.uint32)
 

@@ -240,11 +240,9 @@ def _on_devices(
 
 def _mesh_of(leaves: Sequence[Array]) -> Any:
     """The mesh that leaves are spread over, if there is one."""
-    for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return sharding.mesh if len(sharding.device_set) > 1 else None
-    return None
+    held = [getattr(leaf, "sharding", None) for leaf in leaves]
+    named = [x for x in held if isinstance(x, jax.sharding.NamedSharding)]
+    return named[0].mesh if named and len(named[0].device_set) > 1 else None
 
 
 def _has_explicit_axes(mesh: Any) -> bool:
@@ -315,8 +313,8 @@ def _edges(low: Any, high: Any, bins: int) -> Any:
 def _part(edges: Any, real: Any, is_finite: Any) -> Any:
     """What is measured of one part: states, columns, and which units are alive."""
     numbers = Numbers(real, is_finite)
-    columns = dict(zip(("low", "high"), numbers.ends))
-    columns["bars"] = bars(edges, real, is_finite)
+    low, high = numbers.ends
+    columns = {"low": low, "high": high, "bars": bars(edges, real, is_finite)}
     states = [reducer._of(numbers) for reducer in REDUCERS]
     return states, columns, DeadUnits()._of(numbers)
 

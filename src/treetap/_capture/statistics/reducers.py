@@ -394,17 +394,17 @@ class TopK(StandardReducer):
 
     def _of(self, numbers: Numbers) -> TopKFound:
         """One after the other, by reductions alone: nothing is sorted or gathered."""
-        is_finite, numbers = numbers.is_finite, numbers.finite
-        sizes = jnp.where(is_finite, jnp.abs(numbers), -jnp.ones_like(numbers))
-        place = flat_places(numbers.shape)
+        real = numbers.finite
+        sizes = jnp.where(numbers.is_finite, jnp.abs(real), -jnp.ones_like(real))
+        place = flat_places(real.shape)
         nowhere = np.iinfo(np.int32).max
         left = sizes >= 0
         values, indices = [], []
         for _ in range(self.k):
-            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (numbers, -numbers)]
+            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (real, -real)]
             size = jnp.maximum(*reduced_together(ends, -1, jnp.maximum))
             here = [
-                jnp.where(left & (numbers == x), place, nowhere) for x in (size, -size)
+                jnp.where(left & (real == x), place, nowhere) for x in (size, -size)
             ]
             plus, minus = reduced_together(here, nowhere, jnp.minimum)
             index = jnp.minimum(plus, minus)
@@ -413,7 +413,7 @@ class TopK(StandardReducer):
             indices.append(jnp.where(is_there, index, -1))
             comes_later = (sizes < size) | ((sizes == size) & (place > index))
             left = (sizes >= 0) & comes_later
-        return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), numbers))
+        return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), real))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The largest of both; on a tie those of the first."""
