@@ -222,5 +222,4 @@ def write(
         if isinstance(writer, EventWriter):
             writer.add_histogram(tag, each, step)
         elif hasattr(writer, "add_histogram_raw"):
-            counts, edges = (np.asarray(part, np.float64) for part in each)
-            writer.add_histogram_raw(tag, *_raw(counts, edges), step)
+            writer.add_histogram_raw(tag, *_raw(*each), step)

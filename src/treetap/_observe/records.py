@@ -5,6 +5,7 @@ import contextlib
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -18,6 +19,7 @@ from treetap._capture.statistics.measures import Wanted, figures_of_all
 from treetap._capture.statistics.reduced import (
     Reduced,
     arranged,
+    as_mask,
     is_reduced,
     on_each,
 )
@@ -147,9 +149,8 @@ class Site:
 
     def merge(self, other: "Site") -> "Site":
         """The statistics of both: of another microbatch, or step."""
-        mine, others = (
-            (site.text, site.how, site.wraps, site.module) for site in (self, other)
-        )
+        known = attrgetter("text", "how", "wraps", "module")
+        mine, others = known(self), known(other)
         if mine != others:
             raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
         if self.value is not None or self.grad is not None:
@@ -196,11 +197,10 @@ class Site:
         return display.size_of(kept).nbytes
 
     def _cells(self) -> tuple[str, str, str, str, str]:
-        leaves = jax.tree.leaves(self.value)
         held = jax.tree.leaves(self.reduced, is_leaf=is_reduced)
         texts = [
             typed(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-            for leaf in leaves
+            for leaf in jax.tree.leaves(self.value)
         ]
         texts += [name for reduced in held for name, _ in reduced.reducers]
         types = ", ".join(dict.fromkeys(texts))
@@ -274,21 +274,10 @@ def _wanted(site: Site) -> Wanted:
         for leaf, held in zip(leaves, first.leaves):
             order = _loops_first(held, first.levels)
             tree.append(arranged(leaf, held, order))
-            masks.append([_mask(flag, own, order) for flag, own in flags])
+            masks.append([as_mask(flag, own, order) for flag, own in flags])
     shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
     where = f"Site.figures: {site.text}"
     return Wanted(tree, len(kinds), shards, masks, where=where)
-
-
-def _mask(flag: Any, held: Sequence[int], wanted: list[int]) -> Any:
-    """A flag with axes of size 1 where it has none, to broadcast to a leaf."""
-    array = flag if hasattr(flag, "dtype") else np.asarray(flag)
-    # Along a level where the leaf is the same, it counts if it does anywhere.
-    over = tuple(n for n, level in enumerate(held) if level not in wanted)
-    kept = [level for level in held if level in wanted]
-    order = [level for level in wanted if level in held]
-    array = arranged(array.any(axis=over), kept, order)
-    return array[*(slice(None) if n in held else None for n in wanted), ...]
 
 
 def _wanted_gradient(site: Site) -> Wanted | None:
@@ -314,10 +303,8 @@ def _structure(tree: Any) -> Any:
 
 def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
     """A gradient by order of differentiation: it is a tuple where there are several."""
-    is_several = (
-        isinstance(grad, tuple) and grad and _structure(grad) != _structure(like)
-    )
-    return grad if is_several else (grad,)
+    is_filled = isinstance(grad, tuple) and bool(grad)
+    return grad if is_filled and _structure(grad) != _structure(like) else (grad,)
 
 
 _COLUMNS = ("site", "how", "type", "size", "under")
@@ -474,10 +461,7 @@ class Record:
         Gradients come in the order in which they are made: the last site's first.
         """
         named = [(site.text, site.reduced) for site in self.sites]
-        named += [
-            (f"gradient of {site.text}", site.grad_reduced)
-            for site in reversed(self.sites)
-        ]
+        named += [(f"gradient of {x.text}", x.grad_reduced) for x in self.sites[::-1]]
         for text, tree in named:
             for reduced in jax.tree.leaves(tree, is_leaf=is_reduced):
                 if "all_finite" not in dict(reduced.reducers):
@@ -514,19 +498,18 @@ class Record:
         return "\n".join([self._caption(), *lines])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._rows()
-        lines = ["".join(f"<th>{name}</th>" for name in head)]
-        for row in rows:
-            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        body = ""
+        for number, row in enumerate(self._rows()):
+            tag = "td" if number else "th"
+            cells = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            body += f"<tr>{''.join(cells)}</tr>"
         return f"<table><caption>{self._caption()}</caption>{body}</table>"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [_COLUMNS, *(site._cells() for site in self.sites)]
-        lost = [
-            (text, "unreachable", "", "", where) for text, where in self.unreachable
+        return rows + [
+            (x, "unreachable", "", "", place) for x, place in self.unreachable
         ]
-        return [*rows, *lost]
 
     def _caption(self) -> str:
         return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"

@@ -160,6 +160,16 @@ def test_squares_neither_overflow_nor_vanish(scale):
     check(figures_of(jnp.asarray(array)), array)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.usefixtures("size")
+def test_figures_of_equal_numbers_near_the_end_of_their_type(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    found = figures_of(jnp.full((4, 5), largest, dtype))
+    assert (found.mean, found.std) == (largest, 0.0)
+    assert found.norm == pytest.approx(largest * math.sqrt(20))
+    assert found.bars.counts.sum() == 20
+
+
 @pytest.mark.usefixtures("size")
 def test_a_large_mean_does_not_spoil_the_deviation():
     array = 1e4 + normal(1000)

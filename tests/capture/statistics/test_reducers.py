@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics: of what each reducer measures, and of how parts are put together."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treetap as tt
+from treetap._capture.statistics.measures import figures_of
 from treetap._capture.statistics.reduced import Placed, measured
 
 REDUCERS = (
@@ -144,6 +147,54 @@ def test_norms_neither_overflow_nor_vanish(scale):
     np.testing.assert_allclose(stats_of(value)["norm"], expected, rtol=1e-5)
     both = whole(value[:2]).merge(whole(value[2:]))
     np.testing.assert_allclose(both.stats["norm"], expected, rtol=1e-5)
+
+
+LARGE = {
+    "equal": np.full(4, 3e38, np.float32),
+    "largest": np.full(7, np.finfo(np.float32).max),
+    "opposite": np.array([3e38, -3e38, 3e38, -3e38], np.float32),
+    "uneven": np.array([-3e38, 3e38, 3e38, 3e38], np.float32),
+    "squares": np.array([1e30, 2e30, -5e30], np.float32),
+    "bfloat16": jnp.full(4, 3e38, jnp.bfloat16),
+    "float16": jnp.array([65504, 65504, -65504, 65504], jnp.float16),
+    "tiny": np.array([1e-30, 3e-30, 5e-30], np.float32),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("cuts", [[], [1], [2, 3], [3]], ids=str)
+def test_moments_of_numbers_near_the_ends_of_their_type(name, cuts):
+    value = LARGE[name]
+    kept = tt.Moments(), tt.Norm()
+    parts = [whole(part, *kept) for part in jnp.split(jnp.asarray(value), cuts)]
+    wide = np.asarray(value, np.float64)
+    for order in (parts, parts[::-1]):
+        both = functools.reduce(type(parts[0]).merge, order)
+        moments, figures = both.stats["moments"], figures_of(both)
+        away = 1e-6 * np.abs(wide).max()
+        np.testing.assert_allclose(moments.mean, wide.mean(), rtol=1e-5, atol=away)
+        assert figures.mean == pytest.approx(wide.mean(), rel=1e-5, abs=away)
+        # A length, so it can be told where its square cannot.
+        assert figures.std == pytest.approx(wide.std(), rel=1e-5)
+        assert figures.norm == pytest.approx(np.linalg.norm(wide), rel=1e-5)
+        if wide.std() == 0:
+            assert moments.mean == wide[0]
+            assert moments.variance == 0
+        elif 1e-15 < wide.std() < 1e15:
+            np.testing.assert_allclose(moments.variance, wide.var(), rtol=1e-5)
+        assert moments.count == value.size
+        assert not np.isnan(moments.variance)
+
+
+def test_one_number_far_off_is_not_lost_among_many():
+    values = jnp.full(1, 1e8), jnp.zeros(2**20)
+    far, many = (whole(value, tt.Moments()) for value in values)
+    for _ in range(8):  # doubles
+        many = many.merge(many)
+    total = many.stats["moments"].count + 1
+    for both in (far.merge(many), many.merge(far)):
+        found = both.stats["moments"].variance
+        np.testing.assert_allclose(found, 1e16 / total, rtol=1e-3)
 
 
 def test_magnitudes_are_in_bins_that_double():

@@ -9,7 +9,7 @@ is done here is done in float64.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,24 +82,10 @@ class Figures:
 UNMEASURED = Figures()
 
 
-@dataclass(frozen=True, eq=False)
-class PartFigures:
-    """What is known of one part of one array, or of several together.
-
-    Attributes:
-        known: The figures, but for dead units.
-        finite: How many numbers are finite, if it is known.
-        dead: How many units are dead.
-        units: Of how many.
-    """
-
-    known: Figures
-    finite: int | None = None
-    dead: int = 0
-    units: int = 0
-
-
-Parts = list[PartFigures | None]  # None: nothing was seen
+# What is known of one part of one array, or of several together: figures by name, and
+# how many numbers are `finite`, how many units are `dead`, of how many `units`.
+Part = dict[str, Any]
+Parts = list[Part | None]  # None: nothing was seen
 
 
 def figures_from(by_leaf: list[Parts], count: int, shared: Sequence[Any]) -> Figures:
@@ -115,61 +101,46 @@ def figures_from(by_leaf: list[Parts], count: int, shared: Sequence[Any]) -> Fig
     whole = _together([part for parts in by_leaf for part in parts])
     if whole is not None and shared:
         dead, units = (sum(int(pair[n]) for pair in shared) for n in (0, 1))
-        whole = replace(whole, dead=dead, units=units)
+        whole = {**whole, "dead": dead, "units": units}
     return _as_figures(whole, tuple(map(_as_figures, apart)))
 
 
-def _as_figures(part: PartFigures | None, parts: tuple[Figures, ...] = ()) -> Figures:
+def _as_figures(part: Part | None, parts: tuple[Figures, ...] = ()) -> Figures:
     if part is None:
         return Figures(count=0, nan=0, infinite=0, parts=parts)
-    if part.finite == 0:  # of nothing there is no mean
-        counts = {name: getattr(part.known, name) for name in _COUNTS}
-        return Figures(**counts, parts=parts)
-    share = part.dead / part.units if part.units else None
-    return replace(part.known, dead=share, parts=parts)
+    known = dict(part)
+    finite, dead, units = (known.pop(name, None) for name in _ASIDE)
+    if finite == 0:  # of nothing there is no mean
+        known = {name: known[name] for name in _COUNTS if name in known}
+    elif units:
+        known["dead"] = dead / units
+    return Figures(**known, parts=parts)
 
 
-def _together(given: Sequence[PartFigures | None]) -> PartFigures | None:
+def _together(given: Sequence[Part | None]) -> Part | None:
     """Several parts as one: what is not known of one of them, is of none."""
     parts = [part for part in given if part is not None]
     if len(parts) < 2:
         return parts[0] if parts else None
-    every = [part.known for part in parts]
-    held = [part for part in parts if part.finite != 0]
-    some = [part.known for part in held]
-    mean, std = _moments_together(held)
-    counts = {name: _joined(sum, every, name) for name in _COUNTS}
-    others = {name: _joined(join, some, name) for name, join in _JOINED.items()}
-    finite: list[Any] = [part.finite for part in parts]
-    return PartFigures(
-        Figures(**counts, **others, mean=mean, std=std),
-        finite=None if None in finite else sum(finite),
-        dead=sum(part.dead for part in parts),
-        units=sum(part.units for part in parts),
-    )
+    held = [part for part in parts if part.get("finite") != 0]
+    found: Part = {}
+    for name, join in _JOINED.items():
+        of = parts if join is sum else held
+        if of and all(name in part for part in of):
+            found[name] = join([part[name] for part in of])
+    if held and all("mean" in part for part in held):
+        found |= _moments_together(held)
+    return found
 
 
-def _joined(
-    join: Callable[[list[Any]], Any], known: Sequence[Figures], name: str
-) -> Any:
-    """What is known of all parts, put together by a function; else None."""
-    values = [getattr(figures, name) for figures in known]
-    return None if None in values or not values else join(values)
-
-
-def _moments_together(
-    parts: Sequence[PartFigures],
-) -> tuple[float | None, float | None]:
-    means: list[Any] = [part.known.mean for part in parts]
-    stds: list[Any] = [part.known.std for part in parts]
-    if None in means or None in stds or not parts:
-        return None, None
-    counts = [part.finite or 0 for part in parts]
+def _moments_together(parts: Sequence[Part]) -> Part:
+    means, counts = ([part[name] for part in parts] for name in ("mean", "finite"))
     shares = [count / sum(counts) for count in counts]
     mean = sum(share * each for share, each in zip(shares, means))
     # a length, so that no square overflows
-    away = [math.hypot(std, each - mean) for std, each in zip(stds, means)]
-    return mean, math.hypot(*(math.sqrt(s) * each for s, each in zip(shares, away)))
+    away = [math.hypot(part["std"], part["mean"] - mean) for part in parts]
+    std = math.hypot(*(math.sqrt(s) * each for s, each in zip(shares, away)))
+    return {"mean": mean, "std": std}
 
 
 def _bars_together(several: list[Bars]) -> Bars | None:
@@ -184,7 +155,9 @@ def _bars_together(several: list[Bars]) -> Bars | None:
 # How figures of several parts are put together: counts of all parts, what follows of
 # those in which anything is finite.
 _COUNTS = ("count", "nan", "infinite", "unsorted")
+_ASIDE = ("finite", "dead", "units")
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(_COUNTS + _ASIDE, sum),
     "low": min,
     "high": max,
     "abs_max": max,

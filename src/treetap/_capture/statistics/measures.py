@@ -11,9 +11,9 @@ an array), and put together by part (see `figures`).
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,36 +23,29 @@ from jax.core import Tracer
 
 from treetap._capture.statistics.arithmetic import (
     Array,
-    alive_units,
-    as_real,
+    Numbers,
+    as_integers,
     bars,
-    counted,
-    ends_of,
     has_spread_axes,
-    largest_of,
-    moments,
-    scale_for,
-    zeroed,
+    numbers_of,
+    xp_of,
 )
 from treetap._capture.statistics.figures import (
     UNMEASURED,
     Bars,
     Figures,
-    PartFigures,
     Parts,
     figures_from,
 )
-from treetap._capture.statistics.reduced import is_measured, is_reduced
+from treetap._capture.statistics.reduced import is_measured, is_reduced, mapped
 from treetap._capture.statistics.reducers import (
     AbsMax,
     AllFinite,
     DeadUnits,
-    Histogram,
     Moments,
-    MomentsFound,
     NonFinite,
-    NonFiniteFound,
     Norm,
+    StandardReducer,
 )
 from treetap._core.errors import CaptureError
 from treetap._core.variables.values import is_gone
@@ -106,28 +99,34 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
     leaves = jax.tree.leaves(wanted.tree, is_leaf=is_reduced)
     reduced = [leaf for leaf in leaves if is_reduced(leaf)]
     if reduced:
-        states = [(leaf.seen, leaf.states) for leaf in reduced]
-        _refuse_traced(states, wanted.where)
+        found = [Measured(leaf.seen, leaf.states) for leaf in reduced]
+        _refuse_traced(found, wanted.where)
         held = [[reducer for _, reducer in leaf.reducers] for leaf in reduced]
-        return states, functools.partial(_read_reduced, held, wanted)
+        shapes = {np.shape(leaf.seen) for leaf in reduced}
+        shape = shapes.pop() if len(shapes) == 1 else ()
+        return found, functools.partial(_read, held, wanted, _num_parts(shape))
     masks = wanted.masks or [()] * len(leaves)
-    masks = [own for leaf, own in zip(leaves, masks) if is_measured(leaf)]
-    leaves = [leaf for leaf in leaves if is_measured(leaf)]
-    _refuse_traced(leaves, wanted.where)
-    if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    pairs = [(leaf, own) for leaf, own in zip(leaves, masks) if is_measured(leaf)]
+    _refuse_traced(pairs, wanted.where)
+    if not pairs or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf, _ in pairs):
         return (), lambda _: UNMEASURED
-    arrays = [
-        leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves
-    ]
-    apart, shape = wanted.apart, np.shape(arrays[0])[: wanted.apart]
-    if any(np.shape(leaf)[:apart] != shape or leaf.ndim < apart for leaf in arrays):
+    apart, shape = wanted.apart, np.shape(pairs[0][0])[: wanted.apart]
+    if len(shape) < apart or any(np.shape(x)[:apart] != shape for x, _ in pairs):
         apart, shape = 0, ()
     shards = tuple(axis for axis in wanted.shards if axis < apart)
     how = How(apart, shards, bins, wanted.has_units)
-    masks = [own for leaf, own in zip(arrays, masks) if leaf.size]
-    arrays = [leaf for leaf in arrays if leaf.size]
-    found = measured_arrays(how, arrays, masks) if arrays else []
-    return found, functools.partial(_read_measured, math.prod(shape) if apart else 0)
+    pairs = [
+        (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), list(own))
+        for leaf, own in pairs
+        if np.size(leaf)
+    ]
+    found = measured_arrays(how, *map(list, zip(*pairs))) if pairs else []
+    held = [REDUCERS] * len(found)
+    return found, functools.partial(_read, held, wanted, _num_parts(shape))
+
+
+def _num_parts(shape: Sequence[int]) -> int:
+    return math.prod(shape) if shape else 0
 
 
 def _refuse_traced(tree: Any, where: str) -> None:
@@ -163,44 +162,44 @@ class How(NamedTuple):
     has_units: bool
 
 
-class MeasuredParts(NamedTuple):
-    """What is measured of a part of an array, in the form that reducers have.
+class Units(NamedTuple):
+    """Which units are dead.
 
     Attributes:
-        moments: As of `Moments`, of numbers in a unit: see `norm`.
-        nonfinite: As of `NonFinite`.
-        norm: As of `Norm`: the unit, and the sum of squares in it.
-        ends: The lowest and the highest number, and the largest magnitude.
-        bars: As of `Histogram`.
+        dead: How many of them are, in each part.
+        count: How many there are; 0 if none can be dead.
+        shared: How many are dead in all parts that have the same, of how many; or None.
     """
 
-    moments: MomentsFound
-    nonfinite: NonFiniteFound
-    norm: tuple[Array, Array]
-    ends: tuple[Array, Array, Array]
-    bars: Array
+    dead: Any = 0
+    count: Any = 0
+    shared: Any = None
 
 
 class Measured(NamedTuple):
-    """What is measured of an array.
+    """What is measured of an array, or what reducers know of one.
 
     Attributes:
-        states: Of its parts; the axes that are kept apart come first.
-        dead: How many units are dead, in each part.
-        edges: Of the bars.
-        units: How many units there are, or 0.
-        shared: How many units are dead on all shards, of how many; or None.
+        seen: Which parts there are; its axes are those that are kept apart.
+        states: Of reducers; these axes come first.
+        units: Of the array.
+        columns: What else is known of each part, by name.
+        edges: Of the bars, if these are among the columns.
     """
 
-    states: MeasuredParts
-    dead: Array
-    edges: Any
-    units: Array
-    shared: Array | None
+    seen: Any
+    states: Sequence[Any]
+    units: Units = Units()
+    columns: Mapping[str, Any] = MappingProxyType({})
+    edges: Any = None
+
+
+# What an array is measured with. It may be masked, so the counts of `Moments` hold.
+REDUCERS = (NonFinite(), Moments(), Norm(), AbsMax())
 
 
 def measured_arrays(
-    how: How, leaves: Sequence[Array], masks: Sequence[Sequence[Array]]
+    how: How, leaves: list[Array], masks: list[list[Array]]
 ) -> list[Measured]:
     """What is measured of arrays that are not empty.
 
@@ -210,18 +209,16 @@ def measured_arrays(
             devices.
         masks: For each, what counts of it: of some of its first axes.
     """
-    both = list(leaves), list(map(list, masks))
-    held = jax.tree.leaves(both)
+    held = jax.tree.leaves([leaves, masks])
     if all(map(_is_at_hand, held)) and sum(leaf.size for leaf in leaves) <= SMALL:
         with np.errstate(all="ignore"):
-            return _measured(np, how, *jax.tree.map(np.asarray, both))
+            return _measured(how, *jax.tree.map(np.asarray, [leaves, masks]))
     held = [leaf for leaf in held if isinstance(leaf, jax.Array)]
     places = {frozenset(each.sharding.device_set) for each in held if each.committed}
     if len(places) < 2:
-        return _on_devices(how, *both)
-    flags = jax.tree.map(np.asarray, both[1])
-    groups = [_on_devices(how, [x], [own]) for x, own in zip(leaves, flags)]
-    return [found for group in groups for found in group]
+        return _on_devices(how, leaves, masks)
+    flags = jax.tree.map(np.asarray, masks)
+    return [_on_devices(how, [x], [own])[0] for x, own in zip(leaves, flags)]
 
 
 def _is_at_hand(leaf: Array) -> bool:
@@ -243,11 +240,9 @@ def _on_devices(
 
 def _mesh_of(leaves: Sequence[Array]) -> Any:
     """The mesh that leaves are spread over, if there is one."""
-    for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return sharding.mesh if len(sharding.device_set) > 1 else None
-    return None
+    held = [getattr(leaf, "sharding", None) for leaf in leaves]
+    named = [x for x in held if isinstance(x, jax.sharding.NamedSharding)]
+    return named[0].mesh if named and len(named[0].device_set) > 1 else None
 
 
 def _has_explicit_axes(mesh: Any) -> bool:
@@ -257,7 +252,7 @@ def _has_explicit_axes(mesh: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _compiled(how: How, mesh: Any, leaves: Any, masks: Any) -> list[Measured]:
-    found = _measured(jnp, how, leaves, masks)
+    found = _measured(how, leaves, masks)
     return jax.tree.map(functools.partial(_everywhere, mesh), found)
 
 
@@ -265,7 +260,7 @@ def _everywhere(mesh: Any, leaf: jax.Array) -> jax.Array:
     """A small array on every device of the mesh, so that any process can read it."""
     if mesh is None:
         return leaf
-    whole = jax.sharding.NamedSharding(mesh, jax.P(*[None] * leaf.ndim))
+    whole = jax.sharding.NamedSharding(mesh, jax.P(*[None] * np.ndim(leaf)))
     if has_spread_axes(leaf):
         return jax.sharding.reshard(leaf, whole)
     if _has_explicit_axes(mesh):
@@ -274,37 +269,30 @@ def _everywhere(mesh: Any, leaf: jax.Array) -> jax.Array:
 
 
 def _measured(
-    xp: ModuleType, how: How, leaves: Sequence[Any], masks: Sequence[Sequence[Any]]
+    how: How, leaves: Sequence[Any], masks: Sequence[Sequence[Any]]
 ) -> list[Measured]:
-    kept = [_kept(xp, leaf, own) for leaf, own in zip(leaves, masks)]
-    reals = [as_real(xp, leaf) for leaf in leaves]
-    finite = [mask & xp.isfinite(real) for mask, real in zip(kept, reals)]
-    ends = [ends_of(xp, real, mask) for real, mask in zip(reals, finite)]
-    low = functools.reduce(xp.minimum, [low for low, _ in ends])
-    high = functools.reduce(xp.maximum, [high for _, high in ends])
-    edges = _edges(xp, low, high, how.bins)
+    several = list(map(numbers_of, leaves, masks))
+    xp, lows, highs = several[0].xp, *zip(*(numbers.ends for numbers in several))
+    low, high = functools.reduce(xp.minimum, lows), functools.reduce(xp.maximum, highs)
+    edges = _edges(low, high, how.bins)
     found = []
-    for leaf, real, mask, is_finite in zip(leaves, reals, kept, finite):
-        part = functools.partial(_part, xp, edges.astype(real.dtype))
-        states, alive = _over_parts(xp, part, how.apart, (real, mask, is_finite))
+    for leaf, numbers in zip(leaves, several):
+        part = functools.partial(_part, edges.astype(numbers.real.dtype))
+        states, columns, alive = _over_parts(part, how.apart, numbers)
+        seen = np.ones(leaf.shape[: how.apart], bool)
         has_axis = leaf.ndim > how.apart and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        units = leaf.shape[-1] if how.has_units and has_axis else 0
-        dead = xp.sum(~alive, axis=tuple(range(how.apart, alive.ndim)))
-        shared = None
-        if how.shards and units:
-            nowhere = ~xp.any(alive, axis=how.shards)
-            shared = xp.stack([xp.sum(nowhere), xp.asarray(nowhere.size)])
-        found.append(Measured(states, dead, edges, xp.asarray(units), shared))
+        has_units = how.has_units and has_axis
+        units = _units(alive, how.apart, how.shards) if has_units else Units()
+        found.append(Measured(seen, states, units, columns, edges))
     return found
 
 
-def _over_parts(xp: ModuleType, part: Any, apart: int, arrays: Any) -> Any:
+def _over_parts(part: Callable[..., Any], apart: int, numbers: Numbers) -> Any:
     """What a function gives for each part along the axes that are kept apart."""
-    if xp is jnp:
-        for _ in range(apart):
-            part = jax.vmap(part)
-        return part(*arrays)
-    shape = arrays[0].shape[:apart]
+    arrays = numbers.real, numbers.is_finite
+    if numbers.xp is jnp:
+        return mapped(part, apart)(*arrays)
+    shape = numbers.real.shape[:apart]
     found = [part(*(array[place] for array in arrays)) for place in np.ndindex(shape)]
 
     def stacked(*column: Any) -> np.ndarray:
@@ -313,168 +301,80 @@ def _over_parts(xp: ModuleType, part: Any, apart: int, arrays: Any) -> Any:
     return jax.tree.map(stacked, *found)
 
 
-def _kept(xp: ModuleType, leaf: Any, masks: Sequence[Any]) -> Any:
-    """Which numbers count."""
-    kept, shape = xp.equal(leaf, leaf) | True, leaf.shape  # spread as the leaf is
-    for mask in masks:
-        after = (1,) * (len(shape) - mask.ndim)
-        kept = kept & xp.broadcast_to(mask.reshape(mask.shape + after), shape)
-    return kept
-
-
-def _edges(xp: ModuleType, low: Any, high: Any, bins: int) -> Any:
+def _edges(low: Any, high: Any, bins: int) -> Any:
     """Of equal width from the lowest to the highest number; never of no width."""
+    xp = xp_of(low)
     more = xp.maximum(xp.abs(low) / 1024, 0.5)
     more = xp.where(low == high, more, xp.zeros_like(more))
     share = xp.arange(bins + 1, dtype=low.dtype) / bins
     return (low - more) * (1 - share) + (high + more) * share
 
 
-def _part(xp: ModuleType, edges: Any, real: Any, kept: Any, is_finite: Any) -> Any:
-    """What is measured of one part: the states, and which units are alive."""
-    numbers = zeroed(xp, real, is_finite)
-    largest = largest_of(xp, numbers)
-    scale = scale_for(xp, largest)
-    scaled = numbers * scale
-    others = [kept & mask(real) for mask in (xp.isnan, xp.isposinf, xp.isneginf)]
-    total, *bad = counted(xp, [kept, *others])
-    finite, bad_together = counted(xp, [is_finite, kept & ~is_finite])
-    states = MeasuredParts(
-        MomentsFound(finite, *moments(xp, scaled, is_finite, finite), bad_together),
-        NonFiniteFound(*bad, total=total),
-        (1 / scale, xp.sum(scaled * scaled)),
-        (*ends_of(xp, real, is_finite), largest),
-        bars(xp, edges, real, is_finite),
-    )
-    return states, alive_units(xp, kept & (real != 0))
+def _part(edges: Any, real: Any, is_finite: Any) -> Any:
+    """What is measured of one part: states, columns, and which units are alive."""
+    numbers = Numbers(real, is_finite)
+    low, high = numbers.ends
+    columns = {"low": low, "high": high, "bars": bars(edges, real, is_finite)}
+    states = [reducer._of(numbers) for reducer in REDUCERS]
+    return states, columns, DeadUnits()._of(numbers)
+
+
+def _units(alive: Any, apart: int, shards: Sequence[int]) -> Units:
+    """Which units are dead, where some first axes are apart, of these some shards."""
+    xp = xp_of(alive)
+    dead = xp.sum(~alive, axis=tuple(range(apart, alive.ndim)))
+    nowhere = ~xp.any(alive, axis=tuple(shards))
+    shared = (xp.sum(nowhere), nowhere.size) if shards else None
+    return Units(dead, math.prod(alive.shape[apart:]), shared)
 
 
 # What was fetched is read: as columns, by what is measured, then by part.
 
-Columns = dict[str, np.ndarray]
 
-
-def _read_measured(parts: int, leaves: list[Measured]) -> Figures:
-    """The figures of arrays."""
-    shared = [leaf.shared for leaf in leaves if leaf.shared is not None]
-    return figures_from([_parts_of(leaf) for leaf in leaves], parts, shared)
-
-
-def _parts_of(leaf: Measured) -> Parts:
-    flat = functools.partial(_flat, axes=leaf.dead.ndim)
-    states, dead = jax.tree.map(flat, (leaf.states, leaf.dead))
-    columns: dict[str, Any] = _of_moments(states.moments, unit=states.norm[0])
-    columns |= _of_nonfinite(states.nonfinite) | _of_norm(states.norm)
-    columns |= zip(("low", "high", "abs_max"), states.ends)
-    columns |= _of_bars(states.bars, leaf.edges)
-    del columns["unsorted"]  # NaN and infinities were told apart
-    if leaf.units:
-        columns |= {"dead": dead, "units": np.full(dead.size, leaf.units)}
-    return _as_parts(columns, columns["count"] > 0)
-
-
-def _read_reduced(
-    held: list[list[Any]], wanted: Wanted, found: list[tuple[Any, Any]]
+def _read(
+    held: Sequence[Sequence[Any]], wanted: Wanted, parts: int, leaves: list[Measured]
 ) -> Figures:
-    """The figures that are in the states of reducers."""
-    by_leaf: list[Parts] = []
-    shared: list[Any] = []
-    shapes = {np.shape(flags) for flags, _ in found}
-    apart = shapes.pop() if len(shapes) == 1 else ()
-    for reducers, (flags, states) in zip(held, found):
-        seen = np.asarray(flags)
-        columns: dict[str, Any] = {}
-        for reducer, state in zip(reducers, states):
-            flat = jax.tree.map(functools.partial(_flat, axes=seen.ndim), state)
-            columns |= _columns_of(reducer, flat, columns)
-            has_units = isinstance(reducer, DeadUnits) and state.ndim > seen.ndim
-            if has_units and wanted.has_units:
-                parts, units = flat.shape
-                columns |= {"dead": (~flat).sum(1), "units": np.full(parts, units)}
-                axes = tuple(axis for axis in wanted.shards if axis < seen.ndim)
-                if axes:
-                    dead = ~np.any(state, axis=axes)
-                    shared.append((dead.sum(), dead.size))
-        by_leaf.append(_as_parts(columns, seen.ravel()))
-    return figures_from(by_leaf, math.prod(apart) if apart else 0, shared)
+    """The figures of arrays, from what each was measured with."""
+    if wanted.has_units:
+        leaves = [_with_units(*pair, wanted.shards) for pair in zip(held, leaves)]
+    shared = [leaf.units.shared for leaf in leaves if leaf.units.shared is not None]
+    return figures_from(list(map(_parts_of, held, leaves)), parts, shared)
+
+
+def _with_units(reducers: Any, leaf: Measured, shards: Sequence[int]) -> Measured:
+    apart = np.ndim(leaf.seen)
+    axes = [axis for axis in shards if axis < apart]
+    for reducer, state in zip(reducers, leaf.states):
+        if isinstance(reducer, DeadUnits) and state.ndim > apart:
+            return leaf._replace(units=_units(state, apart, axes))
+    return leaf
+
+
+def _parts_of(reducers: Sequence[Any], leaf: Measured) -> Parts:
+    """What is known of each part of an array, from what is known by column."""
+    flat = functools.partial(_flat, axes=np.ndim(leaf.seen))
+    seen, states = flat(leaf.seen), jax.tree.map(flat, leaf.states)
+    columns: dict[str, Any] = {name: flat(x) for name, x in leaf.columns.items()}
+    if "bars" in columns:
+        counts = as_integers(columns["bars"])
+        columns["bars"] = [Bars(each, leaf.edges) for each in counts]
+    # What `Moments` counts is more than the bit of `AllFinite`.
+    pairs = zip(reducers, states)
+    for reducer, state in sorted(pairs, key=lambda x: not isinstance(x[0], AllFinite)):
+        if isinstance(reducer, StandardReducer):
+            columns |= reducer._figures(state)
+    if "nan" in columns:  # which was told from infinities
+        columns.pop("unsorted", None)
+    columns["dead"] = np.broadcast_to(np.ravel(leaf.units.dead), seen.size)
+    columns["units"] = np.full(seen.size, leaf.units.count)
+    seen = seen & (columns.get("count", 1) != 0)
+    rows = zip(*(x if isinstance(x, list) else x.tolist() for x in columns.values()))
+    return [
+        dict(zip(columns, row)) if is_seen else None for row, is_seen in zip(rows, seen)
+    ]
 
 
 def _flat(part: Any, axes: int) -> np.ndarray:
     """A part of a state with one first axis instead of so many."""
     part = np.asarray(part)
     return part.reshape(math.prod(part.shape[:axes]), *part.shape[axes:])
-
-
-def _as_parts(columns: dict[str, Any], seen: np.ndarray) -> Parts:
-    """What is known of each part, from what is known by column."""
-    lists = {
-        name: column.tolist() if isinstance(column, np.ndarray) else column
-        for name, column in columns.items()
-    }
-    counted = {"finite", "dead", "units"} & lists.keys()
-
-    def part(n: int) -> PartFigures:
-        known = {name: column[n] for name, column in lists.items()}
-        others = {name: known.pop(name) for name in counted}
-        return PartFigures(Figures(**known), **others)
-
-    return [part(n) if is_seen else None for n, is_seen in enumerate(seen)]
-
-
-def _columns_of(reducer: Any, state: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """What a reducer knows of each part."""
-    match reducer:
-        case Moments():
-            return _of_moments(state)
-        case NonFinite():
-            return _of_nonfinite(state)
-        case Norm():
-            return _of_norm(state)
-        case AbsMax():
-            return {"abs_max": state}
-        case AllFinite() if "unsorted" not in known:
-            return {"unsorted": (~state).astype(int)}
-        case Histogram():
-            return _of_bars(state, _edges_of(reducer))
-        case _:
-            return {}
-
-
-def _of_moments(state: MomentsFound, unit: Any = 1.0) -> Columns:
-    finite, bad = _numbers(state.count), _numbers(state.nonfinite)
-    mean, variance = (np.asarray(x, np.float64) for x in (state.mean, state.variance))
-    return {
-        "count": finite + bad,
-        "finite": finite,
-        "unsorted": bad,
-        "mean": mean * unit,
-        "std": np.sqrt(variance) * unit,
-    }
-
-
-def _of_nonfinite(state: NonFiniteFound) -> Columns:
-    nan, positive, negative, total = map(_numbers, state)
-    infinite = positive + negative
-    finite = total - nan - infinite
-    return {"count": total, "finite": finite, "nan": nan, "infinite": infinite}
-
-
-def _of_norm(state: tuple[Any, Any]) -> Columns:
-    unit, squares = (part.astype(np.float64) for part in state)
-    return {"norm": unit * np.sqrt(squares)}
-
-
-def _of_bars(state: Any, edges: np.ndarray) -> dict[str, list[Bars]]:
-    return {"bars": [Bars(counts, edges) for counts in _numbers(state)]}
-
-
-def _numbers(counts: Any) -> np.ndarray:
-    """Counts of two words each."""
-    words = np.asarray(counts).astype(np.int64)
-    return (words[..., 0] << 32) + words[..., 1]
-
-
-@functools.lru_cache(maxsize=64)
-def _edges_of(reducer: Histogram) -> np.ndarray:
-    nothing = jnp.zeros((reducer.bins, 2), jnp.uint32)
-    return np.asarray(reducer.finish(nothing).edges)

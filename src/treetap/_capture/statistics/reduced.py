@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
-from treetap._capture.statistics.arithmetic import has_spread_axes
+from treetap._capture.statistics.arithmetic import has_spread_axes, xp_of
 from treetap._capture.statistics.reducers import Reducers
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
@@ -65,7 +66,7 @@ class Reduced:
         after = (1,) * (self.seen.ndim - turn.ndim)
         turns = jnp.broadcast_to(turn.reshape(turn.shape + after), self.seen.shape)
         states = tuple(
-            _mapped(one.at_turn, turns.ndim)(state, turns)
+            mapped(one.at_turn, turns.ndim)(state, turns)
             if hasattr(one, "at_turn")
             else state
             for (_, one), state in zip(self.reducers, self.states)
@@ -92,7 +93,7 @@ def _types(reduced: Reduced) -> list[str]:
     return list(map(typed, jax.tree.leaves(reduced)))
 
 
-def _mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
     for _ in range(times):
         fn = jax.vmap(fn)
     return fn
@@ -107,12 +108,12 @@ def _finished(reduced: Reduced) -> dict[str, Any]:
             for (name, reducer), state in pairs
         }
 
-    return _mapped(finish, reduced.seen.ndim)(reduced.states)
+    return mapped(finish, reduced.seen.ndim)(reduced.states)
 
 
 @jax.jit
 def _merge(first: Reduced, second: Reduced) -> Reduced:
-    return _mapped(merged, first.seen.ndim)(first, second)
+    return mapped(merged, first.seen.ndim)(first, second)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -125,7 +126,7 @@ def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
         return leaf.reshape(*shape[:start], count, *shape[stop:])
 
     held = jax.tree.map(flat, reduced)
-    merge = _mapped(merged, held.seen.ndim)
+    merge = mapped(merged, held.seen.ndim)
     count = held.seen.shape[start]
 
     def part(first: int, last: int, step: int) -> Reduced:
@@ -243,14 +244,10 @@ def measured(
         nothing, shape = _nothing(reducers, own), shape[: len(kept)]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), nothing)
     seen = jnp.ones(shape, bool)
-    for mask, levels in guards:
-        # Along a level where the value is the same, it counts if it does anywhere.
-        over = tuple(n for n, level in enumerate(levels) if level not in lead)
-        held = [level for level in levels if level in lead]
-        mask = arranged(jnp.any(mask, axis=over), held, lead, shape)  # noqa: PLW2901 - it is made to fit
-        seen = seen & mask
+    for guard in guards:
+        seen = seen & as_mask(*guard, lead)
     measure = functools.partial(_measured, reducers)
-    return _mapped(measure, len(lead))(array, seen).total(len(kept), len(lead))
+    return mapped(measure, len(lead))(array, seen).total(len(kept), len(lead))
 
 
 class Reduction(NamedTuple):
@@ -311,6 +308,15 @@ def _prefix(shape: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for n, _ in itertools.takewhile(lambda x: x[1][0] == x[1][1], pairs))
 
 
+def as_mask(flag: Any, held: Sequence[Any], wanted: Sequence[Any]) -> Any:
+    """A flag as a mask of what has other first axes: of size 1 where it has none."""
+    array = flag if hasattr(flag, "dtype") else np.asarray(flag)
+    # Along a level where the masked is the same, it counts if it does anywhere.
+    over = tuple(n for n, level in enumerate(held) if level not in wanted)
+    kept = [level for level in held if level in wanted]
+    return arranged(array.any(axis=over), kept, wanted, [1] * len(wanted))
+
+
 def arranged(
     value: Any, held: Sequence[Any], wanted: Sequence[Any], sizes: Sequence[int] = ()
 ) -> Any:
@@ -324,10 +330,9 @@ def arranged(
     """
     if list(held) == list(wanted):
         return value
-    missing = [n for n in wanted if n not in held]
-    if missing:
-        more = tuple(sizes[wanted.index(n)] for n in missing)
-        value = jnp.broadcast_to(value, (*more, *jnp.shape(value)))
+    xp, missing = xp_of(value), [n for n in wanted if n not in held]
+    more = tuple(sizes[wanted.index(n)] for n in missing)
+    value = xp.broadcast_to(value, (*more, *xp.shape(value)))
     names = [*missing, *held]
     order = [names.index(n) for n in wanted]
-    return jnp.transpose(value, (*order, *range(len(order), value.ndim)))
+    return xp.transpose(value, (*order, *range(len(order), value.ndim)))

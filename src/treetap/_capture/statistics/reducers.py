@@ -20,19 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._capture.statistics.arithmetic import (
-    alive_units,
+    Numbers,
+    as_integers,
     as_number,
-    as_real,
     bars_by_edge,
     count_of,
     counted,
     counts_added,
-    largest_of,
-    moments,
+    numbers_of,
     reduced_together,
-    scale_for,
     zeroed,
 )
+from treetap._capture.statistics.figures import Bars
 from treetap._core.errors import CaptureError
 
 
@@ -74,19 +73,27 @@ class Reducer:
                 )
 
 
-class _Finished:
-    """A reducer whose state is its result."""
+class StandardReducer:
+    """A reducer that also measures for figures, and says what its states tell of them.
+
+    Its state is its result, if it does not say otherwise.
+    """
+
+    def measure(self, value: Any) -> Any:
+        """The state of one value."""
+        return self._of(numbers_of(jnp.asarray(value)))
+
+    def _of(self, numbers: Numbers) -> Any:
+        """The state of numbers of NumPy or of JAX."""
+        raise NotImplementedError
 
     def finish(self, state: Any) -> Any:
         """The result."""
         return state
 
-
-def _finite(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A value with zeros where it is not finite, and where it is."""
-    real = as_real(jnp, value)
-    is_finite = jnp.isfinite(real)
-    return zeroed(jnp, real, is_finite), is_finite
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """What is known, by name, from states along a first axis; see `Figures`."""
+        return {}
 
 
 class MomentsFound(NamedTuple):
@@ -110,8 +117,17 @@ class MomentsFound(NamedTuple):
         return jnp.sqrt(self.variance)
 
 
+class MomentsState(NamedTuple):
+    """The same on the way: counts in two words, the deviation instead of its square."""
+
+    count: Any
+    mean: Any
+    std: Any
+    nonfinite: Any
+
+
 @dataclass(frozen=True)
-class Moments:
+class Moments(StandardReducer):
     """Mean and variance, put together by Chan's formula: as good as in one pass.
 
     Examples:
@@ -125,51 +141,67 @@ class Moments:
 
     name: str = "moments"
 
-    def measure(self, value: Any) -> Any:
-        """The moments of one value."""
-        numbers, is_finite = _finite(value)
-        count, bad = counted(jnp, [is_finite, ~is_finite])
-        return MomentsFound(count, *moments(jnp, numbers, is_finite, count), bad)
+    def _of(self, numbers: Numbers) -> MomentsState:
+        """The moments of numbers; of the mean and the deviation no square is taken."""
+        xp, is_finite = numbers.xp, numbers.is_finite
+        count, bad = counted([is_finite, ~xp.isfinite(numbers.real)])
+        scaled = numbers.finite * numbers.scale
+        many = xp.maximum(as_number(count, scaled.dtype), 1)
+        mean = xp.sum(scaled) / many
+        # So far it is rounded as the sum is; of equal numbers it has to be these.
+        mean = mean + xp.sum(zeroed(scaled - mean, is_finite)) / many
+        away = zeroed(scaled - mean, is_finite)
+        std = xp.sqrt(xp.sum(away * away) / many)
+        return MomentsState(count, mean / numbers.scale, std / numbers.scale, bad)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The moments of both."""
         count = counts_added(first.count, second.count)
-        share = as_number(second.count) / jnp.maximum(as_number(count), 1)
-        apart = second.mean - first.mean
-        spread = first.variance * (1 - share) + second.variance * share
-        return MomentsFound(
+        many = jnp.maximum(as_number(count), 1)
+        shares = [as_number(each.count) / many for each in (first, second)]
+        lengths = [jnp.sqrt(share) for share in shares]
+        apart = second.mean / 2 - first.mean / 2  # half of it, which cannot overflow
+        spread = jnp.hypot(first.std * lengths[0], second.std * lengths[1])
+        return MomentsState(
             count,
-            first.mean + apart * share,
-            spread + apart * apart * share * (1 - share),
+            2 * (first.mean / 2 + apart * shares[1]),
+            jnp.hypot(spread, apart * (2 * lengths[0] * lengths[1])),
             counts_added(first.nonfinite, second.nonfinite),
         )
 
     def finish(self, state: Any) -> MomentsFound:
         """The result."""
         count, bad = as_number(state.count), as_number(state.nonfinite)
-        return state._replace(count=count, nonfinite=bad)
+        return MomentsFound(count, state.mean, state.std * state.std, bad)
+
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """Mean, deviation and counts."""
+        finite, bad = as_integers(state.count), as_integers(state.nonfinite)
+        counts = {"count": finite + bad, "finite": finite, "unsorted": bad}
+        return {**counts, "mean": state.mean, "std": state.std}
 
 
 @dataclass(frozen=True)
-class AbsMax(_Finished):
+class AbsMax(StandardReducer):
     """The largest finite magnitude; 0 if there is none."""
 
     name: str = "abs_max"
 
-    def measure(self, value: Any) -> Any:
-        """That of one value."""
-        return largest_of(jnp, _finite(value)[0])
+    def _of(self, numbers: Numbers) -> Any:
+        """That of numbers."""
+        return numbers.largest
 
     def merge(self, first: Any, second: Any) -> Any:
         """The larger one."""
         return jnp.maximum(first, second)
 
-
-NormState = tuple[jax.Array, jax.Array]
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """The same."""
+        return {"abs_max": state}
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(StandardReducer):
     """The Euclidean norm of all finite numbers, without overflow on the way.
 
     What is merged counts as one long vector: the norm over ten steps is not the mean of
@@ -178,12 +210,10 @@ class Norm:
 
     name: str = "norm"
 
-    def measure(self, value: Any) -> Any:
+    def _of(self, numbers: Numbers) -> tuple[Any, Any]:
         """A unit, and the sum of squares of the numbers in that unit."""
-        numbers, _ = _finite(value)
-        scale = scale_for(jnp, largest_of(jnp, numbers))
-        scaled = numbers * scale
-        return 1 / scale, jnp.sum(scaled * scaled)
+        scaled = numbers.finite * numbers.scale
+        return 1 / numbers.scale, numbers.xp.sum(scaled * scaled)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The same for both, in the larger unit."""
@@ -197,6 +227,11 @@ class Norm:
         """The norm."""
         return state[0] * jnp.sqrt(state[1])
 
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """The norm, which may be beyond float32."""
+        unit, squares = (part.astype(np.float64) for part in state)
+        return {"norm": unit * np.sqrt(squares)}
+
 
 class NonFiniteFound(NamedTuple):
     """What `NonFinite` gives: how many numbers were NaN, inf and -inf, of how many."""
@@ -208,16 +243,16 @@ class NonFiniteFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFinite(StandardReducer):
     """How many numbers are NaN, inf and -inf."""
 
     name: str = "nonfinite"
 
-    def measure(self, value: Any) -> Any:
-        """Those of one value."""
-        value = as_real(jnp, value)
-        masks = jnp.isnan(value), jnp.isposinf(value), jnp.isneginf(value)
-        return NonFiniteFound(*counted(jnp, masks), total=count_of(value.size))
+    def _of(self, numbers: Numbers) -> NonFiniteFound:
+        """Those among numbers; in all are also those that do not count."""
+        xp, real = numbers.xp, numbers.real
+        masks = xp.isnan(real), xp.isposinf(real), xp.isneginf(real)
+        return NonFiniteFound(*counted(masks), total=count_of(real.size))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
@@ -227,9 +262,16 @@ class NonFinite:
         """The result."""
         return NonFiniteFound(*map(as_number, state))
 
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """The counts."""
+        nan, positive, negative, total = map(as_integers, state)
+        infinite = positive + negative
+        finite = total - nan - infinite
+        return {"count": total, "finite": finite, "nan": nan, "infinite": infinite}
+
 
 @dataclass(frozen=True)
-class AllFinite(_Finished):
+class AllFinite(StandardReducer):
     """Whether all numbers are finite: a single bit, the cheapest statistic of all."""
 
     name: str = "all_finite"
@@ -244,6 +286,10 @@ class AllFinite(_Finished):
         """Whether both are."""
         return first & second
 
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """At least one number is not finite where not all are."""
+        return {"unsorted": (~state).astype(int)}
+
 
 class HistogramFound(NamedTuple):
     """What `Histogram` gives: counts, and the edges of the bins, one more."""
@@ -253,7 +299,7 @@ class HistogramFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Histogram:
+class Histogram(StandardReducer):
     """How many finite numbers are in each bin.
 
     Args:
@@ -298,12 +344,10 @@ class Histogram:
         low, high = self.limits
         return [low + (high - low) * n / self.bins for n in range(self.bins + 1)]
 
-    def measure(self, value: Any) -> Any:
-        """The counts of one value."""
-        numbers, is_finite = _finite(value)
-        if self.limits is None:
-            numbers = jnp.abs(numbers)
-        return bars_by_edge(self._edges, numbers, is_finite)
+    def _of(self, numbers: Numbers) -> Any:
+        """The counts of numbers."""
+        real = numbers.finite if self.limits else jnp.abs(numbers.finite)
+        return bars_by_edge(self._edges, real, numbers.is_finite)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The sums."""
@@ -312,6 +356,11 @@ class Histogram:
     def finish(self, state: Any) -> HistogramFound:
         """Counts and edges."""
         return HistogramFound(as_number(state), jnp.asarray(self._edges))
+
+    def _figures(self, state: Any) -> dict[str, Any]:
+        """The bars."""
+        edges = np.asarray(self._edges, jnp.result_type(float))
+        return {"bars": [Bars(counts, edges) for counts in as_integers(state)]}
 
 
 class TopKFound(NamedTuple):
@@ -328,7 +377,7 @@ class TopKFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TopK(_Finished):
+class TopK(StandardReducer):
     """The finite numbers of largest magnitude, and where they are.
 
     Args:
@@ -343,19 +392,19 @@ class TopK(_Finished):
         if self.k < 1:
             raise CaptureError(f"TopK: k is {self.k}. Give 1 or more.")
 
-    def measure(self, value: Any) -> Any:
+    def _of(self, numbers: Numbers) -> TopKFound:
         """One after the other, by reductions alone: nothing is sorted or gathered."""
-        numbers, is_finite = _finite(value)
-        sizes = jnp.where(is_finite, jnp.abs(numbers), -jnp.ones_like(numbers))
-        place = flat_places(numbers.shape)
+        real = numbers.finite
+        sizes = jnp.where(numbers.is_finite, jnp.abs(real), -jnp.ones_like(real))
+        place = flat_places(real.shape)
         nowhere = np.iinfo(np.int32).max
         left = sizes >= 0
         values, indices = [], []
         for _ in range(self.k):
-            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (numbers, -numbers)]
+            ends = [jnp.where(left, x, -jnp.ones_like(x)) for x in (real, -real)]
             size = jnp.maximum(*reduced_together(ends, -1, jnp.maximum))
             here = [
-                jnp.where(left & (numbers == x), place, nowhere) for x in (size, -size)
+                jnp.where(left & (real == x), place, nowhere) for x in (size, -size)
             ]
             plus, minus = reduced_together(here, nowhere, jnp.minimum)
             index = jnp.minimum(plus, minus)
@@ -364,7 +413,7 @@ class TopK(_Finished):
             indices.append(jnp.where(is_there, index, -1))
             comes_later = (sizes < size) | ((sizes == size) & (place > index))
             left = (sizes >= 0) & comes_later
-        return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), value))
+        return TopKFound(jnp.stack(values), _unravelled(jnp.stack(indices), real))
 
     def merge(self, first: Any, second: Any) -> Any:
         """The largest of both; on a tie those of the first."""
@@ -399,7 +448,7 @@ class DeadUnitsFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeadUnits:
+class DeadUnits(StandardReducer):
     """Units, along the last axis, whose magnitude never was above a threshold, nor NaN.
 
     Args:
@@ -421,10 +470,14 @@ class DeadUnits:
     axis: int = -1
     name: str = "dead_units"
 
-    def measure(self, value: Any) -> Any:
-        """Which units are alive in one value."""
-        is_active = ~(jnp.abs(as_real(jnp, value)) <= self.threshold)
-        return alive_units(jnp, is_active, self.axis)
+    def _of(self, numbers: Numbers) -> Any:
+        """Which units are alive anywhere; a scalar is one unit."""
+        is_active = ~(numbers.xp.abs(numbers.real) <= self.threshold)
+        if is_active.ndim == 0:
+            return is_active
+        axes = list(range(is_active.ndim))
+        axes.pop(self.axis % is_active.ndim)
+        return numbers.xp.any(is_active, axis=tuple(axes))
 
     def merge(self, first: Any, second: Any) -> Any:
         """Alive in either."""

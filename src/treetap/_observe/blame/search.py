@@ -111,7 +111,7 @@ class _Finiteness:
         code = is_bad.astype(jnp.int32) + jnp.isnan(value).astype(jnp.int32)
         last = jnp.iinfo(jnp.int32).max
         places = jnp.where(is_bad, flat_places(value.shape), last)
-        sizes = jnp.abs(zeroed(jnp, as_real(jnp, value), ~is_bad))
+        sizes = jnp.abs(zeroed(as_real(value), ~is_bad))
         # One reduction for all four: of every value on the way, one compiles faster.
         columns = [code, is_bad.astype(jnp.int32), places, sizes]
         starts = [np.array(x, y.dtype) for x, y in zip((0, 0, last, 0), columns)]
