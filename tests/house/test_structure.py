@@ -36,7 +36,7 @@ ORDER = {
     """,
     "_capture.walk": """
         jax_compat jaxpr_cache spots plans steps custom_rules operations survey run
-        batched_branches self_check
+        witness batched_branches self_check
     """,
     "_capture.statistics": "arithmetic figures reducers reduced measures",
     "_modules": "methods module containers random_streams random_rules views",
@@ -49,8 +49,8 @@ ORDER = {
         carry differentiation program call_cache packed_calls compiled
     """,
     "_observe": """
-        handlers capture loggers records /edits observe blame edit patch scope_exits
-        tap_scopes watch
+        handlers capture loggers records verify /edits observe blame edit patch
+        scope_exits tap_scopes watch
     """,
     "_observe.blame": "search origins blame",
     "_nn": """

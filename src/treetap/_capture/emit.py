@@ -17,6 +17,7 @@ from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside, is_inside
+from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.trace_level import Through, set_on_purpose
 from treetap._core.trees.attributes import is_object
@@ -49,7 +50,11 @@ def _is_carried(leaf: Any) -> bool:
 
 
 def _bound(label: Label, leaves: list[Any]) -> list[Any]:
-    arrays = _as_arrays(leaves)
+    arrays, asked = _as_arrays(leaves), listening.value
+    if asked.witness:
+        arrays = witnessed(label, arrays, asked.witness > 1)
+        if not asked.marks:
+            return arrays
     trace = find_top_trace(None)
     if isinstance(trace, Through) and trace.is_outermost:
         return trace.hear(label, arrays)  # no need to go through JAX

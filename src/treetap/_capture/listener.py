@@ -92,6 +92,7 @@ def _united(first: Listening, second: Listening) -> Listening:
         first.outputs or second.outputs,
         first.taps or second.taps,
         max(first.edits, second.edits),
+        max(first.witness, second.witness),
     )
 
 

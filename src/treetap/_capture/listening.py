@@ -28,12 +28,17 @@ class Listening(NamedTuple):
         taps: Whether the free function `tap` is heard.
         edits: Whether values that flow on may be edited: 0 for none, 1 for all but the
             outputs of methods, 2 for those too.
+        witness: Whether values are told in a second way, see `witness`: 0 for not, 1
+            for values, 2 for gradients too.
+        marks: Whether they are told in the first way.
     """
 
     kinds: frozenset[type] | None
     outputs: type | None
     taps: bool
     edits: int = 0
+    witness: int = 0
+    marks: bool = True
 
     def hears(self, kind: type) -> bool:
         """Whether a kind of Variable, or another sort of tap, is asked for."""

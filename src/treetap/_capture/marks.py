@@ -86,14 +86,14 @@ again_p = _primitive("tap_again")
 
 
 @functools.cache
-def _debug_effect() -> Any:
+def debug_effect() -> Any:
     """JAX's own effect of debugging, by the public way to it."""
     traced = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))()
     return next(iter(traced.effects))
 
 
 def _tap_type(*avals: Any, **params: Any) -> Any:
-    return [*avals, jax.typeof(TICKET)], {_debug_effect()}
+    return [*avals, jax.typeof(TICKET)], {debug_effect()}
 
 
 def _with_ticket(*values: Any, **params: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
 from treetap._observe.handlers import Handler, PureCall, value_of
 from treetap._observe.records import FirstAxes, Record, Site
+from treetap._observe.verify import compare, run_slowly
 
 EVERYTHING = Listening(None, Intermediate, True)
 NO_OUTPUTS = Listening(None, None, True)
@@ -108,10 +109,12 @@ class _Observation(Selecting):
         self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
         self.unreachable: list[tuple[str, str]] = []
+        self.heard_calls: list[Call] = []  # those that no selector takes, too
         super().__init__([self.chosen or Select()], EVERYTHING, NO_OUTPUTS)
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
+        self.heard_calls.append(call)
         return self.chosen is None or self.chosen(self.noted(call))
 
     def hidden(self, call: Call) -> None:
@@ -272,6 +275,7 @@ def observe(
     grads: bool = False,
     reduce: Any = None,
     max_iterations: int = 0,
+    verify: bool = False,
 ) -> Callable[..., Any]:
     """A function that also returns a Record of the values on the way.
 
@@ -288,6 +292,9 @@ def observe(
             to them. They are in `site.stats` and `site.grad_stats`.
         max_iterations: Keep this many iterations of a `while` loop, along a new axis,
             instead of the last one; `site.count` says how many there were.
+        verify: Run the call a second time in an independent, slow way, compare all that
+            was recorded, and raise an error that names the first site that differs.
+            `record.verified` is then True.
 
     Returns:
         A function with the result `(result, Record)`.
@@ -303,14 +310,20 @@ def observe(
     refuse_uncallable(fn, "observe")
     reduction = None if reduce is None else Reduction(as_reducers(reduce))
     keeps = reduction is None if values is None else values
-    taking = Choice(keeps or reduction is None, None, max_iterations, reduction)
+    is_kept = keeps or reduction is None or verify
+    taking = Choice(is_kept, None, max_iterations, reduction)
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         work = _Observation(select, grads)
         again = functools.partial(fn, *args, **kwargs)
+        slow = run_slowly(fn, args, kwargs, work.asked, grads) if verify else None
         try:
             with work.around(fn, args, kwargs, taking=taking, gradients=grads) as out:
-                return out, work.record(keeps, functools.partial(sites, again))
+                record = work.record(keeps, functools.partial(sites, again))
+                if slow is not None:
+                    compare(slow, work.heard_calls, grads)
+                    record = replace(record, verified=True)
+                return out, record
         except jax.errors.JaxRuntimeError as error:
             _add_bill(error, keeps, again, select)
             raise

@@ -319,6 +319,8 @@ class Record:
         sites: All of them.
         unreachable: Names of values that a capture cannot come to, each with what it is
             inside of, such as the condition of a `while` loop.
+        verified: Whether all of it was compared with a second run, by
+            `observe(..., verify=True)`.
 
     Examples:
         >>> import jax.numpy as jnp, treetap as tt
@@ -333,6 +335,7 @@ class Record:
     unreachable: tuple[tuple[str, str], ...] = field(
         default=(), metadata={"static": True}
     )
+    verified: bool = field(default=False, metadata={"static": True})
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -352,7 +355,7 @@ class Record:
     def __getitem__(self, key: Any) -> Any:
         """A site by position, or by what it is called; `#1` is its second call."""
         if isinstance(key, slice):
-            return Record(self.sites[key])
+            return replace(self, sites=self.sites[key])
         if not isinstance(key, str):
             return self.sites[key]
         same = [site for site in self.sites if site.text == key]
@@ -372,7 +375,7 @@ class Record:
         if not found:
             texts = [site.text for site in self.sites]
             raise refuse_nothing(chosen, texts, "Record.select")
-        return Record(found)
+        return replace(self, sites=found)
 
     def merge(self, *others: "Record") -> "Record":
         """The statistics of several runs together: of microbatches, or of steps.

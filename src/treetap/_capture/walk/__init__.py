@@ -19,6 +19,7 @@ The files, in the order in which they stand on each other:
   asks it; one that JAX adds is one entry.
 - `survey`: the spots of a jaxpr.
 - `run`: a jaxpr run by a plan.
+- `witness`: values told in a second way, for who compares.
 - `batched_branches`: what JAX is asked to do differently with programs that have marks.
 - `self_check`: what all this relies on, tried on a JAX that is newer than those tested.
 """

@@ -18,6 +18,7 @@ tap says that it cannot be computed there.
 *Taylor series.* `jet` has no rule for marks, and would say so with a `KeyError`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from treetap._capture.walk.plans import Choice, Guarding, Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import MARKS
 from treetap._capture.walk.survey import taps_in
+from treetap._capture.walk.witness import tell_branches, witness_p
 from treetap._core.errors import CaptureError
 
 _guarded: JaxprCache[Any] = JaxprCache()
@@ -69,6 +71,8 @@ def _batch_branches(
 ) -> Any:
     """The rule of JAX, with masks for marks where all branches will run."""
     is_mapped = dims[0] is not None and "branches_platforms" not in params
+    if is_mapped:
+        tell_branches(axis, jnp.moveaxis(values[0], dims[0], 0), branches)
     if is_mapped and any(taps_in(body_of(one).jaxpr).spots for one in branches):
         count = len(branches)
         masks = [jnp.equal(values[0], n) for n in range(count)]
@@ -77,11 +81,11 @@ def _batch_branches(
     return _batch_cond(axis, values, dims, branches=branches, **params)
 
 
-def _stay_in_loop(trace: Any, *tracers: Any, **params: Any) -> Any:
+def _stay_in_loop(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
     """Partial evaluation of a tap: known if its operands are, but in its loop."""
     if jax_compat.is_hoisting():
         tracers = tuple(map(trace.instantiate_const, tracers))
-    return trace.default_process_primitive(tap_p, tracers, params)
+    return trace.default_process_primitive(primitive, tracers, params)
 
 
 def _refuse_jet(primals: Any, series: Any, *, label: Label, **params: Any) -> Any:
@@ -97,4 +101,6 @@ def register() -> None:
     """Hands these rules to JAX."""
     jet_rules.update(dict.fromkeys(MARKS, _refuse_jet))
     batching.fancy_primitive_batchers[cond_p] = _batch_branches
-    pe.custom_partial_eval_rules[tap_p] = _stay_in_loop
+    for primitive in (tap_p, witness_p):
+        rule = functools.partial(_stay_in_loop, primitive)
+        pe.custom_partial_eval_rules[primitive] = rule
