@@ -12,6 +12,7 @@ The road, in the order of the files:
 - `loggers`: figures by tag, on their way to TensorBoard and other loggers.
 - `records`: `Site` and `Record`, values and gradients in order of execution.
 - `treetap.edits` (public): what can be put in the place of a value.
+- `verify`: the same run in a slow way of its own, to compare a Record with.
 - `observe`: a run with its Record; `sites` lists it without running.
 - `blame`: which operation made the first number that is not finite, and `guard`.
 - `edit`: a run with other values on the way, or up to a site only.

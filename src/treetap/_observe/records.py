@@ -515,4 +515,5 @@ class Record:
         ]
 
     def _caption(self) -> str:
-        return f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"
+        text = f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"
+        return f"{text}, verified" if self.verified else text

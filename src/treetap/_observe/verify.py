@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from treetap._capture.calls import Call
@@ -92,7 +93,7 @@ class Reference:
     told: list[Key] = field(default_factory=list)
     notes: dict[Key, list[Note]] = field(default_factory=dict)
     branch: dict[tuple[Branching, tuple[Row, ...]], int] = field(default_factory=dict)
-    keys: dict[tuple[Frame, int], Key] = field(default_factory=dict)
+    keys: dict[tuple[tuple[int, ...], int], Key] = field(default_factory=dict)
 
     def run(self, closed: Any, values: Sequence[Any]) -> list[Any]:
         """Runs a program; gives its results."""
@@ -272,7 +273,7 @@ def run_slowly(
         grads: Whether gradients are.
     """
     call = PureCall(fn, args, kwargs, "observe", lambda x: hasattr(x, "dtype"))
-    if any(isinstance(value, jax.core.Tracer) for value in call.values):
+    if any(isinstance(value, Tracer) for value in call.values):
         raise CaptureError(
             "observe: `verify=True` runs the function in Python, and its arguments are "
             "being traced. Observe outside `jit` and other transforms."
@@ -323,7 +324,7 @@ def compare(reference: Reference, calls: Sequence[Call], grads: bool) -> None:
             f"observe: verification failed. The capture heard {heard}; run in a slow "
             f"way the call tells {told}. {_REPORT}"
         )
-    gradients: dict[tuple[Told, int], list[Note]] = {}
+    gradients: dict[tuple[Told, int | None], list[Note]] = {}
     for (*_, told, _), notes in reference.notes.items():
         if isinstance(told, Told) and told.gradient_of is not None:
             gradients.setdefault((told.gradient_of, told.leaf), []).extend(notes)
