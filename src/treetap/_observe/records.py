@@ -398,7 +398,8 @@ class Record:
                     f"{len(other)}. Merge records of the same function."
                 )
             sites = tuple(a.merge(b) for a, b in zip(sites, other.sites))
-        return replace(self, sites=sites)
+        verified = all(one.verified for one in (self, *others))
+        return replace(self, sites=sites, verified=verified)
 
     def total(self) -> "Record":
         """The statistics over all iterations and shards together, site by site."""
