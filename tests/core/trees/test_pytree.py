@@ -11,6 +11,7 @@ import weakref
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import treetap as tt
@@ -452,3 +453,51 @@ def test_pytree_false_is_inherited():
             self.w = tt.Param(1.0)
 
     assert jax.tree.leaves(Open()) == [1.0]
+
+
+class Counted(tt.Module):
+    def __init__(self):
+        self.number, self.sizes, self.w = 1, [1], tt.Param(jnp.ones(()))
+
+
+PAST = {
+    "a number": (lambda m: object.__setattr__(m, "number", 3), 3.0),
+    "a list": (lambda m: object.__setattr__(m, "sizes", [5]), 5.0),
+    "a Variable": (lambda m: object.__setattr__(m, "w", tt.Param(jnp.ones(()) * 7)), 7),
+    "a new one": (lambda m: object.__setattr__(m, "more", 11), 11.0),
+    "one less": (lambda m: object.__delattr__(m, "number"), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PAST)
+@pytest.mark.parametrize("was_listed", [False, True])
+def test_what_is_written_past_setattr_is_seen_by_the_next_call(name, was_listed):
+    def fn(model):
+        number = getattr(model, "number", 0.5)
+        return model.w * number * model.sizes[0] * getattr(model, "more", 1)
+
+    write, wanted = PAST[name]
+    calls = [tt.jit(fn), tt.jit(fn, graph=True), lambda m: tt.cond(True, fn, fn, m)]
+    for call in calls:
+        model = Counted()
+        if was_listed:
+            jax.tree.leaves(model)
+        else:
+            call(model)
+        write(model)
+        assert float(call(model)) == float(call(model)) == wanted
+
+
+def test_data_written_past_setattr_into_a_static_attribute_is_refused():
+    model, call = Counted(), tt.jit(lambda model: model.w * model.number)
+    call(model)
+    object.__setattr__(model, "number", jnp.ones(()))
+    with pytest.raises(tt.AttributeStatusError, match=r"Counted\.number"):
+        call(model)
+
+
+def test_a_number_of_numpy_may_be_assigned_to_a_static_attribute():
+    model = Counted()
+    vars(model)  # from now on its statics are checked each time
+    model.number = np.float32(3)
+    assert float(tt.jit(lambda model: model.w * model.number)(model)) == 3.0

@@ -123,6 +123,11 @@ CHANGES = {
     "metadata in place": lambda m, n: m.noted.note.append(n),
     "class": new_class,
     "behind": lambda m, n: vars(m).update(number=n),
+    "past": lambda m, n: object.__setattr__(m, "number", n),
+    "a Variable past": lambda m, n: object.__setattr__(
+        m.inner, "w", tt.Param(jnp.ones(n + 1))
+    ),
+    "a config past": lambda m, n: object.__setattr__(m, "config", Config(rate=n)),
     "new attribute": lambda m, n: setattr(m, f"more{n % 2}", tt.Param(jnp.ones(n + 1))),
     "delete": lambda m, n: [delattr(m, x) for x in ("more0", "more1") if hasattr(m, x)],
     "update": lambda m, n: tt.update(m, doubled(tt.state(m, tt.Param))),

@@ -223,7 +223,9 @@ def _kinds(found: list[Any]) -> str:
 def check_statics(node: Node, held: dict[Any, Any], status: dict[Any, bool]) -> None:
     """Raises when a static attribute of an object has come to hold data."""
     for name, is_data_attribute in status.items():
-        if not is_data_attribute and (found := has_data(held[name])):
+        if is_data_attribute or isinstance(held[name], np.generic):
+            continue  # numpy's numbers may be assigned to static attributes
+        if found := has_data(held[name]):
             raise AttributeStatusError(
                 f"{_where(type(node).__name__, name)}: Found unexpected data on value "
                 f"of type {type(held[name]).__name__}: the attribute is static and now "

@@ -28,7 +28,7 @@ from treetap._core.trees.graphdef import (
     SharedSpec,
     VariableSpec,
 )
-from treetap._core.trees.pytree import cached_flat, flat_of, set_spec
+from treetap._core.trees.pytree import cached_flat, flat_of, look_behind, set_spec
 from treetap._core.trees.sharing import TREE_MODE, refuse_pytree_false, refuse_shared
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, get_metadata
@@ -44,6 +44,7 @@ class Flattening:
         name: The function at work, for messages.
         states: Whether nested dicts of leaves are wanted beside descriptions.
         reason: Why nothing may be shared in a tree.
+        looks: Whether to look at objects that were written behind `__setattr__`.
         leaves: All leaves, in the order of the walk.
         has_twins: Whether a tree has an object without leaves at two places.
         numbers: What was met, by identity. In graph mode its number; in tree mode
@@ -57,6 +58,7 @@ class Flattening:
     _: KW_ONLY
     states: bool = True
     reason: str = TREE_MODE
+    looks: bool = False
     leaves: list[Any] = field(default_factory=list)
     has_twins: bool = False
     numbers: dict[int, int] = field(default_factory=dict)
@@ -112,6 +114,8 @@ class Flattening:
         numbers, graph = self.numbers, self.graph
         identity = id(node)
         met = numbers.get(identity)
+        if self.looks and met is None:
+            look_behind(node)
         if met is None and not graph and (known := self.known(node)) is not None:
             numbers[identity] = DONE
             return known

@@ -16,7 +16,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 import functools
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -25,7 +25,7 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.paths import is_container, open_container
-from treetap._core.static_values import Statics, Watch
+from treetap._core.static_values import Statics, Watch, exact
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
@@ -145,6 +145,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     _pytree__ordered: ClassVar[bool] = False
     _pytree__class_status: ClassVar[dict[str, bool]] = {}
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
+    _pytree__derived: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -160,6 +161,7 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         cls._pytree__is_pytree = pytree
         cls._pytree__class_status = class_status(cls, inherited)
         cls._pytree__descriptors = _descriptors_of(cls)
+        cls._pytree__derived = _derived_of(cls)
         # A class that writes attributes its own way is read afresh every time.
         cls._pytree__cached = pytree and getattr(cls.__setattr__, "keeps_flat", False)
         if pytree:
@@ -236,9 +238,11 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         cls = type(self)
         attributes = attributes_of(self)
         status = self._pytree__status
-        if status.keys() != attributes.keys():
+        if status.keys() != attributes.keys() - cls._pytree__derived:
             own, preset, status = status, cls._pytree__class_status, {}
             for name, value in attributes.items():
+                if name in cls._pytree__derived:
+                    continue
                 known = own.get(name)
                 if known is None:
                     held, known = classify(cls.__name__, name, value, preset.get(name))
@@ -273,8 +277,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         before = list(attributes.values())
         status = self._pytree__status
         if status.keys() != attributes.keys():
-            status = {name: status[name] for name in attributes if name in status}
-        if _is_exposed(self):
+            self._settle()
+            status = self._pytree__status
+        if watched is not None or _is_exposed(self):
             check_statics(self, attributes, status)
         layout = layout_of(status, type(self)._pytree__ordered)
         flat = layout.flat(attributes)
@@ -339,9 +344,8 @@ def keep_flat(node: Any, flat: Flat) -> None:
     watch = Watch()
     if type(statics) is Statics:
         watch.add(statics.snapshot.watch)
-    if is_exposed:
-        attributes = attributes_of(node)
-        watch.hold(attributes, attributes.values())
+    attributes = attributes_of(node)
+    watch.hold(attributes, attributes.values())
     _set_watched(node, (flat, watch))
 
 
@@ -384,6 +388,14 @@ def _descriptors_of(cls: type) -> frozenset[str]:
     )
 
 
+def _derived_of(cls: type) -> frozenset[str]:
+    """Names under which an object keeps what a `cached_property` gave."""
+    found = (item for base in cls.__mro__ for item in vars(base).items())
+    return frozenset(
+        name for name, value in found if isinstance(value, functools.cached_property)
+    )
+
+
 def _flatten_with_keys(node: Any) -> Any:
     children, structure = flat_of(node)
     return tuple(zip(structure[0].entries, children)), structure
@@ -395,6 +407,31 @@ def flat_of(node: Any) -> Flat:
         return cached_flat(node)
     except AttributeError:
         return node._refresh()
+
+
+def look_behind(node: Any) -> bool:
+    """Whether an object was written behind `__setattr__`; it then keeps no children.
+
+    `object.__setattr__` tells nobody. So who relies on what an object keeps of itself,
+    and runs a program with it, looks here before.
+    """
+    try:
+        children, (layout, statics, kinds) = cached_flat(node)
+    except AttributeError:
+        watched = watched_of(node)
+        if watched is None or watched[1].holds():
+            return False
+    else:
+        attributes, derived = attributes_of(node), type(node)._pytree__derived
+        names = attributes.keys() - derived if derived else attributes.keys()
+        if names == layout.status.keys():
+            now = layout.statics_of(attributes)
+            is_same = all(map(is_, now, statics)) or exact(now) == (statics, kinds)
+            if is_same and all(map(is_, layout.children_of(attributes), children)):
+                return False
+    drop_flat(node)
+    node._settle()
+    return True
 
 
 def opened(value: Any) -> tuple[Iterable[Any], Iterable[Any]] | None:

@@ -49,7 +49,7 @@ from treetap._core.trace_level import EAGER, current_trace
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import Getter, getter
-from treetap._core.trees.pytree import watched_of
+from treetap._core.trees.pytree import attributes_of, look_behind, watched_of
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.change_marks import last_change, last_values
 from treetap._core.variables.metadata import ExactMetadata
@@ -103,6 +103,8 @@ class VerifiedArguments:
         flats: The children and structure each of those had.
         containers: Ways to read the lists and dicts in it all, and what was in them.
         watches: What else could change unseen.
+        attributes: The attributes of the objects, one after the other.
+        held: What those were.
         written: By the number of a note: the Variables to write, and their places.
         packed: A way to call with packed values; False if there is none.
         misfits: How often that way was not applicable.
@@ -118,15 +120,25 @@ class VerifiedArguments:
     flats: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
+    attributes: list[dict[Any, Any]] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
     written: dict[int, Any] = field(default_factory=dict)
     packed: Any = None
     misfits: int = 0
 
-    def look_into(self, root: Any) -> bool:
-        """Notes what is inside an outermost object, if it tells when it changes."""
-        for _, node in nodes_below(root, Node, True, "jit"):
+    def look_into(self, root: Any, nodes: Sequence[Any]) -> bool:
+        """Notes what is inside an outermost object, if it tells when it changes.
+
+        Args:
+            root: The object.
+            nodes: All objects below it, and it.
+        """
+        for node in nodes:
             if not type(node)._pytree__cached:
                 return False
+            attributes = attributes_of(node)
+            self.attributes.append(attributes)
+            self.held += attributes.values()
             flat = _read_flat(node)
             if watched := watched_of(node):
                 self.watches.append(watched[1])
@@ -152,7 +164,20 @@ class VerifiedArguments:
                     return False
             except OTHER_TREE:
                 return False
+        if not self._hold_attributes():
+            for node in (
+                *(outermost[number] for number, *_ in self.roots),
+                *self.nodes,
+            ):
+                look_behind(node)
+            return False
         return not self.watches or all(map(Watch.holds, self.watches))
+
+    def _hold_attributes(self) -> bool:
+        """Whether nothing was written behind the `__setattr__` of an object."""
+        items = chain.from_iterable(map(dict.values, self.attributes))
+        is_same = all(map(is_, items, self.held))
+        return is_same and sum(map(len, self.attributes)) == len(self.held)
 
     def values(self) -> list[Any]:
         """The values of the Variables: those the last call left, if all else rested."""
@@ -324,6 +349,11 @@ class CachedCall:
         if out is not NOT_APPLICABLE:
             return out
         change = last_change[0]
+        outermost = jax.tree.leaves(tree, is_leaf=is_object)
+        roots = [outermost[number] for number in self._roots]
+        below = [[x for _, x in nodes_below(root, Node, True, "jit")] for root in roots]
+        if any(list(map(look_behind, chain.from_iterable(below)))):
+            return NOT_APPLICABLE
         try:
             leaves = self._flatten(tree)
         except OTHER_TREE:
@@ -331,7 +361,8 @@ class CachedCall:
         variables, plain = self._pick(leaves), [*self._pick_plain(leaves)]
         if not self._fit(variables, plain) or not all_leaves(plain):
             return NOT_APPLICABLE
-        verified = self._verify(tree, variables, plain, change)
+        found = [*zip(self._roots, roots, below)]
+        verified = self._verify(found, variables, plain, change)
         return self._call(tree, verified, plain, run)
 
     def _call_packed(
@@ -376,9 +407,16 @@ class CachedCall:
         return _are_different([plain[place] for place in self._inner])
 
     def _verify(
-        self, tree: Any, variables: Any, plain: Any, change: object
+        self, found: Sequence[Any], variables: Any, plain: Any, change: object
     ) -> VerifiedArguments:
-        """Arguments that fit, kept for the next call while the outermost ones live."""
+        """Arguments that fit, kept for the next call while the outermost ones live.
+
+        Args:
+            found: The outermost objects: number, object, and all objects below it.
+            variables: The Variables.
+            plain: The other leaves.
+            change: The last change anywhere, before all this was looked at.
+        """
         trace = current_trace()
         is_one_level = all(map(is_, map(get_trace, variables), repeat(trace)))
         metadata = list(map(get_metadata, variables))
@@ -386,18 +424,17 @@ class CachedCall:
         verified = VerifiedArguments(variables, metadata, [*plain], level, change)
         if self._first < 0:
             return verified
-        outermost = self._outermost(tree)
-        roots = [outermost[number] for number in self._roots]
-        if not all(map(verified.look_into, roots)) or last_change[0] is not change:
+        looked = [verified.look_into(root, nodes) for _, root, nodes in found]
+        if not all(looked) or last_change[0] is not change:
             return verified
-        key, cache = id(outermost[self._first]), self._verified
+        key, cache = id(found[0][1]), self._verified
         values = last_values  # the room itself may be gone when Python ends
 
         def forget(_: Any) -> None:
             cache.discard(key)
             values[None] = None
 
-        for number, root in zip(self._roots, roots):
+        for number, root, _ in found:
             kept = number, weakref.ref(root, forget), _read_flat(root)
             verified.roots.append(kept)
         changeable = (x for x in metadata if type(x) is ExactMetadata and x.can_change)

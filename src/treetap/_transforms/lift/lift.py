@@ -265,7 +265,9 @@ class Inputs:
         self.name = lift.name
         self.tree = tree
         reason = _no_aliases(lift.name)
-        walk = Flattening(tree, lift.mode, lift.name, states=False, reason=reason)
+        walk = Flattening(
+            tree, lift.mode, lift.name, states=False, reason=reason, looks=True
+        )
         self.definition = walk.definition(tree)
         self.leaves = walk.leaves
         self.numbers = walk.numbers
