@@ -6,6 +6,7 @@ It is also a tree: its arrays are traced, so that a sweep over other numbers com
 once, `jax.vmap` over edits makes a grid, and gradients flow to them.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,18 +33,24 @@ class Target(NamedTuple):
 
     Attributes:
         text: The site.
-        tree: The structure of the value.
         spot: The types of its leaves, and the axes that they have.
     """
 
     text: str
-    tree: Any
     spot: Spot
 
     @property
     def loops(self) -> list[Axis]:
         """The loops and shards that give it axes; a `while` gives none."""
         return [axis for axis in self.spot.levels if is_loop(axis)]
+
+    def on_all_shards(self, array: jax.Array) -> jax.Array:
+        """An array that has the axes of scans in front, with those of shards, too."""
+        loops = self.loops
+        shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
+        array = jnp.expand_dims(array, shards)
+        sizes = [axis.size for axis in loops]
+        return jnp.broadcast_to(array, (*sizes, *array.shape[len(loops) :]))
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
@@ -63,10 +70,8 @@ class Target(NamedTuple):
             )
         if shape == whole:
             return Axes(rows=mapped != base, loops=bool(sizes))
-        if shape == mapped:
-            return Axes(rows=True)
-        if is_by_turn:
-            return Axes(loops=True)
+        if shape == mapped or is_by_turn:
+            return Axes(rows=shape == mapped, loops=is_by_turn)
         raise CaptureError(
             f"edit: the value at {self.text} has the shape {base}, {whole} with the "
             f"axes of mappings and loops; an array of the edit has {shape}. It must "
@@ -76,10 +81,9 @@ class Target(NamedTuple):
     def check_type(self, array: Any, leaf: int) -> None:
         """Refuses numbers that the value cannot hold."""
         dtype = self.spot.own[leaf].dtype
-        has_keys = _are_keys(dtype) or _are_keys(array.dtype)
-        if array.dtype == dtype:
-            return
-        if has_keys or jnp.result_type(array, dtype) != dtype:
+        kinds = {dtype, array.dtype}
+        has_keys = any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in kinds)
+        if len(kinds) > 1 and (has_keys or jnp.result_type(array, dtype) != dtype):
             remedy = "keys of that type" if has_keys else f"`.astype({str(dtype)!r})`"
             raise CaptureError(
                 f"edit: the value at {self.text} is of type {dtype}; an array of the "
@@ -97,13 +101,13 @@ class Target(NamedTuple):
 
     def spread(self, value: Any) -> tuple[Any, list[Axes]]:
         """A tree like the value, of such a one or one array, and its arrays' axes."""
-        leaves, tree = jax.tree.flatten(value)
+        (leaves, tree), own = jax.tree.flatten(value), self.spot.label.tree
         is_for_all = jax.tree_util.treedef_is_leaf(tree)
         if is_for_all:
-            leaves, tree = leaves * self.tree.num_leaves, self.tree
-        if tree != self.tree:
+            leaves, tree = leaves * own.num_leaves, own
+        if tree != own:
             raise CaptureError(
-                f"edit: the value at {self.text} is {self.tree}, and the edit has "
+                f"edit: the value at {self.text} is {own}, and the edit has "
                 f"{tree}. Give the same structure, or one array."
             )
         axes = [self.axes_of(array, n) for n, array in enumerate(leaves)]
@@ -150,10 +154,6 @@ def _broadcast(array: Any, value: Any) -> jax.Array:
 def _cast(array: jax.Array, value: Any) -> jax.Array:
     dtype = jax.typeof(value).dtype
     return array if array.dtype == dtype else array.astype(dtype)
-
-
-def _are_keys(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 _NO_SORT = (
@@ -279,8 +279,8 @@ class _At(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        wraps, loops = target.spot.wraps, target.loops
-        scans = [axis.size for axis in loops if axis.kind == SCAN.name]
+        wraps = target.spot.wraps
+        scans = [axis.size for axis in target.loops if axis.kind == SCAN.name]
         if WHILE.name in wraps or len(scans) != len(self.iteration):
             raise CaptureError(
                 f"Edit.at: {len(self.iteration)} iterations are given for "
@@ -292,9 +292,7 @@ class _At(Edit):
             _check_iteration(number, size, target.text)
         # On all shards at once; a traced number outside of the loop is no iteration.
         mask = jnp.zeros(scans, bool).at[self.iteration].set(True, mode="drop")
-        shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
-        mask = jnp.broadcast_to(jnp.expand_dims(mask, shards), [x.size for x in loops])
-        return _Where(edit, mask), [*axes, Axes(loops=True)]
+        return _Where(edit, target.on_all_shards(mask)), [*axes, Axes(loops=True)]
 
 
 def _check_iteration(number: jax.Array, size: int, text: str) -> None:
@@ -310,6 +308,7 @@ def _check_iteration(number: jax.Array, size: int, text: str) -> None:
         )
 
 
+_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
@@ -374,10 +373,6 @@ def zero() -> Edit:
         1.0
     """
     return _Apply((), _zeros)
-
-
-def _zeros(value: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, value)
 
 
 def mean(axis: int | tuple[int, ...] | None = None) -> Edit:

@@ -98,9 +98,8 @@ def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
 
     for n, eqn in enumerate(jaxpr.eqns):
         chain = list(scopes_forward(eqn))
-        pairs = zip(visits, chain)
-        differ = [k for k, (old, new) in enumerate(pairs) if old[1] is not new[1]]
-        same = differ[0] if differ else min(len(visits), len(chain))
+        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
+        same = [*goes_on, False].index(False)
         close(same, n - 1)
         visits += [(depth, part, n) for depth, part in chain[same:]]
         if eqn.primitive.name == NAMED and not is_backward(eqn):
@@ -120,11 +119,9 @@ def is_telling(jaxpr: Any) -> bool:
 
 
 def _tells(eqn: Any) -> bool:
-    if is_backward(eqn):
-        return False
-    if eqn.primitive.name == NAMED or any(
-        not is_of_module(p) for _, p in scopes_forward(eqn)
-    ):
-        return True
     bodies = bodies_of(eqn.primitive, eqn.params)
-    return any(is_telling(body.jaxpr) for body in bodies)
+    return not is_backward(eqn) and (
+        eqn.primitive.name == NAMED
+        or not all(is_of_module(part) for _, part in scopes_forward(eqn))
+        or any(is_telling(body.jaxpr) for body in bodies)
+    )
