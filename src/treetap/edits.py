@@ -25,8 +25,6 @@ from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
 from treetap._observe.records import Site, is_loop
 
-Shape = tuple[int, ...]
-
 
 class Target(NamedTuple):
     """The value that an edit is for.
@@ -99,8 +97,13 @@ class Target(NamedTuple):
                     "where that has no meaning. Say what is meant with `edits.apply`."
                 )
 
-    def spread(self, value: Any) -> tuple[Any, list[Axes]]:
-        """A tree like the value, of such a one or one array, and its arrays' axes."""
+    def spread(self, value: Any, numbers: bool = True) -> tuple[Any, list[Axes]]:
+        """A tree like the value, of such a one or one array, and its arrays' axes.
+
+        Args:
+            value: The tree, or the array.
+            numbers: Whether its numbers are for the value, which must hold them.
+        """
         (leaves, tree), own = jax.tree.flatten(value), self.spot.label.tree
         is_for_all = jax.tree_util.treedef_is_leaf(tree)
         if is_for_all:
@@ -116,17 +119,12 @@ class Target(NamedTuple):
                 f"edit: one array of shape {jnp.shape(value)} cannot stand for all "
                 f"leaves at {self.text}. Give one for each leaf."
             )
+        for n, array in enumerate(leaves if numbers else ()):
+            self.check_type(array, n)
         return tree.unflatten(leaves), axes
 
-    def spread_numbers(self, value: Any) -> tuple[Any, list[Axes]]:
-        """The same, of numbers that the value can hold."""
-        tree, axes = self.spread(value)
-        for n, array in enumerate(jax.tree.leaves(tree)):
-            self.check_type(array, n)
-        return tree, axes
 
-
-def _fits(shape: Shape, base: Shape) -> bool:
+def _fits(shape: tuple[int, ...], base: tuple[int, ...]) -> bool:
     """Whether an array of a shape broadcasts to another."""
     pairs = zip(reversed(shape), reversed(base))
     return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
@@ -213,7 +211,7 @@ class _Combined(Edit):
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         if self.arithmetic:
             target.check_kinds(self.arithmetic, np.number, np.bool_)
-        other, axes = target.spread_numbers(self.other)
+        other, axes = target.spread(self.other)
         return _Combined(other, self.combine, self.arithmetic), axes
 
 
@@ -261,7 +259,7 @@ class _Where(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        mask, more = target.spread(self.mask)
+        mask, more = target.spread(self.mask, numbers=False)
         return _Where(edit, mask), [*axes, *more]
 
 

@@ -166,14 +166,12 @@ def rows_of(maps: Maps) -> int:
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     out = edit_p.bind(*primals, **params)
     moved = moving(tangents[:-1])
-    still: list[Any] = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
     outs = tuple(n for n, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact))
     params["recipe"] = (*params["recipe"], Forward(moved, outs))
     given = [tangents[n] for n in moved]
     found = edit_p.bind(*primals[:-1], *given, primals[-1], **params)
-    for n, value in zip(outs, found):
-        still[n] = value
-    return out, still
+    still = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
+    return out, [*(dict(enumerate(still)) | dict(zip(outs, found))).values()]
 
 
 def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
@@ -182,11 +180,8 @@ def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     given = map(ad.instantiate_zeros, cotangents)
     known = [value for n, value in enumerate(operands) if n not in linear]
     params["recipe"] = (*params["recipe"], Backward(linear))
-    found = edit_p.bind(*known, *given, values[-1], **params)
-    out: list[Any] = [None] * len(values)
-    for n, value in zip(linear, found):
-        out[n] = value
-    return out
+    found = dict(zip(linear, edit_p.bind(*known, *given, values[-1], **params)))
+    return [found.get(n) for n in range(len(values))]
 
 
 batching.fancy_primitive_batchers[edit_p] = functools.partial(batch_mark, edit_p)

@@ -144,7 +144,7 @@ class _Patch(edits.Edit):
     def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
         patch = _Patch(self.value, target.on_all_shards(self.weights), self.mix)
         weights = Axes(loops=bool(target.loops))
-        return patch, [*target.spread_numbers(self.value)[1], weights]
+        return patch, [*target.spread(self.value)[1], weights]
 
 
 def _blended(weights: Any, new: Any, old: Any) -> Any:
