@@ -44,11 +44,10 @@ class Target(NamedTuple):
 
     def on_all_shards(self, array: jax.Array) -> jax.Array:
         """An array that has the axes of scans in front, with those of shards, too."""
-        loops = self.loops
-        shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
+        sizes = [axis.size for axis in self.loops]
+        shards = [n for n, axis in enumerate(self.loops) if axis.kind != SCAN.name]
         array = jnp.expand_dims(array, shards)
-        sizes = [axis.size for axis in loops]
-        return jnp.broadcast_to(array, (*sizes, *array.shape[len(loops) :]))
+        return jnp.broadcast_to(array, (*sizes, *array.shape[len(sizes) :]))
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
@@ -57,9 +56,8 @@ class Target(NamedTuple):
         sizes = tuple(axis.size for axis in self.loops)
         if _fits(shape, base):
             return Axes()
-        inner = shape[len(sizes) :]
-        is_by_turn = shape[: len(sizes)] == sizes and len(inner) == len(base)
-        is_by_turn = is_by_turn and _fits(inner, base)
+        turns, inner = shape[: len(sizes)], shape[len(sizes) :]
+        is_by_turn = turns == sizes and len(inner) == len(base) and _fits(inner, base)
         if shape == mapped and is_by_turn:
             raise CaptureError(
                 f"edit: at {self.text} as many rows are mapped as a loop has "

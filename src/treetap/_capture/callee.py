@@ -13,7 +13,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -62,20 +62,15 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
 
 def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
     """The arguments of a call by name, or by position where they have none."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    for place, value in enumerate(args):
-        name: Path = (place,)
-        if parameters:
-            last = parameters[min(place, len(parameters) - 1)]
-            starred = [p for p in parameters[: place + 1] if p.kind is p.VAR_POSITIONAL]
-            if starred:
-                name = (starred[0].name, place - parameters.index(starred[0]))
-            elif last.kind in (last.POSITIONAL_ONLY, last.POSITIONAL_OR_KEYWORD):
-                name = (last.name,)
-        yield name, value
+    names: list[Path] = []
+    with suppress(TypeError, ValueError):  # a function need not have a signature
+        for one in inspect.signature(fn).parameters.values():
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+                names.append((one.name,))
+            elif one.kind is one.VAR_POSITIONAL:
+                names += ((one.name, n) for n in range(len(args)))
+    names += ((n,) for n in range(len(names), len(args)))
+    yield from zip(names, args)
     for key, value in kwargs.items():
         yield (key,), value
 

@@ -61,14 +61,14 @@ class Roots:
         tops: The outermost objects.
         number: Of the capture, among those around; the outermost has 0.
         start: How many scopes were open.
-        paths: The path of every object inside the roots, by its place.
-        known: The same by the text of a scope that leads there.
+        texts: The path of every object inside the roots, as text, by its place.
+        known: The same paths by their texts.
     """
 
     def __init__(self, roots: Sequence[Root], number: int = 0):
         self.number = number
         self.start = len(_frames.get())
-        self.paths: dict[int, Path] = {}
+        self.texts: dict[int, str] = {}
         self.known: dict[str, Path] = {}
         for root in roots:
             self._visit(root.node, root.path)
@@ -78,9 +78,10 @@ class Roots:
         """Notes the objects in a value."""
         if isinstance(value, Node):
             place = id(value._pytree__place)
-            if place in self.paths:
+            if place in self.texts:
                 return
-            self.paths[place] = self.known[f"/{_joined(path)}"] = path
+            text = self.texts[place] = f"/{_joined(path)}"
+            self.known[text] = path
         for key, child in _children(value):
             if not isinstance(child, Variable | jax.Array):
                 self._visit(child, (*path, key))
@@ -158,8 +159,8 @@ def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
     """Where a Module is, for one capture."""
     place, keys = module._pytree__place, ()
     while True:
-        if id(place) in known.paths:
-            return f"/{_joined((*known.paths[id(place)], *keys))}"
+        if text := known.texts.get(id(place)):
+            return f"{text.rstrip('/')}/{_joined(keys)}" if keys else text
         for distance, (frame, _) in enumerate(reversed(frames)):
             if frame is place:
                 return f"{distance}<{_joined(keys)}"
@@ -229,6 +230,9 @@ def resolve(
         known: What the capture knows.
         among: Paths of the roots that a rebuilt Module may be; by default all.
     """
+    told, _, kind = (scopes[-1] if scopes else "").rpartition("|")
+    if told in known.known:
+        return Where(known.known[told], kind)
     roots = [one for one in known.tops if among is None or one.path in among]
     around: list[Where] = []
     here = Where((), "")
@@ -244,7 +248,7 @@ def resolve(
             candidates = () if body[0] == "?" else around[-1:] or roots
             start = _argument(top, candidates, around[-1:])
         elif body[0] == "/":
-            start, rest = known.known.get(body, _split(body)), ""
+            start, rest = (), body
         else:
             distance, _, rest = body.partition("<")
             index = len(around) - 1 - int(distance)

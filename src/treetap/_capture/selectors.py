@@ -61,6 +61,7 @@ class Select:
     """
 
     __slots__ = ("_matches", "_text", "names")
+    _matches: Callable[[Any], bool]
 
     def __init__(self, what: Any = "**", *, call: int | None = None):
         self.names = _names_in(what)  # all that it can take; None if it can be any

@@ -78,16 +78,15 @@ class _Edited(Selecting):
 
     def check(self, look: Callable[[], Record]) -> None:
         """Refuses selectors that took no site; `look` lists all sites."""
-        for n, (chosen, _) in enumerate(self.edits):
-            if n in self.used:
-                continue
-            if n in self.sown:
+        for n, chosen in enumerate(self.selectors):
+            if n in self.sown.keys() - self.used:
                 raise CaptureError(
                     f"edit: {self.sown[n]} is sown, and a sown value does not flow on, "
                     "so an edit would change nothing. Use `tap` or `perturb`, and "
                     "their result."
                 )
-            raise self.refuse(chosen, "edit", look)
+            if n not in self.used:
+                raise self.refuse(chosen, "edit", look)
 
 
 class _Stop(BaseException):

@@ -69,7 +69,7 @@ class _Part:
     Attributes:
         text: The site.
         value: The clean value.
-        size: How many indices there are along the axis, or None.
+        size: How many indices there are along the axis, if there is one.
         shape: Of its weights, one for each patch, in order: how many iterations each
             scan has (in shards all are patched at once), then a shape that broadcasts
             to the value and tells indices apart.
@@ -90,7 +90,7 @@ class _Part:
             raise CaptureError(
                 f"{what}: {clean.text} has the shape {base}, and no axis {axis}."
             )
-        self.size = None if axis is None else base[axis]
+        self.size = () if axis is None else (base[axis],)
         scans = [one.size for one in here.axes if one.kind == SCAN.name]
         cut = [n if axis in (i, i - len(base)) else 1 for i, n in enumerate(base)]
         self.shape = (*scans, *cut)
@@ -110,7 +110,7 @@ def _parts(
     """The patches of all sites of a clean run."""
     here = sites_of(fn, *args)
     parts = [_Part(site, here[site.text], axis, what) for site in clean]
-    sizes = {part.size for part in parts}
+    sizes = {size for part in parts for size in part.size}
     if len(sizes) > 1:
         raise CaptureError(
             f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
@@ -171,9 +171,7 @@ def _measured(
 def _grid(parts: Sequence[_Part], effects: jax.Array, baseline: jax.Array) -> PatchGrid:
     """The effects of all patches, in order."""
     places = tuple(place for part in parts for place in part.places)
-    size = parts[0].size
-    cut = () if size is None else (size,)
-    shape = (len(places), *cut, *jnp.shape(effects)[1:])
+    shape = (len(places), *parts[0].size, *jnp.shape(effects)[1:])
     return PatchGrid(jnp.reshape(effects, shape), baseline, places)
 
 
