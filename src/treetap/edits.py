@@ -6,6 +6,7 @@ It is also a tree: its arrays are traced, so that a sweep over other numbers com
 once, `jax.vmap` over edits makes a grid, and gradients flow to them.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,26 +25,29 @@ from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
 from treetap._observe.records import Site, is_loop
 
-Shape = tuple[int, ...]
-
 
 class Target(NamedTuple):
     """The value that an edit is for.
 
     Attributes:
         text: The site.
-        tree: The structure of the value.
         spot: The types of its leaves, and the axes that they have.
     """
 
     text: str
-    tree: Any
     spot: Spot
 
     @property
     def loops(self) -> list[Axis]:
         """The loops and shards that give it axes; a `while` gives none."""
         return [axis for axis in self.spot.levels if is_loop(axis)]
+
+    def on_all_shards(self, array: jax.Array) -> jax.Array:
+        """An array that has the axes of scans in front, with those of shards, too."""
+        sizes = [axis.size for axis in self.loops]
+        shards = [n for n, axis in enumerate(self.loops) if axis.kind != SCAN.name]
+        array = jnp.expand_dims(array, shards)
+        return jnp.broadcast_to(array, (*sizes, *array.shape[len(sizes) :]))
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
@@ -52,9 +56,8 @@ class Target(NamedTuple):
         sizes = tuple(axis.size for axis in self.loops)
         if _fits(shape, base):
             return Axes()
-        inner = shape[len(sizes) :]
-        is_by_turn = shape[: len(sizes)] == sizes and len(inner) == len(base)
-        is_by_turn = is_by_turn and _fits(inner, base)
+        turns, inner = shape[: len(sizes)], shape[len(sizes) :]
+        is_by_turn = turns == sizes and len(inner) == len(base) and _fits(inner, base)
         if shape == mapped and is_by_turn:
             raise CaptureError(
                 f"edit: at {self.text} as many rows are mapped as a loop has "
@@ -63,10 +66,8 @@ class Target(NamedTuple):
             )
         if shape == whole:
             return Axes(rows=mapped != base, loops=bool(sizes))
-        if shape == mapped:
-            return Axes(rows=True)
-        if is_by_turn:
-            return Axes(loops=True)
+        if shape == mapped or is_by_turn:
+            return Axes(rows=shape == mapped, loops=is_by_turn)
         raise CaptureError(
             f"edit: the value at {self.text} has the shape {base}, {whole} with the "
             f"axes of mappings and loops; an array of the edit has {shape}. It must "
@@ -76,10 +77,9 @@ class Target(NamedTuple):
     def check_type(self, array: Any, leaf: int) -> None:
         """Refuses numbers that the value cannot hold."""
         dtype = self.spot.own[leaf].dtype
-        has_keys = _are_keys(dtype) or _are_keys(array.dtype)
-        if array.dtype == dtype:
-            return
-        if has_keys or jnp.result_type(array, dtype) != dtype:
+        kinds = {dtype, array.dtype}
+        has_keys = any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in kinds)
+        if len(kinds) > 1 and (has_keys or jnp.result_type(array, dtype) != dtype):
             remedy = "keys of that type" if has_keys else f"`.astype({str(dtype)!r})`"
             raise CaptureError(
                 f"edit: the value at {self.text} is of type {dtype}; an array of the "
@@ -95,15 +95,20 @@ class Target(NamedTuple):
                     "where that has no meaning. Say what is meant with `edits.apply`."
                 )
 
-    def spread(self, value: Any) -> tuple[Any, list[Axes]]:
-        """A tree like the value, of such a one or one array, and its arrays' axes."""
-        leaves, tree = jax.tree.flatten(value)
+    def spread(self, value: Any, numbers: bool = True) -> tuple[Any, list[Axes]]:
+        """A tree like the value, of such a one or one array, and its arrays' axes.
+
+        Args:
+            value: The tree, or the array.
+            numbers: Whether its numbers are for the value, which must hold them.
+        """
+        (leaves, tree), own = jax.tree.flatten(value), self.spot.label.tree
         is_for_all = jax.tree_util.treedef_is_leaf(tree)
         if is_for_all:
-            leaves, tree = leaves * self.tree.num_leaves, self.tree
-        if tree != self.tree:
+            leaves, tree = leaves * own.num_leaves, own
+        if tree != own:
             raise CaptureError(
-                f"edit: the value at {self.text} is {self.tree}, and the edit has "
+                f"edit: the value at {self.text} is {own}, and the edit has "
                 f"{tree}. Give the same structure, or one array."
             )
         axes = [self.axes_of(array, n) for n, array in enumerate(leaves)]
@@ -112,17 +117,12 @@ class Target(NamedTuple):
                 f"edit: one array of shape {jnp.shape(value)} cannot stand for all "
                 f"leaves at {self.text}. Give one for each leaf."
             )
+        for n, array in enumerate(leaves if numbers else ()):
+            self.check_type(array, n)
         return tree.unflatten(leaves), axes
 
-    def spread_numbers(self, value: Any) -> tuple[Any, list[Axes]]:
-        """The same, of numbers that the value can hold."""
-        tree, axes = self.spread(value)
-        for n, array in enumerate(jax.tree.leaves(tree)):
-            self.check_type(array, n)
-        return tree, axes
 
-
-def _fits(shape: Shape, base: Shape) -> bool:
+def _fits(shape: tuple[int, ...], base: tuple[int, ...]) -> bool:
     """Whether an array of a shape broadcasts to another."""
     pairs = zip(reversed(shape), reversed(base))
     return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
@@ -150,10 +150,6 @@ def _broadcast(array: Any, value: Any) -> jax.Array:
 def _cast(array: jax.Array, value: Any) -> jax.Array:
     dtype = jax.typeof(value).dtype
     return array if array.dtype == dtype else array.astype(dtype)
-
-
-def _are_keys(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 _NO_SORT = (
@@ -213,7 +209,7 @@ class _Combined(Edit):
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         if self.arithmetic:
             target.check_kinds(self.arithmetic, np.number, np.bool_)
-        other, axes = target.spread_numbers(self.other)
+        other, axes = target.spread(self.other)
         return _Combined(other, self.combine, self.arithmetic), axes
 
 
@@ -261,7 +257,7 @@ class _Where(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        mask, more = target.spread(self.mask)
+        mask, more = target.spread(self.mask, numbers=False)
         return _Where(edit, mask), [*axes, *more]
 
 
@@ -279,8 +275,8 @@ class _At(Edit):
 
     def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
         edit, axes = self.edit.fitted(target)
-        wraps, loops = target.spot.wraps, target.loops
-        scans = [axis.size for axis in loops if axis.kind == SCAN.name]
+        wraps = target.spot.wraps
+        scans = [axis.size for axis in target.loops if axis.kind == SCAN.name]
         if WHILE.name in wraps or len(scans) != len(self.iteration):
             raise CaptureError(
                 f"Edit.at: {len(self.iteration)} iterations are given for "
@@ -292,9 +288,7 @@ class _At(Edit):
             _check_iteration(number, size, target.text)
         # On all shards at once; a traced number outside of the loop is no iteration.
         mask = jnp.zeros(scans, bool).at[self.iteration].set(True, mode="drop")
-        shards = [n for n, axis in enumerate(loops) if axis.kind != SCAN.name]
-        mask = jnp.broadcast_to(jnp.expand_dims(mask, shards), [x.size for x in loops])
-        return _Where(edit, mask), [*axes, Axes(loops=True)]
+        return _Where(edit, target.on_all_shards(mask)), [*axes, Axes(loops=True)]
 
 
 def _check_iteration(number: jax.Array, size: int, text: str) -> None:
@@ -310,6 +304,7 @@ def _check_iteration(number: jax.Array, size: int, text: str) -> None:
         )
 
 
+_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
@@ -374,10 +369,6 @@ def zero() -> Edit:
         1.0
     """
     return _Apply((), _zeros)
-
-
-def _zeros(value: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, value)
 
 
 def mean(axis: int | tuple[int, ...] | None = None) -> Edit:

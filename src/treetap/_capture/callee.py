@@ -10,8 +10,10 @@ wraps.
 
 import functools
 import inspect
+import itertools
+import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -28,20 +30,16 @@ from treetap._core.variables.variable import write_boxes
 def callee_of(fn: Any) -> tuple[Any, list[Any]]:
     """The Module a callable belongs to, if any, and the arguments it brings along."""
     given: list[Any] = []
-    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+    while not isinstance(fn, Node | types.MethodType):
         if isinstance(fn, functools.partial):
             given = [*fn.args, *fn.keywords.values(), *given]
             fn = fn.func
-        elif isinstance(fn, Node) or inspect.ismethod(fn):
-            break
-        else:
+        elif hasattr(fn, "__wrapped__"):
             fn = fn.__wrapped__  # as of `jax.vmap(model)`
-    if isinstance(fn, Node):
-        return fn, given
-    owner = getattr(fn, "__self__", None)
-    if inspect.ismethod(fn) and isinstance(owner, Node):
-        return owner, given
-    return None, given
+        else:
+            return None, given
+    owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
+    return (owner if isinstance(owner, Node) else None), given
 
 
 def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
@@ -50,41 +48,31 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     One Module is the root itself; several are called by their arguments.
     """
     callee, given = callee_of(fn)
-    alone = [list(find_roots(value)) for value in (*given, *args, *kwargs.values())]
-    alone = [inner for inner in alone if inner]
-    if callee is None and len(alone) <= 1:
-        return tuple(root for inner in alone for root in inner)
-    if not alone:
-        return (Root((), callee),)
-    found = [((f"fixed{n}",), value) for n, value in enumerate(given)]
-    found += named_arguments(fn, args, kwargs)
-    roots = [(name, list(find_roots(value))) for name, value in found]
-    own = () if callee is None else (Root((), callee),)
-    more = [r._replace(path=(*name, *r.path)) for name, inner in roots for r in inner]
-    return (*own, *(root for root in more if root.node is not callee))
+    found = [[*find_roots(value)] for value in (*given, *args, *kwargs.values())]
+    roots = [] if callee is None else [Root((), callee)]
+    if sum(map(bool, (roots, *found))) <= 1:
+        return tuple(itertools.chain(roots, *found))
+    names = [(f"fixed{n}",) for n in range(len(given))]
+    names += (name for name, _ in named_arguments(fn, args, kwargs))
+    for name, inner in zip(names, found):
+        named = (root._replace(path=(*name, *root.path)) for root in inner)
+        roots += (root for root in named if root.node is not callee)
+    return tuple(roots)
 
 
 def named_arguments(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Path, Any]]:
     """The arguments of a call by name, or by position where they have none."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    for place, value in enumerate(args):
-        name: Path = (place,)
-        if parameters:
-            last = parameters[min(place, len(parameters) - 1)]
-            starred = [p for p in parameters[: place + 1] if p.kind is p.VAR_POSITIONAL]
-            if starred:
-                name = (starred[0].name, place - parameters.index(starred[0]))
-            elif last.kind in (last.POSITIONAL_ONLY, last.POSITIONAL_OR_KEYWORD):
-                name = (last.name,)
-        yield name, value
+    names: list[Path] = []
+    with suppress(TypeError, ValueError):  # a function need not have a signature
+        for one in inspect.signature(fn).parameters.values():
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+                names.append((one.name,))
+            elif one.kind is one.VAR_POSITIONAL:
+                names += ((one.name, n) for n in range(len(args)))
+    names += ((n,) for n in range(len(names), len(args)))
+    yield from zip(names, args)
     for key, value in kwargs.items():
         yield (key,), value
-
-
-FAILURES = (CaptureError, jax.errors.JaxRuntimeError)
 
 
 @contextmanager
@@ -100,7 +88,7 @@ def restored(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
     before = [(v, v._box, v._metadata) for v in found]
     try:
         yield
-    except FAILURES:
+    except (CaptureError, jax.errors.JaxRuntimeError):
         if not any(map(is_gone, jax.tree.leaves([box for _, box, _ in before]))):
             for variable, box, metadata in before:
                 write_boxes((variable,), (box,))
@@ -121,8 +109,7 @@ def refuse_uncallable(fn: Any, name: str) -> None:
 def keep_name(wrapper: Any, fn: Any) -> Any:
     """A wrapper with the name and text of what it wraps."""
     if isinstance(fn, Node):
-        wrapper.__name__ = type(fn).__name__
-        wrapper.__doc__ = type(fn).__doc__
+        functools.update_wrapper(wrapper, type(fn), ("__name__", "__doc__"), ())
         wrapper.__wrapped__ = fn  # another capture around it finds the Module
         return wrapper
     return functools.update_wrapper(wrapper, fn)

@@ -76,12 +76,10 @@ class Forward(NamedTuple):
         count = len(held.ins)
 
         def call(*values: Any) -> list[Any]:
-            given = list(values[:count])
+            given = dict(enumerate(values[:count]))
 
             def along(*parts: Any) -> list[Any]:
-                for n, part in zip(self.moved, parts):
-                    given[n] = part
-                return held.call(*given)
+                return held.call(*(given | dict(zip(self.moved, parts))).values())
 
             at = [values[n] for n in self.moved]
             tangents = jax.jvp(along, at, list(values[count:]))[1]
@@ -107,13 +105,9 @@ class Backward(NamedTuple):
         outs = tuple(held.ins[n] for n in self.linear)
 
         def call(*values: Any) -> list[Any]:
-            given: list[Any] = [None] * len(held.ins)
-            for n, value in zip(rest, values):
-                given[n] = value
-
             def at(*parts: Any) -> list[Any]:
-                own = dict(zip(self.linear, parts))
-                return held.call(*(own.get(n, x) for n, x in enumerate(given)))
+                given = dict(zip(rest, values)) | dict(zip(self.linear, parts))
+                return held.call(*map(given.get, range(len(held.ins))))
 
             zeros = [jnp.zeros_like(values[ins.index(leaf)]) for leaf in outs]
             _, pull = jax.vjp(at, *zeros)
@@ -172,29 +166,22 @@ def rows_of(maps: Maps) -> int:
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     out = edit_p.bind(*primals, **params)
     moved = moving(tangents[:-1])
-    numbers = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in out]
-    still: list[Any] = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
-    outs = tuple(n for n, flag in enumerate(numbers) if flag)
+    outs = tuple(n for n, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact))
     params["recipe"] = (*params["recipe"], Forward(moved, outs))
     given = [tangents[n] for n in moved]
     found = edit_p.bind(*primals[:-1], *given, primals[-1], **params)
-    for n, value in zip(outs, found):
-        still[n] = value
-    return out, still
+    still = [np.zeros(jnp.shape(x), jax.dtypes.float0) for x in out]
+    return out, [*(dict(enumerate(still)) | dict(zip(outs, found))).values()]
 
 
 def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     operands = values[:-1]
-    unknown = map(ad.is_undefined_primal, operands)
-    linear = tuple(n for n, flag in enumerate(unknown) if flag)
-    given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    linear = tuple(n for n, x in enumerate(operands) if ad.is_undefined_primal(x))
+    given = map(ad.instantiate_zeros, cotangents)
     known = [value for n, value in enumerate(operands) if n not in linear]
     params["recipe"] = (*params["recipe"], Backward(linear))
-    found = edit_p.bind(*known, *given, values[-1], **params)
-    out: list[Any] = [None] * len(values)
-    for n, value in zip(linear, found):
-        out[n] = value
-    return out
+    found = dict(zip(linear, edit_p.bind(*known, *given, values[-1], **params)))
+    return [found.get(n) for n in range(len(values))]
 
 
 batching.fancy_primitive_batchers[edit_p] = functools.partial(batch_mark, edit_p)

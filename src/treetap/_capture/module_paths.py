@@ -22,7 +22,7 @@ A text is one of
 Module, with `!` if no Module of that class is inside it.
 """
 
-import re
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,46 +58,38 @@ class Roots:
     """What a capture knows of a model when it opens.
 
     Attributes:
-        tops: The classes of the outermost objects, by their paths.
+        tops: The outermost objects.
         number: Of the capture, among those around; the outermost has 0.
         start: How many scopes were open.
-        paths: The path of every object inside the roots, by its place; as text, too.
-        kinds: The class of each, as `kind_text` gives it.
-        known: Where the scope of each of them leads, by the scope's text.
+        texts: The path of every object inside the roots, as text, by its place.
+        known: The same paths by their texts.
     """
 
     def __init__(self, roots: Sequence[Root], number: int = 0):
         self.number = number
         self.start = len(_frames.get())
-        self.paths: dict[int, tuple[Path, str]] = {}
-        self.kinds: dict[int, str] = {}
-        self.known: dict[str, Where] = {}
+        self.texts: dict[int, str] = {}
+        self.known: dict[str, Path] = {}
         for root in roots:
-            text = f"/{_joined(root.path)}" if root.path else ""
-            self._visit(root.node, root.path, text)
-        self.tops = {root.path: self.kind_of(root.node) for root in roots}
+            self._visit(root.node, root.path)
+        self.tops = [Where(root.path, kind_text(root.node)) for root in roots]
 
-    def kind_of(self, module: Any) -> str:
-        """The class of a Module, as it was when the capture opened, if it was there."""
-        return self.kinds.get(id(module._pytree__place)) or kind_text(module)
-
-    def _visit(self, value: Any, path: Path, text: str) -> set[type]:
-        """Notes the objects in a value; gives their classes."""
-        cls, below, found = type(value), opened(value), set[type]()
-        place = id(value._pytree__place) if isinstance(value, Node) else None
-        if place in self.paths:
-            return {cls}
-        if place is not None:
-            self.paths[place] = path, text or "/"
-        for key, child in zip(*below) if below is not None else ():
+    def _visit(self, value: Any, path: Path) -> None:
+        """Notes the objects in a value."""
+        if isinstance(value, Node):
+            place = id(value._pytree__place)
+            if place in self.texts:
+                return
+            text = self.texts[place] = f"/{_joined(path)}"
+            self.known[text] = path
+        for key, child in _children(value):
             if not isinstance(child, Variable | jax.Array):
-                found |= self._visit(child, (*path, key), f"{text}/{_encoded(key)}")
-        if place is not None:
-            kind = _class_text(cls) + ("" if cls in found else "!")
-            self.kinds[place] = kind
-            self.known[f"{text or '/'}|{kind}"] = Where(path, kind)
-            found.add(cls)
-        return found
+                self._visit(child, (*path, key))
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in an object or a container, with its keys; nothing in a leaf."""
+    return zip(*(opened(value) or ((), ())))
 
 
 _frames: ContextVar[tuple[Any, ...]] = ContextVar("frames", default=())
@@ -115,19 +107,15 @@ _naming = Lock()
 
 
 def _class_text(cls: type) -> str:
-    return _texts.get(cls) or _named(cls)
-
-
-def _named(cls: type) -> str:
-    """Gives a class a text of its own; two threads get the same."""
-    with _naming:
-        text = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
-        twins = 1
-        while _classes.get(text, cls) is not cls:  # a class that was defined again
-            twins += 1
-            text = f"{text.partition('*')[0]}*{twins}"
-        _texts[cls], _classes[text] = text, cls
-    return text
+    """A text of a class of its own; two threads get the same."""
+    if cls not in _texts:
+        with _naming:
+            name = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
+            twins = (f"{name}*{n}" for n in itertools.count(2))  # defined again
+            texts = itertools.chain([name], twins)
+            text = next(text for text in texts if _classes.get(text, cls) is cls)
+            _texts[cls], _classes[text] = text, cls
+    return _texts[cls]
 
 
 def kind_text(module: Any) -> str:
@@ -135,8 +123,7 @@ def kind_text(module: Any) -> str:
     cls = type(module)
     waiting, seen = [module], set[int]()
     while waiting:
-        below = opened(waiting.pop())
-        for child in below[1] if below is not None else ():
+        for _, child in _children(waiting.pop()):
             if type(child) is cls:
                 return _class_text(cls)
             if not isinstance(child, Variable) and id(child) not in seen:
@@ -145,15 +132,10 @@ def kind_text(module: Any) -> str:
     return _class_text(cls) + "!"
 
 
-_PLAIN = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-
-
 def _encoded(key: Any) -> str:
     """A key as text: numbers as digits, and strings never so."""
-    if isinstance(key, int):
-        return str(key)
     text = str(key)
-    if _PLAIN.fullmatch(text):
+    if isinstance(key, int) or (text.isascii() and text.isidentifier()):
         return text
     text = quote(text, safe="")
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1].isdigit() else text or "%"
@@ -175,23 +157,17 @@ def _split(text: str) -> Path:
 
 def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
     """Where a Module is, for one capture."""
-    place, keys = module._pytree__place, []
+    place, keys = module._pytree__place, ()
     while True:
-        found = known.paths.get(id(place))
-        if found is not None:
-            path, text = found
-            return text if not keys else f"/{_joined((*path, *reversed(keys)))}"
+        if text := known.texts.get(id(place)):
+            return f"{text.rstrip('/')}/{_joined(keys)}" if keys else text
         for distance, (frame, _) in enumerate(reversed(frames)):
             if frame is place:
-                return f"{distance}<{_joined(reversed(keys))}"
-        if place[0] is None:
-            break
-        key = place[1]
-        keys += reversed(key) if isinstance(key, tuple) else (key,)
-        place = place[0]
-    # What was built is not what was captured; what was rebuilt may be.
-    mark = "~" if place[3] else "?"
-    return f"{mark}{_class_text(place[2])}!{_joined(reversed(keys))}"
+                return f"{distance}<{_joined(keys)}"
+        parent, key, cls, is_rebuilt = place
+        if parent is None:  # what was built was not captured; what was rebuilt may be
+            return f"{'~' if is_rebuilt else '?'}{_class_text(cls)}!{_joined(keys)}"
+        place, keys = parent, (*(key if isinstance(key, tuple) else (key,)), *keys)
 
 
 class inside:
@@ -202,10 +178,9 @@ class inside:
     def __init__(self, module: Any):
         frames, captures = _frames.get(), _captures.get()
         texts = [_text_for(module, c, frames[c.start :]) for c in captures]
-        same = len(texts) == 1 or len(set(texts)) == 1
-        told = texts[0] if same else ";".join(texts)
+        told = texts[0] if len({*texts}) == 1 else ";".join(texts)
         place = module._pytree__place
-        text = f"{told}|{captures[-1].kind_of(module)}"
+        text = f"{told}|{kind_text(module)}"
         self._scope = jax.named_scope(ModuleScope(told.rpartition("/")[2], text))
         self._token = _frames.set((*frames, (place, text)))
 
@@ -255,9 +230,10 @@ def resolve(
         known: What the capture knows.
         among: Paths of the roots that a rebuilt Module may be; by default all.
     """
-    here = known.known.get(scopes[-1]) if scopes else None
-    if here is not None:
-        return here
+    told, _, kind = (scopes[-1] if scopes else "").rpartition("|")
+    if told in known.known:
+        return Where(known.known[told], kind)
+    roots = [one for one in known.tops if among is None or one.path in among]
     around: list[Where] = []
     here = Where((), "")
     for text in scopes:
@@ -267,44 +243,32 @@ def resolve(
         if body.startswith("+"):  # no Module counts it when it looks further out
             here = Where((*here.path, *_split(body[1:])), "")
             continue
-        if body.startswith("/"):
-            path = _split(body[1:])
-        elif body[0] in "~?":
+        if body[0] in "~?":
             top, _, rest = body[1:].partition("!")
-            if around:
-                start = _below(around[-1], top, body[0] == "~")
-            else:
-                roots = known.tops if among is None else among
-                start = _top(top, known, roots if body[0] == "~" else ())
-            path = (*start, *_split(rest))
+            candidates = () if body[0] == "?" else around[-1:] or roots
+            start = _argument(top, candidates, around[-1:])
+        elif body[0] == "/":
+            start, rest = (), body
         else:
             distance, _, rest = body.partition("<")
             index = len(around) - 1 - int(distance)
-            path = (*(around[index].path if index >= 0 else ()), *_split(rest))
-        here = Where(path, kind)
+            start = around[index].path if index >= 0 else ()
+        here = Where((*start, *_split(rest)), kind)
         around.append(here)
     return here
 
 
-def _below(here: Where, top: str, is_rebuilt: bool) -> Path:
-    """The path of a Module of some class, inside another: it, if it can be no other."""
-    same = is_rebuilt and here.kind == top + "!"
-    return here.path if same else (*here.path, _short(top))
-
-
-def _top(top: str, known: Roots, roots: Iterable[Path]) -> Path:
+def _argument(top: str, candidates: Sequence[Where], around: Sequence[Where]) -> Path:
     """The path of a Module of some class that came into a function as an argument.
 
-    It is that of a root, if it can be no other one; else it is called by its class.
+    It is that of the one around or of a root, if it can be no other one; else it is
+    called by its class, below the one around.
     """
-    alike = [path for path in roots if known.tops[path].rstrip("!") == top]
-    if len(alike) == 1 and known.tops[alike[0]].endswith("!"):
-        return alike[0]
-    return (_short(top),)
-
-
-def _short(kind: str) -> str:
-    return unquote(kind.partition("*")[0].rsplit(".", 1)[-1])
+    alike = [one for one in candidates if one.kind.rstrip("!") == top]
+    if len(alike) == 1 and alike[0].kind.endswith("!"):
+        return alike[0].path
+    short = unquote(top.partition("*")[0].rpartition(".")[2])
+    return (*(key for one in around for key in one.path), short)
 
 
 def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
@@ -312,10 +276,8 @@ def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
     if isinstance(tree, Node):
         yield Root(path, tree)
         return
-    below = opened(tree)
-    if below is not None:
-        for key, child in zip(*below):
-            yield from find_roots(child, (*path, key))
+    for key, child in _children(tree):
+        yield from find_roots(child, (*path, key))
 
 
 # Places of rebuilt objects.
@@ -325,24 +287,20 @@ def put_in_place(original: Any, copy: Any) -> None:
     """Lets rebuilt objects be where the caller's are, for those who listen."""
     if isinstance(original, Node):
         copy._pytree__place[:2] = original._pytree__place[:2]
-    elif (below := opened(original)) is not None:
-        for one, two in zip(below[1], (opened(copy) or ((), ()))[1]):
+    else:
+        for (_, one), (_, two) in zip(_children(original), _children(copy)):
             put_in_place(one, two)
 
 
-def name_shared(tree: Any) -> None:
+def name_shared(tree: Any, seen: set[int] | None = None) -> None:
     """Lets rebuilt objects that stand twice be where they are met first."""
-    seen: set[int] = set()
-
-    def visit(value: Any) -> None:
-        below = opened(value)
-        if below is None or id(value) in seen:
-            return
-        seen.add(id(value))
-        for key, child in zip(*below):
-            is_below = isinstance(value, Node) and isinstance(child, Node)
-            if is_below and id(child) not in seen:
-                adopt(child, key, value._pytree__place)
-            visit(child)
-
-    visit(tree)
+    seen = set() if seen is None else seen
+    below = opened(tree)
+    if below is None or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    for key, child in zip(*below):
+        is_below = isinstance(tree, Node) and isinstance(child, Node)
+        if is_below and id(child) not in seen:
+            adopt(child, key, tree._pytree__place)
+        name_shared(child, seen)

@@ -16,7 +16,7 @@ A stack begins anew in every function that JAX traces on its own. So the whole s
 an operation is that of the operations around it, followed by its own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treetap._core.paths import Path
@@ -52,28 +52,28 @@ def is_of_module(part: Any) -> bool:
 
 def scopes_in(name_stack: Any) -> tuple[str, ...]:
     """The texts of the scopes in a name stack that Modules opened."""
-    names = (part.name for part in name_stack.stack)
-    return tuple(name.where for name in names if isinstance(name, ModuleScope))
+    return tuple(part.name.where for part in name_stack.stack if is_of_module(part))
 
 
 def mappings_in(name_stack: Any) -> int:
     """How many mappings (`vmap`) a name stack speaks of."""
-    return sum(is_transform(part) and part.name == "vmap" for part in name_stack.stack)
+    return _count(name_stack, "vmap")
+
+
+def _count(name_stack: Any, transform: str) -> int:
+    """How many marks of a transform a name stack has."""
+    parts = name_stack.stack
+    return sum(is_transform(part) and part.name == transform for part in parts)
 
 
 def is_transposed(eqn: Any) -> bool:
     """Whether an operation was made by transposing another."""
-    return _went_through(eqn, "transpose")
+    return _count(eqn.source_info.name_stack, "transpose") > 0
 
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an operation went through a forward differentiation."""
-    return _went_through(eqn, "jvp")
-
-
-def _went_through(eqn: Any, transform: str) -> bool:
-    stack = eqn.source_info.name_stack.stack
-    return any(is_transform(part) and part.name == transform for part in stack)
+    return _count(eqn.source_info.name_stack, "jvp") > 0
 
 
 def is_backward(eqn: Any) -> bool:
@@ -83,8 +83,8 @@ def is_backward(eqn: Any) -> bool:
 
 def is_computed_again(name_stack: Any) -> bool:
     """Whether a name stack is that of what a backward pass computes again."""
-    scopes = (part for part in name_stack.stack if not is_transform(part))
-    return any(part.name == AGAIN for part in scopes)
+    parts = name_stack.stack
+    return any(part.name == AGAIN and not is_transform(part) for part in parts)
 
 
 def _is_back(part: Any) -> bool:
@@ -123,8 +123,6 @@ def path_in(stack: Sequence[Any]) -> Path:
     return (*path, *([_within(transforms, "")] if transforms else []))
 
 
-def _within(transforms: Iterable[str], text: str) -> str:
+def _within(transforms: Sequence[str], text: str) -> str:
     """A scope as JAX writes it after transforms, the outermost first."""
-    for name in reversed(list(transforms)):
-        text = f"{name}({text})"
-    return text
+    return "".join(f"{name}(" for name in transforms) + text + ")" * len(transforms)

@@ -61,15 +61,13 @@ class Select:
     """
 
     __slots__ = ("_matches", "_text", "names")
+    _matches: Callable[[Any], bool]
 
     def __init__(self, what: Any = "**", *, call: int | None = None):
         self.names = _names_in(what)  # all that it can take; None if it can be any
         self._text = repr(what) if call is None else f"{what!r}, call={call}"
         matches = _matcher(what)
-        if call is None:
-            self._matches = matches
-        else:
-            self._matches = lambda site: site.index == call and matches(site)
+        self._matches = lambda site: call in (None, site.index) and matches(site)
 
     def __call__(self, site: Selectable) -> bool:
         """Whether a site is meant."""
@@ -112,10 +110,8 @@ def _names_in(what: Any) -> Names:
     """The names a selector can take, if it says so."""
     if isinstance(what, Select):
         return what.names
-    if not isinstance(what, str) or ":" not in what:
-        return None
-    name = what.partition("#")[0].partition(":")[2]
-    return None if not name or set(name) & set("*?[") else frozenset({name})
+    name = what.partition("#")[0].partition(":")[2] if isinstance(what, str) else ""
+    return frozenset({name}) if name and not set(name) & set("*?[") else None
 
 
 def as_select(what: Any) -> Select:
@@ -133,12 +129,11 @@ def _matcher(what: Any) -> Callable[[Any], bool]:
         return _glob(what)
     if isinstance(what, re.Pattern):
         return lambda site: bool(what.search(site_text(site.path, site.name)))
-    if isinstance(what, type) and issubclass(what, Variable):
-        return lambda site: site.kind is not None and issubclass(site.kind, what)
     if isinstance(what, type):
+        is_kind = issubclass(what, Variable)
 
         def matches(site: Any) -> bool:
-            cls = class_named(site.module)
+            cls = site.kind if is_kind else class_named(site.module)
             return cls is not None and issubclass(cls, what)
 
         return matches
@@ -157,19 +152,15 @@ def _glob(text: str) -> Callable[[Any], bool]:
         raise CaptureError(f"The call index in the selector {text!r} is not a number.")
     path, colon, name = body.partition(":")
     pattern = [part for part in path.split("/") if part]
-    is_anywhere = pattern == ["**"]
 
     def matches(site: Any) -> bool:
         if index and site.index != int(index):
             return False
         if colon and not fnmatch.fnmatchcase(site.name, name or "*"):
             return False
-        if is_anywhere:
-            return True
         parts = [str(key) for key in site.path]
-        if colon:
-            return _fits(pattern, parts)
-        return _fits(pattern, parts) or _fits(pattern, [*parts, site.name])
+        spellings = [parts] if colon else [parts, [*parts, site.name]]
+        return any(_fits(pattern, spelling) for spelling in spellings)
 
     return matches
 
@@ -179,7 +170,7 @@ def _fits(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     ends = {0}  # how many parts the pattern so far can have taken
     for wanted in pattern:
         if wanted == "**":
-            ends = set(range(min(ends), len(parts) + 1)) if ends else ends
+            ends = set(range(min(ends), len(parts) + 1))
         else:
             ends = {
                 n + 1

@@ -63,35 +63,30 @@ class _Edited(Selecting):
     def feeds(self, call: Call) -> Fed | None:
         """The edits of a call."""
         site = self.noted(call)
-        found: list[Edit] = []
-        for n, (chosen, edits) in enumerate(self.edits):
-            if not chosen(site):
-                continue
-            if call.label.how == "sow":
-                self.sown.setdefault(n, site.text)
-                continue
-            self.used.add(n)
-            found += edits
-        if not found:
+        took = [n for n, (chosen, _) in enumerate(self.edits) if chosen(site)]
+        if site.how == "sow":
+            self.sown = dict.fromkeys(took, site.text) | self.sown
             return None
-        target = Target(site.text, call.label.tree, call.spot)
-        fitted = [edit.fitted(target) for edit in found]
+        self.used.update(took)
+        target = Target(site.text, call.spot)
+        fitted = [edit.fitted(target) for n in took for edit in self.edits[n][1]]
+        if not fitted:
+            return None
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
         axes = tuple(one for _, axes in fitted for one in axes)
         return Fed(Editing(site.text, tree, axes), arrays)
 
     def check(self, look: Callable[[], Record]) -> None:
         """Refuses selectors that took no site; `look` lists all sites."""
-        for n, (chosen, _) in enumerate(self.edits):
-            if n in self.used:
-                continue
-            if n in self.sown:
+        for n, chosen in enumerate(self.selectors):
+            if n in self.sown.keys() - self.used:
                 raise CaptureError(
                     f"edit: {self.sown[n]} is sown, and a sown value does not flow on, "
                     "so an edit would change nothing. Use `tap` or `perturb`, and "
                     "their result."
                 )
-            raise self.refuse(chosen, "edit", look)
+            if n not in self.used:
+                raise self.refuse(chosen, "edit", look)
 
 
 class _Stop(BaseException):
@@ -101,13 +96,9 @@ class _Stop(BaseException):
 class _Stopping(Selecting):
     """One run that ends at a site."""
 
-    def __init__(self, chosen: Select):
-        super().__init__([chosen], EVERYTHING, EVERYTHING)
-        self.chosen = chosen
-
     def wants(self, call: Call) -> bool:
         """Whether it is the site."""
-        return self.chosen(self.noted(call))
+        return self.selectors[0](self.noted(call))
 
     def heard(self, call: Call) -> None:
         """Ends the run with the value."""
@@ -119,7 +110,7 @@ def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
     chosen = as_select(select)
 
     def stopped(*args: Any, **kwargs: Any) -> Any:
-        work = _Stopping(chosen)
+        work = _Stopping([chosen], EVERYTHING, EVERYTHING)
         try:
             with work.around(fn, args, kwargs):
                 raise work.refuse(chosen, "edit: stop_at")

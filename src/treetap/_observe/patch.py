@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
 from treetap import edits
@@ -21,7 +22,7 @@ from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
 from treetap._observe.observe import sites as sites_of
-from treetap._observe.records import Record, Site, is_loop
+from treetap._observe.records import Record, Site
 
 
 @register_dataclass
@@ -48,12 +49,11 @@ class PatchGrid:
                 "PatchGrid.top: the metric is not a single number, so that effects "
                 f"have the shape {effects.shape}. Look at `effects`."
             )
-        order = np.argsort(-np.abs(effects), axis=None)[:count]
         found = []
-        for n in order:
+        for n in np.argsort(-np.abs(effects), axis=None)[:count]:
             place, *index = map(int, np.unravel_index(n, effects.shape))
-            effect = float(effects.flat[n])
-            found.append((self.places[place], index[0] if index else None, effect))
+            at = index[0] if index else None
+            found.append((self.places[place], at, float(effects.flat[n])))
         return found
 
 
@@ -63,78 +63,54 @@ class _Part:
     Args:
         clean: The site, with the clean value.
         here: The site in the run that is patched, as `sites` lists it.
-        start: How many places come before, at other sites.
         axis: The axis that it is cut along; or None.
         what: The public function at work, for messages.
 
     Attributes:
         text: The site.
         value: The clean value.
-        loops: The loops and shards that give the value axes.
-        size: How many indices there are along the axis, or None.
-        cut: A shape that broadcasts to the value and tells indices apart.
-        scans: How many iterations each scan has; in shards all are patched at once.
+        size: How many indices there are along the axis, if there is one.
+        shape: Of its weights, one for each patch, in order: how many iterations each
+            scan has (in shards all are patched at once), then a shape that broadcasts
+            to the value and tells indices apart.
         places: What the patched values are called.
     """
 
-    def __init__(
-        self, clean: Site, here: Site, start: int, axis: int | None, what: str
-    ):
-        self.text, self.start = clean.text, start
-        self.value = _array_at(clean, what)
+    def __init__(self, clean: Site, here: Site, axis: int | None, what: str):
+        self.text = clean.text
+        leaves = jax.tree.leaves(clean.value)
+        if clean.how == "sow" or len(leaves) != 1:
+            raise CaptureError(
+                f"{what}: {clean.text} is {clean.how} of {len(leaves)} arrays. Choose "
+                "sites that are one array, and not sown."
+            )
+        self.value = jnp.asarray(leaves[0])
         base = jax.tree.leaves(here.value)[0].shape[len(here.axes) :]
         if axis is not None and not -len(base) <= axis < len(base):
             raise CaptureError(
                 f"{what}: {clean.text} has the shape {base}, and no axis {axis}."
             )
-        self.axis = None if axis is None else axis % len(base)
-        self.size = None if axis is None else base[axis]
-        self.cut = tuple(n if i == self.axis else 1 for i, n in enumerate(base))
-        self.loops = [one for one in here.axes if is_loop(one)]
-        self.scans = tuple(x.size for x in self.loops if x.kind == SCAN.name)
+        self.size = () if axis is None else (base[axis],)
+        scans = [one.size for one in here.axes if one.kind == SCAN.name]
+        cut = [n if axis in (i, i - len(base)) else 1 for i, n in enumerate(base)]
+        self.shape = (*scans, *cut)
         self.places = [
             f"{clean.text}[{','.join(map(str, index))}]" if index else clean.text
-            for index in np.ndindex(*self.scans)
+            for index in np.ndindex(*scans)
         ]
 
     def is_at(self, heard: Site) -> bool:
         """Whether a site is this one: a selector."""
         return heard.text == self.text
 
-    def patch(self, value: jax.Array, number: jax.Array) -> edits.Edit:
-        """The clean value where the patch of a number is, if that is here at all."""
-        place, index = jnp.divmod(number, self.size or 1)
-        place -= self.start
-        mask = jnp.full(self.cut, (place >= 0) & (place < len(self.places)))
-        if self.axis is not None:
-            mask &= jax.lax.broadcasted_iota(jnp.int32, self.cut, self.axis) == index
-        change = edits.replace(value).where(mask)
-        if not self.scans:
-            return change
-        return change.at(jnp.unravel_index(jnp.maximum(place, 0), self.scans))
-
-
-def _array_at(site: Site, what: str) -> jax.Array:
-    """The value of a site that can be patched."""
-    leaves = jax.tree.leaves(site.value)
-    if site.how == "sow" or len(leaves) != 1:
-        raise CaptureError(
-            f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. Choose sites "
-            "that are one array, and not sown."
-        )
-    return jnp.asarray(leaves[0])
-
 
 def _parts(
     fn: Callable[..., Any], clean: Record, args: Any, axis: int | None, what: str
 ) -> list[_Part]:
-    """The patches of all sites of a clean run, which have places one after another."""
+    """The patches of all sites of a clean run."""
     here = sites_of(fn, *args)
-    parts: list[_Part] = []
-    for site in clean:
-        start = sum(len(part.places) for part in parts)
-        parts.append(_Part(site, here[site.text], start, axis, what))
-    sizes = {part.size for part in parts}
+    parts = [_Part(site, here[site.text], axis, what) for site in clean]
+    sizes = {size for part in parts for size in part.size}
     if len(sizes) > 1:
         raise CaptureError(
             f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
@@ -143,40 +119,60 @@ def _parts(
     return parts
 
 
-def _edited(
-    fn: Callable[..., Any], parts: Sequence[_Part], changes: Sequence[edits.Edit]
-) -> Callable[..., Any]:
-    """The function with an edit for each part."""
-    return edit(fn, {part.is_at: one for part, one in zip(parts, changes)})
+@register_dataclass
+@dataclass(frozen=True, eq=False)
+class _Patch(edits.Edit):
+    """Another value, as far as weights say, which are for each iteration by itself.
+
+    Attributes:
+        value: The other value.
+        weights: With the axes of scans in front; in shards, of all loops.
+        mix: From the weights, the other value and the old one to what is put there.
+    """
+
+    value: Any
+    weights: Any
+    mix: Callable[..., Any] = field(metadata={"static": True})
+
+    def __call__(self, value: Any) -> Any:
+        def one(old: Any) -> Any:
+            new = jnp.broadcast_to(jnp.asarray(self.value, old.dtype), old.shape)
+            return self.mix(self.weights, new, old)
+
+        return jax.tree.map(one, value)
+
+    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
+        patch = _Patch(self.value, target.on_all_shards(self.weights), self.mix)
+        weights = Axes(loops=bool(target.loops))
+        return patch, [*target.spread(self.value)[1], weights]
+
+
+def _blended(weights: Any, new: Any, old: Any) -> Any:
+    return old + (weights * (new - old)).astype(old.dtype)
+
+
+def _measured(
+    fn: Callable[..., Any], metric: Any, parts: Sequence[_Part], mix: Any, dtype: Any
+) -> tuple[Callable[..., Any], jax.Array]:
+    """The metric as a function of weights, clean values and arguments; zero weights.
+
+    All weights are in one row: of the first part, then of the second, and so on.
+    """
+    zeros, of_parts = ravel_pytree([jnp.zeros(part.shape, dtype) for part in parts])
+
+    def measured(weights: jax.Array, values: Sequence[Any], args: Any) -> Any:
+        each = zip(parts, values, of_parts(weights))
+        changes = {part.is_at: _Patch(value, own, mix) for part, value, own in each}
+        return metric(edit(fn, changes)(*args))
+
+    return measured, zeros
 
 
 def _grid(parts: Sequence[_Part], effects: jax.Array, baseline: jax.Array) -> PatchGrid:
     """The effects of all patches, in order."""
     places = tuple(place for part in parts for place in part.places)
-    size = parts[0].size
-    cut = () if size is None else (size,)
-    shape = (len(places), *cut, *jnp.shape(effects)[1:])
+    shape = (len(places), *parts[0].size, *jnp.shape(effects)[1:])
     return PatchGrid(jnp.reshape(effects, shape), baseline, places)
-
-
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Blend(edits.Edit):
-    """On the way to another value by some weight, for each iteration by itself."""
-
-    value: Any
-    weights: Any
-
-    def __call__(self, value: Any) -> Any:
-        def one(old: Any) -> Any:
-            new = jnp.broadcast_to(self.value, old.shape)
-            return old + (self.weights * (new - old)).astype(old.dtype)
-
-        return jax.tree.map(one, value)
-
-    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
-        weights = Axes(loops=bool(target.loops))
-        return self, [*target.spread_numbers(self.value)[1], weights]
 
 
 def patch_grid(
@@ -219,21 +215,19 @@ def patch_grid(
         [('b', None, 3.0), ('a', None, 2.0)]
     """
     parts = _parts(fn, clean.select(sites), args, axis, "patch_grid")
-    total = sum(len(part.places) for part in parts) * (parts[0].size or 1)
+    measured, none = _measured(fn, metric, parts, jnp.where, bool)
 
     @jax.jit
-    def run(args: Any, values: Any, numbers: Any) -> Any:
+    def run(values: Any, args: Any, numbers: Any) -> Any:
         def one(number: Any) -> Any:
-            changes = [one.patch(value, number) for one, value in zip(parts, values)]
-            return jnp.asarray(metric(_edited(fn, parts, changes)(*args)))
+            return jnp.asarray(measured(jnp.arange(none.size) == number, values, args))
 
         if batch_size is None:
             return jax.vmap(one)(numbers)
         return jax.lax.map(one, numbers, batch_size=batch_size)
 
     # The first has the number -1, that of no patch.
-    values = [part.value for part in parts]
-    found = run(args, values, jnp.arange(-1, total, dtype=jnp.int32))
+    found = run([part.value for part in parts], args, jnp.arange(-1, none.size))
     baseline = found[0]
     return _grid(parts, found[1:] - baseline[None], baseline)
 
@@ -276,23 +270,7 @@ def attribution(
         [('b', None, 3.0), ('a', None, 2.0)]
     """
     parts = _parts(fn, clean.select(sites), args, axis, "attribution")
-
-    @jax.jit
-    def run(args: Any, values: Any) -> Any:
-        def measured(weights: Any) -> Any:
-            changes = [_Blend(*pair) for pair in zip(values, weights)]
-            return metric(_edited(fn, parts, changes)(*args))
-
-        zeros = [
-            jnp.zeros((*(loop.size for loop in part.loops), *part.cut))
-            for part in parts
-        ]
-        return jax.value_and_grad(measured)(zeros)
-
-    baseline, slopes = run(args, [part.value for part in parts])
-    effects = []
-    for part, slope in zip(parts, slopes):
-        loops = enumerate(part.loops)
-        shards = tuple(n for n, loop in loops if loop.kind != SCAN.name)
-        effects.append(jnp.sum(slope, shards).reshape(-1))
-    return _grid(parts, jnp.concatenate(effects), baseline)
+    measured, zeros = _measured(fn, metric, parts, _blended, float)
+    run = jax.jit(jax.value_and_grad(measured))
+    baseline, effects = run(zeros, [part.value for part in parts], args)
+    return _grid(parts, effects, baseline)

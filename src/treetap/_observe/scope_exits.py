@@ -12,6 +12,7 @@ because such a value has one more axis, wherever JAX keeps it; `jvp` is left out
 is `transpose`d, or computed again for that, is the way back, and is no visit.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class Uses:
 
 def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
     """The values to be named, by the operation they come after, inner scopes first."""
-    found: dict[int, list[Exit]] = {}
+    found: dict[int, list[Exit]] = defaultdict(list)
     visits: list[tuple[int, Any, int]] = []
 
     def close(count: int, last: int) -> None:
@@ -94,19 +95,17 @@ def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
                 if isinstance(var.aval, ShapedArray) and uses.is_after(eqn, var, last)
             )
             if variables:
-                found.setdefault(last, []).append(Exit(depth, variables))
+                found[last].append(Exit(depth, variables))
 
     for n, eqn in enumerate(jaxpr.eqns):
         chain = list(scopes_forward(eqn))
-        pairs = zip(visits, chain)
-        differ = [k for k, (old, new) in enumerate(pairs) if old[1] is not new[1]]
-        same = differ[0] if differ else min(len(visits), len(chain))
+        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
+        same = [*goes_on, False].index(False)
         close(same, n - 1)
         visits += [(depth, part, n) for depth, part in chain[same:]]
         if eqn.primitive.name == NAMED and not is_backward(eqn):
             depth = len(eqn.source_info.name_stack.stack)
-            one = Exit(depth, tuple(eqn.outvars), eqn.params["name"])
-            found.setdefault(n, []).append(one)
+            found[n].append(Exit(depth, tuple(eqn.outvars), eqn.params["name"]))
     close(0, len(jaxpr.eqns) - 1)
     return found
 
@@ -120,11 +119,9 @@ def is_telling(jaxpr: Any) -> bool:
 
 
 def _tells(eqn: Any) -> bool:
-    if is_backward(eqn):
-        return False
-    if eqn.primitive.name == NAMED or any(
-        not is_of_module(p) for _, p in scopes_forward(eqn)
-    ):
-        return True
     bodies = bodies_of(eqn.primitive, eqn.params)
-    return any(is_telling(body.jaxpr) for body in bodies)
+    return not is_backward(eqn) and (
+        eqn.primitive.name == NAMED
+        or not all(is_of_module(part) for _, part in scopes_forward(eqn))
+        or any(is_telling(body.jaxpr) for body in bodies)
+    )

@@ -73,8 +73,7 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
     jaxpr = body.jaxpr
     uses = Uses(jaxpr, live)
     ends = exits(jaxpr, uses)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts))
-    env.update(zip(jaxpr.invars, values))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *values]))
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
         bodies = bodies_of(eqn.primitive, eqn.params)
