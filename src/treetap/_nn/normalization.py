@@ -79,7 +79,6 @@ def _mean(x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
 class Normalizing(Layer):
     """Base of layers that normalize: how moments are taken, and what follows them."""
 
-    num_features: int
     feature_axes: int | tuple[int, ...]  # but for `BatchNorm` and `GroupNorm`
     reduction_axes: Any  # of `LayerNorm`, `RMSNorm` and `GroupNorm`
     scale: Param[Any] | None
