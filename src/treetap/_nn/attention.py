@@ -180,8 +180,7 @@ def _fused(arrays: tuple[Any, ...], causal: bool, name: Any) -> jax.Array:
         return jnp.reshape(x, (math.prod(batch), *x.shape[-3:]))
 
     arrays = jax.tree.map(with_one_batch_axis, arrays)  # those that are not None
-    attention = jax.nn.dot_product_attention
-    out = attention(*arrays, is_causal=causal, implementation=name)
+    out = jax.nn.dot_product_attention(*arrays, is_causal=causal, implementation=name)
     return jnp.reshape(out, shape)
 
 

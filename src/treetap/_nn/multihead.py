@@ -303,13 +303,12 @@ class MultiHeadAttention(Layer):
 
     def _checked_inputs(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the inputs for keys and values."""
-        if k is None:
-            if v is not None:
-                raise StructureError(
-                    f"{where(self)}: `inputs_v` is given without `inputs_k`. Give "
-                    "both; one array for both goes in `inputs_k`."
-                )
-            k = q
+        if k is None and v is not None:
+            raise StructureError(
+                f"{where(self)}: `inputs_v` is given without `inputs_k`. Give both; "
+                "one array for both goes in `inputs_k`."
+            )
+        k = q if k is None else k
         v = k if v is None else v
         others = self.in_kv_features
         wanted = (("q", q, self.in_features), ("k", k, others), ("v", v, others))
