@@ -359,6 +359,7 @@ class MultiMetric(Metric):
     """
 
     def __init__(self, **metrics: Metric) -> None:
+        self._metric_names = tuple(metrics)
         for name, metric in metrics.items():
             if name in dir(MultiMetric) or name.startswith("_"):
                 raise StructureError(
@@ -369,8 +370,6 @@ class MultiMetric(Metric):
                 raise TypeError(
                     f"MultiMetric: {name!r} is a {type(metric).__name__}, not a Metric."
                 )
-        self._metric_names = tuple(metrics)
-        for name, metric in metrics.items():
             setattr(self, name, metric)
 
     def _metrics(self) -> dict[str, Any]:

@@ -176,14 +176,11 @@ def _fused(arrays: tuple[Any, ...], causal: bool, name: Any) -> jax.Array:
     batch = shape[:-3]
 
     def with_one_batch_axis(x: Any) -> Any:
-        if x is None:
-            return None
         x = jnp.broadcast_to(x, batch + x.shape[-3:])
         return jnp.reshape(x, (math.prod(batch), *x.shape[-3:]))
 
-    arrays = tuple(map(with_one_batch_axis, arrays))
-    attention = jax.nn.dot_product_attention
-    out = attention(*arrays, is_causal=causal, implementation=name)
+    arrays = jax.tree.map(with_one_batch_axis, arrays)  # those that are not None
+    out = jax.nn.dot_product_attention(*arrays, is_causal=causal, implementation=name)
     return jnp.reshape(out, shape)
 
 

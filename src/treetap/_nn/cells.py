@@ -89,9 +89,6 @@ class Cell(RNNCellBase, Layer):
 
     _carries = 1
 
-    carry_init: Initializer | None
-    rngs: RngStream | None
-
     @property
     def num_feature_axes(self) -> int:
         """How many of the last axes of the inputs belong to one step: one."""
@@ -102,7 +99,7 @@ class Cell(RNNCellBase, Layer):
 
         Returns:
             What makes a linear map of the inputs, and what makes one of the carry. Both
-            are called with the sizes of the map and with `use_bias`.
+            are called with the sizes of the map; `use_bias=False` leaves the bias out.
         """
         sizes = chosen(arguments, "in_features", "hidden_features")
         self.in_features, self.hidden_features = check_sizes(self, **sizes)
@@ -113,8 +110,8 @@ class Cell(RNNCellBase, Layer):
             _deprecated(f"`{name}(keep_rngs=True)`", "`rngs` of the call")
         if carry_init is not None:
             _deprecated(f"`{name}(carry_init=...)`", "`carry_init` of the call")
-        self.rngs = forked(self, rngs if keep_rngs else None, "carry")
-        self.carry_init = carry_init
+        self.rngs: RngStream | None = forked(self, rngs if keep_rngs else None, "carry")
+        self.carry_init: Initializer | None = carry_init
         self.activation_fn: Activation = arguments["activation_fn"]
         self._keep_options(arguments)
         alike = ("bias_init", "bias_metadata", "rngs")
@@ -246,9 +243,7 @@ class LSTMCell(Cell):
         self.ii, self.if_, self.ig, self.io = (
             of_inputs(in_features, size, use_bias=False) for _ in range(4)
         )
-        self.hi, self.hf, self.hg, self.ho = (
-            of_carry(size, size, use_bias=True) for _ in range(4)
-        )
+        self.hi, self.hf, self.hg, self.ho = (of_carry(size, size) for _ in range(4))
 
     def __call__(
         self, carry: tuple[Array, Array], inputs: Array

@@ -53,21 +53,21 @@ OWN_NAMES = ("CIRCULAR", "REFLECT", "CAUSAL")
 class FixedArray:
     """An array as part of a structure: it never changes, and is compared by value."""
 
-    __slots__ = ("_key", "array")
+    __slots__ = ("_parts",)
 
     def __init__(self, array: np.ndarray):
-        self.array = array.copy()
-        self.array.flags.writeable = False
-        self._key = (array.shape, array.dtype.str, array.tobytes())
+        self._parts = (array.shape, array.dtype, array.tobytes())
+
+    @property
+    def array(self) -> np.ndarray:
+        """The array, which cannot be written to."""
+        return np.ndarray(*self._parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FixedArray) and self._key == other._key
+        return isinstance(other, FixedArray) and self._parts == other._parts
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __reduce__(self) -> Any:
-        return FixedArray, (self.array,)
+        return hash(self._parts)
 
     def __repr__(self) -> str:
         return f"FixedArray({typed(self.array)})"

@@ -143,9 +143,7 @@ def _kept(
 ) -> jax.Array:
     """Return which elements to keep, sharded as the inputs are."""
     shape = tuple(1 if i in shared else n for i, n in enumerate(inputs.shape))
-    sharding: Any = jax.typeof(inputs).sharding
-    if not any(sharding.spec):
-        return jax.random.bernoulli(key, keep, shape)
-    names = (None if i in shared else name for i, name in enumerate(sharding.spec))
-    placed = NamedSharding(sharding.mesh, PartitionSpec(*names))
+    mesh, spec = jax.typeof(inputs).sharding.mesh, jax.typeof(inputs).sharding.spec
+    names = (None if i in shared else name for i, name in enumerate(spec))
+    placed = NamedSharding(mesh, PartitionSpec(*names)) if any(spec) else None
     return jax.random.bernoulli(key, keep, shape, out_sharding=placed)

@@ -35,9 +35,7 @@ def promote_dtype(
             f"promote_dtype: the dtype must be floating or complex, got "
             f"{jnp.dtype(dtype).name}. Say `inexact=False` to compute in it anyway."
         )
-    return tuple(
-        None if value is None else jnp.asarray(value, dtype) for value in values
-    )
+    return tuple(None if x is None else jnp.asarray(x, dtype) for x in values)
 
 
 def common_dtype(values: tuple[Any, ...], inexact: bool = True) -> Any:

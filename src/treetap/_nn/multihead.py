@@ -107,13 +107,6 @@ class MultiHeadAttention(Layer):
         (1, 1, 8)
     """
 
-    num_heads: int
-    in_features: int
-    qkv_features: int
-    out_features: int
-    in_kv_features: int
-    num_kv_heads: int
-
     def __init__(  # noqa: PLR0917 - the arguments are those of NNX
         self,
         num_heads: int,
@@ -154,16 +147,12 @@ class MultiHeadAttention(Layer):
         key_ln_scale_metadata: Metadata = NO_METADATA,
         implementation: Implementation = None,
     ):
-        sizes = {
-            "num_heads": num_heads,
-            "in_features": in_features,
-            "qkv_features": in_features if qkv_features is None else qkv_features,
-            "out_features": in_features if out_features is None else out_features,
-            "in_kv_features": in_features if in_kv_features is None else in_kv_features,
-            "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
-        }
-        for name, size in zip(sizes, check_sizes(self, **sizes)):
-            setattr(self, name, size)
+        self.num_heads = self._size("num_heads", num_heads)
+        self.in_features = self._size("in_features", in_features)
+        self.qkv_features = self._size("qkv_features", qkv_features, in_features)
+        self.out_features = self._size("out_features", out_features, in_features)
+        self.in_kv_features = self._size("in_kv_features", in_kv_features, in_features)
+        self.num_kv_heads = self._size("num_kv_heads", num_kv_heads, num_heads)
         self._keep_options(locals())
         self.broadcast_dropout = broadcast_dropout
         self.dropout_rate = check_rate(self, "dropout_rate", dropout_rate)
@@ -185,6 +174,10 @@ class MultiHeadAttention(Layer):
         keeps = keep_rngs and dropout_rate > 0
         self.rngs = forked(self, rngs if keeps else None, "dropout")
         self.cached_key = self.cached_value = self.cache_index = data(None)
+
+    def _size(self, name: str, size: int | None, default: int | None = None) -> int:
+        """Return a size, or its default, as Python's integer."""
+        return check_sizes(self, **{name: default if size is None else size})[0]
 
     def _checked_head_dim(self) -> int:
         """Return the features of a head, if all have as many."""
@@ -310,13 +303,12 @@ class MultiHeadAttention(Layer):
 
     def _checked_inputs(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the inputs for keys and values."""
-        if k is None:
-            if v is not None:
-                raise StructureError(
-                    f"{where(self)}: `inputs_v` is given without `inputs_k`. Give "
-                    "both; one array for both goes in `inputs_k`."
-                )
-            k = q
+        if k is None and v is not None:
+            raise StructureError(
+                f"{where(self)}: `inputs_v` is given without `inputs_k`. Give both; "
+                "one array for both goes in `inputs_k`."
+            )
+        k = q if k is None else k
         v = k if v is None else v
         others = self.in_kv_features
         wanted = (("q", q, self.in_features), ("k", k, others), ("v", v, others))
@@ -383,6 +375,5 @@ class MultiHeadAttention(Layer):
             self.decode = decode
         if batch_size is not None and max_length is not None:
             sizes = (*as_tuple(batch_size), max_length, self.in_kv_features)
-            self.init_cache(
-                sizes, self.param_dtype if self.dtype is None else self.dtype
-            )
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+            self.init_cache(sizes, dtype)

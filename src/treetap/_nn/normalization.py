@@ -79,7 +79,6 @@ def _mean(x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
 class Normalizing(Layer):
     """Base of layers that normalize: how moments are taken, and what follows them."""
 
-    num_features: int
     feature_axes: int | tuple[int, ...]  # but for `BatchNorm` and `GroupNorm`
     reduction_axes: Any  # of `LayerNorm`, `RMSNorm` and `GroupNorm`
     scale: Param[Any] | None
@@ -267,13 +266,12 @@ class BatchNorm(Normalizing):
         use_average = mode_of_call(self, "use_running_average", use_running_average)
         check_features(self, x, self.num_features, self.axis)
         inputs = wide(x)
-        (axis,) = canonical_axes(self, self.axis, inputs.ndim)
         shape = self._feature_shape(inputs, self.axis)
         if use_average:
             remembered = (self.mean.get_value(), self.var.get_value())
             moments = [jnp.reshape(n.astype(inputs.dtype), shape) for n in remembered]
         else:
-            axes = [i for i in range(inputs.ndim) if i != axis]
+            axes = [i for i in range(inputs.ndim) if i != self.axis % inputs.ndim]
             counted = checked_mask(self, mask, inputs.shape)
             moments = self._moments(inputs, axes, counted)
             self._remember(*moments)

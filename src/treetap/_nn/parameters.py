@@ -233,13 +233,12 @@ class Layer(Module):
         """
         dtype = arguments["param_dtype"]
         for name, shape in shapes.items():
-            if shape is None or not arguments.get(f"use_{name}", True):
-                setattr(self, name, data(None))
-                continue
-            key = check_rngs(self, arguments["rngs"]).params()
-            init, metadata = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
-            asked = drawn_as.get(name, shape)
-            made = make_parameter(self, name, init, key, shape, dtype, metadata, asked)
+            made: Any = data(None)
+            if shape is not None and arguments.get(f"use_{name}", True):
+                key = check_rngs(self, arguments["rngs"]).params()
+                init, more = arguments[f"{name}_init"], arguments[f"{name}_metadata"]
+                asked = drawn_as.get(name, shape)
+                made = make_parameter(self, name, init, key, shape, dtype, more, asked)
             setattr(self, name, made)
         self._keep_options(arguments)
 

@@ -136,8 +136,9 @@ def max_pool(
         strides: How far the window moves on each; by 1 without it.
         padding: `"SAME"`, `"VALID"`, or how much before and after each window axis.
     """
-    lowest = _bound(inputs, -np.inf)
-    return pool(inputs, lowest, lax.max, window_shape, strides, padding)
+    return pool(
+        inputs, _bound(inputs, -np.inf), lax.max, window_shape, strides, padding
+    )
 
 
 def min_pool(
@@ -154,8 +155,7 @@ def min_pool(
         strides: How far the window moves on each; by 1 without it.
         padding: `"SAME"`, `"VALID"`, or how much before and after each window axis.
     """
-    highest = _bound(inputs, np.inf)
-    return pool(inputs, highest, lax.min, window_shape, strides, padding)
+    return pool(inputs, _bound(inputs, np.inf), lax.min, window_shape, strides, padding)
 
 
 def _bound(inputs: Array, infinity: float) -> Any:

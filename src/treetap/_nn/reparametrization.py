@@ -140,12 +140,11 @@ class SpectralNorm(Reparametrized):
         stats: dict[Path, Any] = {}
         begin = normal(stddev=0.01)
         for path, variable in parameters_of(layer_instance, Param).items():
-            if variable.ndim < 2:
-                continue
-            key = check_rngs(self, rngs).params()
-            shape = (1, variable.shape[-1])
-            stats[(*path, "u")] = BatchStat(begin(key, shape, param_dtype))
-            stats[(*path, "sigma")] = BatchStat(jnp.ones((), param_dtype))
+            if variable.ndim >= 2:
+                key = check_rngs(self, rngs).params()
+                shape = (1, variable.shape[-1])
+                stats[(*path, "u")] = BatchStat(begin(key, shape, param_dtype))
+                stats[(*path, "sigma")] = BatchStat(jnp.ones((), param_dtype))
         self.batch_stats = data(stats)
 
     def __call__(

@@ -90,11 +90,9 @@ class EMA(Pytree):
         Args:
             model: The model, or a State of its Variables or values.
         """
-        found = self._matched(model, "EMA.update")
-        averages = dict(flat_items(self.params))
         moved = [
-            (path, jax.tree.map(self._moved, raw_value(averages[path]), raw_value(new)))
-            for path, new in found.items()
+            (path, jax.tree.map(self._moved, raw_value(average), raw_value(new)))
+            for path, average, new in self._matched(model, "EMA.update")
         ]
         update(self.params, nested(moved))
 
@@ -108,11 +106,10 @@ class EMA(Pytree):
             An object of the model's type. Its averaged Variables are those of the EMA,
             all others those of the model.
         """
-        found = self._matched(model, "EMA.apply_to")
-        for path, leaf in found.items():
+        twins: dict[int, Any] = {}
+        for path, average, leaf in self._matched(model, "EMA.apply_to"):
             _check_variable("EMA.apply_to", path, leaf)
-        averages = flat_items(self.params)
-        twins = {id(found[path]): average for path, average in averages}
+            twins[id(leaf)] = average
         return rebuilt(
             model,
             resolve_graph(self.graph),
@@ -137,8 +134,8 @@ class EMA(Pytree):
             if wanted(path, leaf) and _has_average(leaf)
         }
 
-    def _matched(self, model: Any, name: str) -> Leaves:
-        """Return the model's Variables for the averages; they must be the same ones."""
+    def _matched(self, model: Any, name: str) -> list[tuple[Path, Any, Any]]:
+        """Return paths, averages and the model's Variables; all must be there."""
         averages = dict(flat_items(self.params))
         leaves = leaves_of(model, self.graph, name)
         refuse_misfits(
@@ -150,7 +147,7 @@ class EMA(Pytree):
             remedy="Pass a model of the same structure, or make a new EMA; `only` says "
             "which Variables are averaged.",
         )
-        return {path: leaves[path] for path in averages}
+        return [(path, each, leaves[path]) for path, each in averages.items()]
 
 
 def _has_average(leaf: Any) -> bool:
