@@ -198,13 +198,13 @@ class _Step:
 
     def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
         """New plain leaves, and the Variables' present values."""
-        plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
-        leaves = [inside.leaves[number] for number in self.carried]
-        for place, number in enumerate(self.carried):
-            is_plain = not isinstance(leaves[place], Variable)
+        plain = (leaf for leaf in new if not isinstance(leaf, Variable))
+        leaves = [*inside.leaves]
+        for number in self.carried:
+            is_plain = not isinstance(leaves[number], Variable)
             if is_plain and self.of_leaf[number] is Carry:
-                leaves[place] = next(plain)
-        return raw_values(leaves)
+                leaves[number] = next(plain)
+        return raw_values([leaves[number] for number in self.carried])
 
 
 def _start(inputs: Inputs, step: _Step) -> tuple[list[Any], list[Any]]:
@@ -275,12 +275,8 @@ def scan(
     lift = Lift.of("scan", options)
     axes = _Axes(in_axes, out_axes, lift)
     f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
-    given = {
-        "length": length,
-        "reverse": reverse,
-        "unroll": unroll,
-        "_split_transpose": _split_transpose,
-    }
+    given = {"length": length, "reverse": reverse, "unroll": unroll}
+    how = functools.partial(jax.lax.scan, **given, _split_transpose=_split_transpose)
     # JAX traces a function it knows only once.
     steps: BoundedCache[Key, _Step] = BoundedCache(MAX_PROGRAMS)
 
@@ -298,7 +294,6 @@ def scan(
         fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
         make = functools.partial(_Step, f, axes, inputs.outline(), groups, fixed)
         step = steps.made(key, make) if key.lasts and not fixed else make()
-        final = jax.lax.scan(step, *_start(inputs, step), **given)
-        return _finish(inputs, step, *final)
+        return _finish(inputs, step, *how(step, *_start(inputs, step)))
 
     return call

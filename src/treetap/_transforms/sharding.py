@@ -254,10 +254,8 @@ def _with_path(build: Callable[[], Any]) -> MetadataError | None:
     try:
         with use_eager_sharding(False):
             build()
-    except MetadataError as error:
-        return error
-    except Exception:  # there is more to it: the first error tells
-        pass
+    except Exception as error:  # if there is more to it, the first error tells
+        return error if isinstance(error, MetadataError) else None
     return None
 
 

@@ -12,6 +12,7 @@ import difflib
 import sys
 import types
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -249,7 +250,7 @@ def _flax_modules() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "flax"]
 
 
-class as_flax:
+class as_flax(AbstractContextManager["as_flax"]):
     """Lets `from flax import nnx` give treetap, until undone or the block ends.
 
     Works from the call on, for everything imported afterwards. What treetap has not
@@ -281,9 +282,6 @@ class as_flax:
             sys.modules.update(_stand_ins())
             sys.meta_path.insert(0, FINDER)
         _in_force.append(self)
-
-    def __enter__(self) -> "as_flax":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

@@ -70,21 +70,16 @@ class UpdateContext:
         self.tag = tag
         self.outside: list[Any] = []  # by number
         # By `id`; the weak reference shows whether the object is still the same.
-        self._inside: dict[int, tuple[Any, int]] = {}
+        self.inside: dict[int, tuple[Any, int]] = {}
 
     def put_inside(self, made: dict[int, Any]) -> None:
         """Notes objects that were made inside, with their numbers."""
-        self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
+        self.inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
 
     def number_inside(self, member: Any) -> int | None:
         """The number outside of an object inside; None for a new one."""
-        found, number = self._inside.get(id(member), (lambda: None, None))
+        found, number = self.inside.get(id(member), (lambda: None, None))
         return number if found() is member else None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether objects were made inside."""
-        return bool(self._inside)
 
 
 class SplitContext:
@@ -100,7 +95,7 @@ class SplitContext:
         walk.root = node
         met = len(walk.members)
         graphdef, found = walk.apart(node)
-        if context.is_inside:
+        if context.inside:
             known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
             graphdef = LinkedDef(graphdef, origins)
@@ -186,7 +181,7 @@ def merge_context(
 
 
 @partial(
-    register_dataclass, data_fields=["_graphdef", "states"], meta_fields=["metadata"]
+    register_dataclass, data_fields=["graphdef", "states"], meta_fields=["metadata"]
 )
 @dataclass(frozen=True)
 class NodeStates:
@@ -195,14 +190,9 @@ class NodeStates:
     As a prefix, `states` are the prefixes of the States.
     """
 
-    _graphdef: Any
+    graphdef: Any
     states: tuple[Any, ...]
     metadata: Any = None
-
-    @property
-    def graphdef(self) -> GraphDef:
-        """The GraphDef."""
-        return self._graphdef
 
     @property
     def state(self) -> Any:
@@ -243,7 +233,7 @@ def _visited(
     tree: Any,
     prefix: Any,
     is_leaf: Callable[[Any], bool],
-    wanted: Callable[[Any], bool],
+    wanted: Callable[[Any], bool] | None,
     visit: Callable[..., Any],
 ) -> Any:
     """A tree with the leaves that are wanted replaced by `visit(path, prefix, leaf)`.
@@ -252,13 +242,13 @@ def _visited(
         tree: The tree.
         prefix: A prefix of it, or MISSING.
         is_leaf: Where to stop.
-        wanted: Which leaves to replace.
+        wanted: Which leaves to replace; None for all.
         visit: Makes what takes their place.
     """
 
     def below(path: Any, entry: Any, part: Any) -> Any:
         def one(inner: Any, leaf: Any) -> Any:
-            if not wanted(leaf):
+            if wanted is not None and not wanted(leaf):
                 return leaf
             return visit(tuple(map(plain_key, (*path, *inner))), entry, leaf)
 
@@ -270,10 +260,6 @@ def _visited(
         tree,
         is_leaf=lambda x: is_entry(x) or is_tree_node(x),
     )
-
-
-def _is_anything(value: Any) -> bool:
-    return True
 
 
 def to_tree(
@@ -298,7 +284,7 @@ def to_tree(
     """
     if prefix is not MISSING and check_aliasing:
         spread(prefix, tree, "to_tree", "prefix")
-    wanted = _is_anything if map_non_graph_nodes else is_object
+    wanted = None if map_non_graph_nodes else is_object
     with split_context(ctxtag) as ctx:
         return _visited(tree, prefix, is_object, wanted, partial(split_fn, ctx))
 
@@ -332,6 +318,6 @@ def from_tree(
         is_inner: Accepted for NNX; the GraphDef tells.
         ctxtag: The tag of an update context.
     """
-    wanted = _is_anything if map_non_graph_nodes else is_node_leaf
+    wanted = None if map_non_graph_nodes else is_node_leaf
     with merge_context(ctxtag, is_inner) as ctx:
         return _visited(tree, prefix, is_leaf, wanted, partial(merge_fn, ctx))

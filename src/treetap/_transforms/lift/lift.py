@@ -25,8 +25,9 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from itertools import compress
 from operator import is_not
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
 
 import jax
 from jax.tree_util import register_static
@@ -97,14 +98,15 @@ class Lift:
     mode: Mode
     policy: Policy | None = None
 
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            check_policy(self.policy)
+
     @classmethod
     def of(cls, name: str, options: Options) -> "Lift":
         """The lift of a transform with these options; settings decide what is left."""
-        policy = options.get("on_structure_change")
-        if policy is not None:
-            check_policy(policy)
         mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
-        return cls(name, mode, policy)
+        return cls(name, mode, options.get("on_structure_change"))
 
     def inputs(self, args: Any, kwargs: Any) -> "Inputs":
         """The arguments of a call, labelled for messages and taken apart."""
@@ -139,8 +141,6 @@ class Lift:
         """The result of a call with abstract leaves; nothing is computed or written."""
         pure = functools.partial(self.run, fn, inputs)
         out, updates = jax.eval_shape(pure, inputs.values())
-        if self.mode is not Mode.UPDATES:
-            return rebuild(out, {})
         return inputs.abstract().finish(out, updates)  # it may hold the arguments
 
 
@@ -180,30 +180,30 @@ def transform(fn: F) -> F:
             made.__treetap_mode__ = mode
         return made
 
-    call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
+    call.__signature__ = open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
 _FLAGS = (bool, bool | int)  # types of options that are off by default
 
 
-def _open_signature(fn: Any) -> inspect.Signature:
-    """The signature of a transform with its options by name."""
+def open_signature(fn: Any) -> inspect.Signature:
+    """The signature of a function, with `**options: Unpack[...]` as so many names."""
     signature = inspect.signature(fn)
-    *parameters, last = signature.parameters.values()
-    if last.name == "options":
-        (given,) = last.annotation.__args__
-        parameters += [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False if kind in _FLAGS else None,
-                annotation=kind,
-            )
-            for name, kind in given.__annotations__.items()
-        ]
-        return signature.replace(parameters=parameters)
-    return signature
+    options = getattr(signature.parameters.get("options"), "annotation", None)
+    if not get_args(options):
+        return signature
+    *parameters, _ = signature.parameters.values()
+    parameters += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if kind in _FLAGS else None,
+            annotation=kind,
+        )
+        for name, kind in get_args(options)[0].__annotations__.items()
+    ]
+    return signature.replace(parameters=parameters)
 
 
 @register_static
@@ -306,9 +306,8 @@ class Inputs:
     def abstract(self) -> "Inputs":
         """The same in objects of their own, with shapes in the place of arrays."""
         values = self.values()
-        refs = {n: x for n, x in enumerate(values) if is_ref(x)}
-        shapes = jax.eval_shape(_same, [x for x in values if not is_ref(x)])
-        leaves = filled(refs, shapes, len(values))
+        parts = Parted(values, map(is_ref, values))
+        leaves = parts.all(jax.eval_shape(list, parts.handled(values)))
         return Inputs(regrow(self.definition, leaves)[0], self.lift)
 
     def finish(self, out: Any, updates: Updates) -> Any:
@@ -354,10 +353,6 @@ class Inputs:
             step()
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
     """Refuses to write Variables of another level."""
     for variable in variables:
@@ -369,6 +364,26 @@ def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any
     """All values in order: those that JAX handles, and between them the fixed ones."""
     supply = iter(values)
     return [fixed[n] if n in fixed else next(supply) for n in range(count)]
+
+
+class Parted:
+    """Values in order, of which JAX handles some and the others are fixed.
+
+    Attributes:
+        fixed: Those that JAX does not handle, by number.
+    """
+
+    def __init__(self, values: Sequence[Any], is_fixed: Iterable[bool]):
+        self.count = len(values)
+        self.fixed = dict(compress(enumerate(values), is_fixed))
+
+    def handled(self, values: Iterable[Any]) -> list[Any]:
+        """Of as many values, those that JAX handles."""
+        return [value for n, value in enumerate(values) if n not in self.fixed]
+
+    def all(self, handled: Iterable[Any]) -> list[Any]:
+        """The inverse: those, and between them the fixed ones."""
+        return filled(self.fixed, handled, self.count)
 
 
 def _no_aliases(name: str) -> str:
