@@ -406,9 +406,8 @@ def _goal(eqn: Any) -> NamedSharding | None:
         if mesh.empty or mesh.axis_names != sharding.mesh.axis_names:
             return None
     free = PartitionSpec.UNCONSTRAINED
-    return NamedSharding(
-        mesh, PartitionSpec(*(None if x is free else x for x in sharding.spec))
-    )
+    spec = PartitionSpec(*(None if x is free else x for x in sharding.spec))
+    return NamedSharding(mesh, spec)
 
 
 def _on_auto_axes(sharding: NamedSharding) -> NamedSharding:

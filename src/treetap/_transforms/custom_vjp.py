@@ -45,6 +45,7 @@ from treetap._transforms.lift.lift import (
     Options,
     Parted,
     Updates,
+    filled,
     transform,
 )
 from treetap._transforms.lift.prefixes import spread
@@ -65,8 +66,8 @@ class CustomVjp:
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff)
         self.lift = lift
-        self._fwd: Callable[..., Any] | None = None
-        self._bwd: Callable[..., Any] | None = None
+        self._fwd: Any = None
+        self._bwd: Any = None
         self._wants_updates = False
         self._written: BoundedCache[Any, frozenset[int]] = BoundedCache(MAX_PROGRAMS)
 
@@ -106,7 +107,7 @@ class CustomVjp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; under differentiation, by its rule."""
-        if self._fwd is None or self._bwd is None:
+        if self._bwd is None:
             name = getattr(self.fun, "__name__", "the function")
             raise StructureError(
                 f"custom_vjp: no rule was given for {name}. Call "
@@ -169,7 +170,7 @@ class _Rule:
         token = _running.set((*_running.get(), self.owner))
         try:
             with inside.watched():
-                pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
+                pair = self.owner._fwd(*inside.tree["args"])
         finally:
             _running.reset(token)
         demand = "custom_vjp: `fwd` must return a pair, the result and a residual"
@@ -245,8 +246,8 @@ class _Rule:
             ]
             around = Builder(iter(found), recreate=False).any(self.definition.spec)
             options["updates_g"] = around["args"]
-        bwd: Any = self.owner._bwd
-        found = bwd(*passive, rebuild(residual, {}), given, **options)
+        residual = rebuild(residual, {})
+        found = self.owner._bwd(*passive, residual, given, **options)
         return (self._cotangents(found, tree["args"], values),)
 
     def _updates_states(self, changed: Any, args: Any, leaves: list[Any]) -> Any:
@@ -271,10 +272,7 @@ class _Rule:
                 f"custom_vjp: `bwd` returned {len(found)} tangents for {count} "
                 "differentiable arguments."
             )
-        supply = iter(found)
-        tangents = [
-            None if n in self.nondiff else next(supply) for n in range(len(args))
-        ]
+        tangents = filled(dict.fromkeys(self.nondiff), found, len(args))
         given = _paired(args, tuple(tangents), (), set())
         pairs = zip(self.parts.handled(given), self.parts.handled(self.active))
         return [

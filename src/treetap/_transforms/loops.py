@@ -95,9 +95,7 @@ def while_loop(
             )
         return holds
 
-    def body(values: Any) -> Any:
-        return loop.step(values, body_fun)
-
+    body = functools.partial(loop.step, body=body_fun)
     return loop.finish(jax.lax.while_loop(cond, body, loop.values))
 
 

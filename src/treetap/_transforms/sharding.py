@@ -294,9 +294,6 @@ def as_abstract(tree: T, graph: bool | None = None) -> T:
 
 def abstract_with_sharding(tree: T, graph: bool | None = None) -> T:
     """Deprecated: use `as_abstract`."""
-    warnings.warn(
-        "`abstract_with_sharding` is deprecated; use `as_abstract`.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    text = "`abstract_with_sharding` is deprecated; use `as_abstract`."
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
     return as_abstract(tree, graph)

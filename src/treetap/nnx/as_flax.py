@@ -187,12 +187,12 @@ REASONS = {
 }
 
 
-def _explain(path: str, known: list[str]) -> str:
+def _explain(path: str, module: Any) -> str:
     """The text of the error for a path that is not here.
 
     Args:
         path: What was asked for.
-        known: The names there are in the same module.
+        module: The module it would be in; None if there is none.
     """
     text = f"treetap, standing in for flax, has no {path}"
     around = path
@@ -201,7 +201,7 @@ def _explain(path: str, known: list[str]) -> str:
     if around:  # the nearest thing around it for which there is a reason
         return f"{text}: {REASONS[around]}."
     parent, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, dir(module), n=1)
     if near:
         return f"{text}. The nearest name is {parent}.{near[0]}."
     return f"{text}. `dir({parent})` lists what there is."
@@ -214,7 +214,7 @@ class StandIn(types.ModuleType):
         path = f"{self.__name__}.{name}"
         if name.startswith("__"):  # asked for by Python, which takes no for an answer
             raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
-        raise AttributeError(_explain(path, dir(self)), name=name)
+        raise AttributeError(_explain(path, self), name=name)
 
 
 def _stand_ins() -> dict[str, StandIn]:
@@ -236,10 +236,9 @@ class _Finder(MetaPathFinder):
     """Says why a module of flax is not here; those that are need no finder."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        parent, _, _ = fullname.rpartition(".")
+        module = sys.modules.get(fullname.rpartition(".")[0])
         if fullname.partition(".")[0] == "flax":  # or `from flax.nnx import Missing`
-            known = dir(sys.modules.get(parent))
-            raise ImportError(_explain(fullname, known), name=fullname)
+            raise ImportError(_explain(fullname, module), name=fullname)
 
 
 FINDER = _Finder()

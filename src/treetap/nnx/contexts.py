@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,24 +43,16 @@ from treetap._transforms.lift.prefixes import is_entry, spread
 
 
 @register_static
+@dataclass(slots=True, repr=False)
 class LinkedDef(GraphDef):
     """A GraphDef that knows which of its objects came from outside, by number."""
 
-    __slots__ = ("origins",)
-
-    def __init__(self, given: GraphDef, origins: tuple[tuple[int, int], ...]):
-        super().__init__(given.spec, given.num_leaves, given.graph)
-        self.origins = origins
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, LinkedDef) and self.origins == other.origins
-        return same and bool(super().__eq__(other))
+    origins: tuple[tuple[int, int], ...] = ()
 
     __hash__ = GraphDef.__hash__
 
     def __reduce__(self) -> Any:
-        given = GraphDef(self.spec, self.num_leaves, self.graph)
-        return LinkedDef, (given, self.origins)
+        return LinkedDef, (self.spec, self.num_leaves, self.graph, self.origins)
 
 
 class UpdateContext:
@@ -69,12 +61,9 @@ class UpdateContext:
     def __init__(self, tag: Hashable):
         self.tag = tag
         self.outside: list[Any] = []  # by number
-        # By `id`; the weak reference shows whether the object is still the same.
+        # Made inside: the number outside, by `id`; the weak reference shows whether the
+        # object is still the same.
         self.inside: dict[int, tuple[Any, int]] = {}
-
-    def put_inside(self, made: dict[int, Any]) -> None:
-        """Notes objects that were made inside, with their numbers."""
-        self.inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
 
     def number_inside(self, member: Any) -> int | None:
         """The number outside of an object inside; None for a new one."""
@@ -98,7 +87,8 @@ class SplitContext:
         if context.inside:
             known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
-            graphdef = LinkedDef(graphdef, origins)
+            facts = graphdef.spec, graphdef.num_leaves, graphdef.graph
+            graphdef = LinkedDef(*facts, origins)
         elif context.outside and context.outside is not walk.members:
             raise StructureError(
                 f"split_context: objects were split under {context.tag!r} in another "
@@ -122,7 +112,7 @@ class MergeContext:
         whole = merge_state(state, *states) if states else state
         if not isinstance(graphdef, LinkedDef):  # it comes from outside
             node = put_together(graphdef, whole, "merge_context", made=made)
-            context.put_inside(made)
+            context.inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
             return node
         outside = dict(enumerate(context.outside))
         owners = {n: outside[o] for n, o in graphdef.origins if o in outside}
@@ -180,9 +170,7 @@ def merge_context(
     yield MergeContext(_context_of(ctxtag))
 
 
-@partial(
-    register_dataclass, data_fields=["graphdef", "states"], meta_fields=["metadata"]
-)
+@register_dataclass
 @dataclass(frozen=True)
 class NodeStates:
     """An object in a tree made by `to_tree`: its GraphDef, States and metadata.
@@ -192,7 +180,7 @@ class NodeStates:
 
     graphdef: Any
     states: tuple[Any, ...]
-    metadata: Any = None
+    metadata: Any = field(default=None, metadata={"static": True})
 
     @property
     def state(self) -> Any:

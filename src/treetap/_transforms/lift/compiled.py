@@ -9,6 +9,7 @@ the other ones with the same signature, and the long way.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -128,11 +129,8 @@ class Jit(Generic[P, R]):
             results=self._results,
         )
 
-    def _program(self, key: Key, leaves: Sequence[Any]) -> Program:
-        """The program for arguments of one structure."""
-        program = self._programs.get(key)
-        if program is not None:
-            return program
+    def _new_program(self, key: Key, leaves: Sequence[Any]) -> Program:
+        """A program for arguments of one structure."""
         options = dict(self._options)
         groups = key.groups
         if groups is not None:
@@ -146,9 +144,10 @@ class Jit(Generic[P, R]):
         program = Program(key, *numbers, traced, options)
         if idle := program.find_idle(*_parted(leaves, raw_values(leaves))):
             # Given away, they would only have to come out again.
-            less = key.without_donating(idle)
-            program = Program(less, *numbers, traced, program.options)
-        return self._programs.add(key, program)
+            donated = tuple(x and n not in idle for n, x in enumerate(key.donated))
+            less = replace(key, donated=donated)
+            program = Program(less, *numbers, traced, options)
+        return program
 
     def _forget(self, program: Program) -> None:
         """Drops the cached calls of a program that is no longer kept."""
@@ -171,7 +170,8 @@ class Jit(Generic[P, R]):
         inputs = self.lift.inputs(*tree)
         donated = self._donated_leaves(inputs)
         key = Key(inputs.definition, statics, donated, self._groups(inputs))
-        program = self._program(key, inputs.leaves)
+        make = functools.partial(self._new_program, key, inputs.leaves)
+        program = self._programs.made(key, make)
         return inputs, program, program.parted(*_parted(inputs.leaves, inputs.values()))
 
     def _refuse_variables(self, tree: Any) -> None:

@@ -166,7 +166,6 @@ def transform(fn: F) -> F:
     Without a function it is a decorator; the mode is resolved when the options are
     given; and bound methods are refused.
     """
-    name = fn.__name__
 
     @functools.wraps(fn)
     def call(f: Any = MISSING, *args: Any, **options: Any) -> Any:
@@ -174,7 +173,7 @@ def transform(fn: F) -> F:
         options |= {"graph": bool(mode), "graph_updates": mode is Mode.UPDATES}
         if f is MISSING:
             return functools.partial(call, **options)
-        refuse_bound_method(f, name)
+        refuse_bound_method(f, fn.__name__)
         made = fn(f, *args, **options)
         if getattr(made, "__wrapped__", None) is f:  # not a result: a function
             made.__treetap_mode__ = mode
