@@ -365,9 +365,8 @@ def _is_local(eqn: Any) -> bool:
         (body,) = operation.bodies(params)
         return all(map(_is_local, body.jaxpr.eqns))
     if name == "random_bits":
-        return setting_of(eqn, "threefry_partitionable") and (
-            str(eqn.invars[0].aval.dtype) == "key<fry>"
-        )
+        is_default = str(eqn.invars[0].aval.dtype) == "key<fry>"
+        return setting_of(eqn, "threefry_partitionable") and is_default
     return name in _LOCAL
 
 

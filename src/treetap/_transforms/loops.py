@@ -65,7 +65,7 @@ class _Loop:
         final = dict(enumerate(self.parts.all(values)))
         finals = ([final[number] for number in self.changed],)
         written = Written((tuple(self.changed.items()),))
-        self.inputs.write_back(Updates(finals, written), {})
+        self.inputs.finish(None, Updates(finals, written))
         return self.inputs.with_plain(final)["carry"]
 
 

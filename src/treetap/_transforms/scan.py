@@ -172,12 +172,8 @@ class _Step:
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
         new = same_carry(None, before, after, "scan")
-        flat, updates = inside.finish(
-            stacked,
-            self.groups,
-            numbers=self.others,
-            results=self.axes.results,
-        )
+        choices = {"numbers": self.others, "results": self.axes.results}
+        flat, updates = inside.finish(stacked, self.groups, **choices)
         self._check_new(updates)
         written = Written((tuple(inside.carried(self.carried).items()),))
         return self._carry(inside, new), (flat, updates, written)

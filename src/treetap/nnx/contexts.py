@@ -81,7 +81,6 @@ class SplitContext:
     def split(self, node: Any, *filters: Filter) -> Any:
         """As `treetap.split`; an object split before in this block is a reference."""
         walk, context = self._walk, self._context
-        walk.root = node
         met = len(walk.members)
         graphdef, found = walk.apart(node)
         if context.inside:
@@ -242,11 +241,9 @@ def _visited(
 
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=is_leaf)
 
+    entries = None if prefix is MISSING else prefix  # None is one for the whole tree
     return jax.tree_util.tree_map_with_path(
-        below,
-        None if prefix is MISSING else prefix,  # a single entry, for the whole tree
-        tree,
-        is_leaf=lambda x: is_entry(x) or is_tree_node(x),
+        below, entries, tree, is_leaf=lambda x: is_entry(x) or is_tree_node(x)
     )
 
 

@@ -42,10 +42,8 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
     modes = {"graph": graph, "graph_updates": updates}
     for name, fn in list(namespace.items()):
         if isinstance(fn, FunctionType) and name[0] != "_":
-            given = {
-                mode: modes[mode]
-                for mode in modes.keys() & open_signature(fn).parameters
-            }
+            wanted = modes.keys() & open_signature(fn).parameters
+            given = {mode: modes[mode] for mode in wanted}
             if given:
                 namespace[name] = _with_defaults(fn, given)
 

@@ -99,9 +99,7 @@ class Jit(Generic[P, R]):
         self._statics = chosen("static", "static")
         self._donated = chosen("donate", "donated")
         self._options = given
-        self._programs: BoundedCache[Key, Program] = BoundedCache(
-            MAX_PROGRAMS, self._forget
-        )
+        self._programs = BoundedCache[Key, Program](MAX_PROGRAMS, self._forget)
         # By the signature of a call, those used last first.
         self._cached_calls: dict[Any, list[CachedCall]] = {}
         self._make_packed: Callable[..., Any] | None = None
@@ -120,14 +118,9 @@ class Jit(Generic[P, R]):
 
     def _traced(self, key: Key, values: Sequence[Any]) -> Any:
         """What JAX traces: the purified function."""
-        return self.lift.run(
-            put_statics(self.fun, key.statics),
-            key.definition,
-            values,
-            key.groups,
-            keep=key.kept(),
-            results=self._results,
-        )
+        fn = put_statics(self.fun, key.statics)
+        choices = {"keep": key.kept(), "results": self._results}
+        return self.lift.run(fn, key.definition, values, key.groups, **choices)
 
     def _new_program(self, key: Key, leaves: Sequence[Any]) -> Program:
         """A program for arguments of one structure."""

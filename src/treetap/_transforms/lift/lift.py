@@ -193,13 +193,9 @@ def open_signature(fn: Any) -> inspect.Signature:
     if not get_args(options):
         return signature
     *parameters, _ = signature.parameters.values()
+    made = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     parameters += [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if kind in _FLAGS else None,
-            annotation=kind,
-        )
+        made(name, default=False if kind in _FLAGS else None, annotation=kind)
         for name, kind in get_args(options)[0].__annotations__.items()
     ]
     return signature.replace(parameters=parameters)
@@ -225,9 +221,7 @@ class Written:
     refs: tuple[tuple[int, Any], ...] = ()
 
     def __hash__(self) -> int:
-        return hash(
-            tuple(tuple(number for number, _ in group) for group in self.groups)
-        )
+        return hash(frozenset(self.numbers()))
 
     @property
     def has_values_only(self) -> bool:
@@ -309,12 +303,6 @@ class Inputs:
         leaves = parts.all(jax.eval_shape(list, parts.handled(values)))
         return Inputs(regrow(self.definition, leaves)[0], self.lift)
 
-    def finish(self, out: Any, updates: Updates) -> Any:
-        """Writes what changed into the caller's objects, and rebuilds the result."""
-        made = dict(self.owners)
-        self.write_back(updates, made)
-        return rebuild(out, made) if updates.written.has_flat_parts else out
-
     def with_plain(self, values: Mapping[int, Any]) -> Any:
         """The arguments with other plain values, where there are some, by number.
 
@@ -325,19 +313,16 @@ class Inputs:
             leaf if isinstance(leaf, Variable) else values.get(number, leaf)
             for number, leaf in enumerate(self.leaves)
         ]
-        owned: dict[int | None, Any] = {
-            n: x for n, x in self.owners.items() if isinstance(x, Node)
-        }
+        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
         return regrow(self.definition, leaves, owners=owned)[0]
 
-    def write_back(self, updates: Updates, made: dict[int, Any]) -> None:
-        """Writes changed values, metadata and objects; all that can fail comes first.
+    def finish(self, out: Any, updates: Updates) -> Any:
+        """Writes what changed into the caller's objects, and rebuilds the result.
 
-        Args:
-            updates: What changed.
-            made: The caller's objects by number; new ones are added.
+        Values, metadata and objects are written; all that can fail comes first.
         """
         written, leaves = updates.written, self.leaves
+        made = dict(self.owners)  # by number; new ones are added
         supplies = [iter(values) for values in updates.values]
         pairs = [pair for each in zip(written.groups, supplies) for pair in zip(*each)]
         facts = [facts for facts, _ in pairs] + [*written.refs]
@@ -350,6 +335,7 @@ class Inputs:
                 leaves[number]._replace_metadata(metadata)
         for step in steps:
             step()
+        return rebuild(out, made) if written.has_flat_parts else out
 
 
 def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
@@ -561,11 +547,9 @@ class Inside:
             walk = Flattening(out, self.lift.mode, self.name, states=False)
         else:
             walk = structure.walk()
-            own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
-            if idle is not None:
-                own = {}
+            stay = enumerate(self.leaves) if idle is None else ()
+            own = {id(x): n for n, x in stay if n not in keep}
             objects = [*structure.collect(walk, groups, own, values, idle)]
-            walk.root = out
             if groups:
                 work = structure.spread(groups, "the out prefix")
         flat = results.flatten(out, walk, work)
