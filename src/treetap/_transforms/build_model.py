@@ -342,7 +342,7 @@ def _is_key(aval: Any) -> bool:
 
 # Operations whose every element depends on one element of each operand, or on a key:
 # any part of the result is the same, bit for bit, whoever computes it.
-_LOCAL_NAMES = """
+_LOCAL = """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p
     cos cosh digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
@@ -351,8 +351,7 @@ _LOCAL_NAMES = """
     random_wrap real reduce_precision rem reshape round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
     stop_gradient sub tan tanh transpose xor
-"""
-_LOCAL = frozenset(_LOCAL_NAMES.split())
+""".split()
 
 
 def _is_local(eqn: Any) -> bool:

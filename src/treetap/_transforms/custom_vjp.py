@@ -66,9 +66,7 @@ class CustomVjp:
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff)
         self.lift = lift
-        self._fwd: Any = None
-        self._bwd: Any = None
-        self._wants_updates = False
+        self._bwd: Any = None  # until `defvjp` gives the rule
         self._written: BoundedCache[Any, frozenset[int]] = BoundedCache(MAX_PROGRAMS)
 
     def defvjp(

@@ -52,8 +52,7 @@ def eval_shape(
         on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    mode = resolve_mode(graph, graph_updates)
-    lift = Lift("eval_shape", mode, on_structure_change)
+    lift = Lift("eval_shape", resolve_mode(graph, graph_updates), on_structure_change)
     return _with_shardings(lift.abstract(f, _checked_inputs(lift, args, kwargs)))
 
 

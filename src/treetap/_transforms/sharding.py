@@ -11,7 +11,6 @@ what does not fit the mesh is refused with the path of the Variable.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
@@ -187,13 +186,6 @@ def with_partitioning(
     return with_metadata(initializer, out_sharding=sharding, **metadata)
 
 
-def _under(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """A block in which a mesh is the ambient one."""
-    if isinstance(mesh, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(mesh)
-    return jax.set_mesh(mesh)
-
-
 def get_abstract_model(
     init_fn: Callable[[], Any], mesh: Mesh | AbstractMesh, *, graph: bool | None = None
 ) -> tuple[Any, Any]:
@@ -221,8 +213,9 @@ def get_abstract_model(
     is_graph = resolve_graph(graph)
     lift = Lift("get_abstract_model", Mode(is_graph))
 
-    def traced() -> Any:
-        return lift.abstract(init_fn, lift.inputs((), {}))
+    traced = functools.partial(lift.abstract, init_fn, lift.inputs((), {}))
+    is_abstract = isinstance(mesh, AbstractMesh)
+    under: Any = jax.sharding.use_abstract_mesh if is_abstract else jax.set_mesh
 
     def placed(value: Any, spec: PartitionSpec = NOWHERE) -> Any:
         if not isinstance(value, jax.ShapeDtypeStruct):
@@ -238,7 +231,7 @@ def get_abstract_model(
         return _mapped(model, lift.name, variable, placed, is_graph)
 
     try:
-        with _under(mesh):
+        with under(mesh):
             model = traced()
     except Exception as error:
         raise _with_path(lambda: annotated(traced())) or error from None

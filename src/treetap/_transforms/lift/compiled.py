@@ -84,8 +84,9 @@ class Jit(Generic[P, R]):
             raise TypeError(
                 f"{lift.name}: there is no option {min(unknown)!r}; there are {known}."
             )
-        names = options.keys() - Options.__annotations__.keys()
-        given = {k: options[k] for k in names if options[k] is not None}
+        own = options.keys() - Options.__annotations__.keys()
+        given = {k: options[k] for k in own if options[k] is not None}
+        name, mode = lift.name, lift.mode
         self.fun = fn
         self.lift = lift
         self.in_shardings = given.pop("in_shardings", None)
@@ -94,7 +95,7 @@ class Jit(Generic[P, R]):
         def chosen(kind: str, said: str) -> Positions:
             numbers = given.pop(f"{kind}_argnums", ())
             names = given.pop(f"{kind}_argnames", ())
-            return Positions(fn, numbers, names, f"{lift.name}: {said} arguments")
+            return Positions(fn, numbers, names, f"{name}: {said} arguments")
 
         self._statics = chosen("static", "static")
         self._donated = chosen("donate", "donated")
@@ -106,15 +107,13 @@ class Jit(Generic[P, R]):
         if (pack := given.pop("pack", False)) is not False:
             from treetap._transforms.lift import packed_calls  # few ask for it
 
-            self._make_packed = packed_calls.maker_for(pack, lift.name)
+            self._make_packed = packed_calls.maker_for(pack, name)
         self._latest: CachedCall | None = None  # what served the last call
         self._fixed = lift.inputs(fixed, {}).with_plain({})["args"]
         # Whether there is more than what a call is given, or less.
         self._has_more = bool(self._statics or self._fixed)
-        check_prefix(self.in_shardings, lift.name, "in_shardings", lift.mode)
-        self._results = Results(
-            self.out_shardings, lift.mode, lift.name, "out_shardings"
-        )
+        check_prefix(self.in_shardings, name, "in_shardings", mode)
+        self._results = Results(self.out_shardings, mode, name, "out_shardings")
 
     def _traced(self, key: Key, values: Sequence[Any]) -> Any:
         """What JAX traces: the purified function."""

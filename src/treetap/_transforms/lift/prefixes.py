@@ -244,10 +244,8 @@ def values_in(prefix: Any) -> list[Any]:
     for part in jax.tree.leaves(prefix, is_leaf=is_entry):
         if isinstance(part, PrefixFilter):
             found += part.given
-        elif isinstance(part, Node):
-            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
         else:
-            found.append(part)
+            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
     return found
 
 
