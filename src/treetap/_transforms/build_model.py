@@ -12,9 +12,10 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -43,7 +44,7 @@ from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.placement import put
-from treetap._transforms.lift.lift import Inputs, Lift
+from treetap._transforms.lift.lift import Inputs, Lift, Parted
 
 P = ParamSpec("P")
 M = TypeVar("M")
@@ -129,9 +130,6 @@ def _with_objects(value: Any, others: dict[int, Any]) -> Any:
     return value if is_same else opened.close(children)
 
 
-_MADE = object()  # stands where the next result of a plan's body belongs
-
-
 def _planned(
     called: Callable[[list[Any]], Any], inputs: Inputs
 ) -> tuple[Body, list[Any], Callable[[list[Any]], Any]]:
@@ -141,24 +139,22 @@ def _planned(
         The operations, their inputs, and what puts their results together.
     """
     flat, structure = jax.tree.flatten(inputs.values())
-    is_array = [isinstance(x, jax.Array | jax.Ref) for x in flat]
-    arrays = [x for x, traced in zip(flat, is_array) if traced]
+    parts = Parted(flat, [not isinstance(x, jax.Array | jax.Ref) for x in flat])
+    arrays = parts.handled(flat)
     found: list[Any] = []
 
     def pure(arrays: list[Any]) -> list[Any]:
-        supply = iter(arrays)
-        values = [next(supply) if traced else x for x, traced in zip(flat, is_array)]
-        out = _LIFT.run(called, inputs, structure.unflatten(values))
-        leaves, tree = jax.tree.flatten(out)
-        found[:] = [_MADE if isinstance(x, Tracer) else x for x in leaves], tree
-        return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
+        values = structure.unflatten(parts.all(arrays))
+        leaves, tree = jax.tree.flatten(_LIFT.run(called, inputs, values))
+        results = Parted(leaves, [not isinstance(leaf, Tracer) for leaf in leaves])
+        found[:] = results.all, tree
+        return results.handled(leaves)
 
     body = body_of(jax.make_jaxpr(pure)(arrays))
 
     def put_together(results: list[Any]) -> Any:
-        supply = iter(results)
-        leaves, tree = found
-        return tree.unflatten([next(supply) if x is _MADE else x for x in leaves])
+        every, tree = found
+        return tree.unflatten(every(results))
 
     return body, arrays, put_together
 
@@ -178,12 +174,8 @@ class _Run:
         self.jaxpr, self.consts = body.jaxpr, body.consts
         equations = _needed(self.jaxpr)
         goals = [_goal(eqn) for eqn in equations]
-        self.uses = Counter(
-            atom
-            for atoms in (*(eqn.invars for eqn in equations), self.jaxpr.outvars)
-            for atom in atoms
-            if not isinstance(atom, Literal)
-        )
+        atoms = chain(self.jaxpr.outvars, *(eqn.invars for eqn in equations))
+        self.uses = Counter(_variables(atoms))
         self.shardings = self._shardings(equations, goals)
         self.steps = [self._step(*pair) for pair in zip(equations, goals)]
 
@@ -205,11 +197,10 @@ class _Run:
         left = self.uses.copy()
         for step in self.steps:
             env.update(zip(step.eqn.outvars, self._done(step, env)))
-            for atom in step.eqn.invars:
-                if not isinstance(atom, Literal):
-                    left[atom] -= 1
-                    if not left[atom]:
-                        env.pop(atom, None)  # its memory is free from here on
+            for atom in _variables(step.eqn.invars):
+                left[atom] -= 1
+                if not left[atom]:
+                    env.pop(atom, None)  # its memory is free from here on
         return [_result(atom, env) for atom in self.jaxpr.outvars]
 
     def _done(self, step: _Step, env: dict[Any, Any]) -> list[Any]:
@@ -249,8 +240,8 @@ class _Run:
             elif len(wished) == 1 and wished[0] is not None and _is_local(eqn):
                 sharding = found[eqn.outvars[0]] = wished[0]
             if sharding is not None:
-                for atom in eqn.invars:
-                    if not isinstance(atom, Literal) and self.uses[atom] == 1:
+                for atom in _variables(eqn.invars):
+                    if self.uses[atom] == 1:
                         found[atom] = _before(eqn, atom.aval, sharding)
         for var in (*self.jaxpr.invars, *self.jaxpr.constvars):
             found.pop(var, None)  # what is there already
@@ -275,13 +266,18 @@ class _Run:
 
 def _needed(jaxpr: Any) -> list[Any]:
     """The operations that results or effects come from."""
-    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    needed = set(_variables(jaxpr.outvars))
     kept: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            needed.update(x for x in eqn.invars if not isinstance(x, Literal))
+            needed.update(_variables(eqn.invars))
     return kept[::-1]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    """What is computed, of operands or results; the others are numbers."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _number(literal: Any) -> Any:
@@ -346,7 +342,7 @@ def _is_key(aval: Any) -> bool:
 
 # Operations whose every element depends on one element of each operand, or on a key:
 # any part of the result is the same, bit for bit, whoever computes it.
-_LOCAL_NAMES = """
+_LOCAL = """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p
     cos cosh digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
@@ -355,8 +351,7 @@ _LOCAL_NAMES = """
     random_wrap real reduce_precision rem reshape round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
     stop_gradient sub tan tanh transpose xor
-"""
-_LOCAL = frozenset(_LOCAL_NAMES.split())
+""".split()
 
 
 def _is_local(eqn: Any) -> bool:
@@ -369,9 +364,8 @@ def _is_local(eqn: Any) -> bool:
         (body,) = operation.bodies(params)
         return all(map(_is_local, body.jaxpr.eqns))
     if name == "random_bits":
-        return setting_of(eqn, "threefry_partitionable") and (
-            str(eqn.invars[0].aval.dtype) == "key<fry>"
-        )
+        is_default = str(eqn.invars[0].aval.dtype) == "key<fry>"
+        return setting_of(eqn, "threefry_partitionable") and is_default
     return name in _LOCAL
 
 
@@ -410,9 +404,8 @@ def _goal(eqn: Any) -> NamedSharding | None:
         if mesh.empty or mesh.axis_names != sharding.mesh.axis_names:
             return None
     free = PartitionSpec.UNCONSTRAINED
-    return NamedSharding(
-        mesh, PartitionSpec(*(None if x is free else x for x in sharding.spec))
-    )
+    spec = PartitionSpec(*(None if x is free else x for x in sharding.spec))
+    return NamedSharding(mesh, spec)
 
 
 def _on_auto_axes(sharding: NamedSharding) -> NamedSharding:

@@ -20,7 +20,6 @@ from treetap._core.paths import show_path
 from treetap._core.trees.graphdef import leaf_paths
 from treetap._transforms.lift.lift import (
     Inputs,
-    Inside,
     Lift,
     Options,
     Updates,
@@ -44,13 +43,7 @@ class _Branch:
 
     def __init__(self, branch: Callable[..., Any], inputs: Inputs, lift: Lift):
         self.idle: set[int] = set()
-
-        def pure(values: Any) -> Any:
-            inside = Inside(inputs, values, lift)
-            with inside.watched():
-                out = branch(*inside.tree["args"])
-            return inside.finish(out, idle=self.idle)
-
+        pure = functools.partial(lift.run, branch, inputs, idle=self.idle)
         jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(inputs.values())
         self._run = jaxpr_as_fun(jaxpr)
         self._structure = jax.tree.structure(shapes)
@@ -119,11 +112,9 @@ def _branched(
     metadata = {n: facts for x in found for n, facts in x.metadata.items()}
     metadata = dict(sorted(metadata.items()))
 
-    pure = {
-        branch: functools.partial(branch.run, metadata=metadata, objects=objects)
-        for branch in found
-    }
-    chosen = [pure[branch] for branch in found]
+    run = functools.partial(_Branch.run, metadata=metadata, objects=objects)
+    pure = {n: functools.partial(run, branch) for n, branch in traced.items()}
+    chosen = [pure[id(branch)] for branch in branches]
     return inputs.finish(*choose(chosen, inputs.values()))
 
 
@@ -164,10 +155,7 @@ def switch(
         *operands: The arguments of all.
         **options: As for `treetap.jit`.
     """
-
-    def choose(pure: Any, values: Any) -> Any:
-        return jax.lax.switch(index, pure, values)
-
+    choose = functools.partial(jax.lax.switch, index)
     return _branched("switch", choose, branches, operands, options)
 
 

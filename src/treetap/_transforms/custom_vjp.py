@@ -43,6 +43,7 @@ from treetap._transforms.lift.lift import (
     Inside,
     Lift,
     Options,
+    Parted,
     Updates,
     filled,
     transform,
@@ -57,12 +58,6 @@ def _zero(value: Any) -> Any:
     return jax.tree.map(zero_tangent, value)
 
 
-def _wants_updates(bwd: Callable[..., Any]) -> bool:
-    """Whether a rule takes the cotangents of changed Variables."""
-    parameters = inspect.signature(bwd).parameters.values()
-    return any(p.name == "updates_g" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
 class CustomVjp:
     """A function with a reverse rule; made by `custom_vjp`."""
 
@@ -71,9 +66,7 @@ class CustomVjp:
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff)
         self.lift = lift
-        self._fwd: Callable[..., Any] | None = None
-        self._bwd: Callable[..., Any] | None = None
-        self._wants_updates = False
+        self._bwd: Any = None  # until `defvjp` gives the rule
         self._written: BoundedCache[Any, frozenset[int]] = BoundedCache(MAX_PROGRAMS)
 
     def defvjp(
@@ -101,7 +94,10 @@ class CustomVjp:
                 "then gets zeros where nothing depends on a result."
             )
         self._fwd, self._bwd = fwd, bwd
-        self._wants_updates = _wants_updates(bwd)
+        self._wants_updates = any(
+            parameter.name == "updates_g" or parameter.kind is parameter.VAR_KEYWORD
+            for parameter in inspect.signature(bwd).parameters.values()
+        )
         self._written.clear()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -109,7 +105,7 @@ class CustomVjp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; under differentiation, by its rule."""
-        if self._fwd is None or self._bwd is None:
+        if self._bwd is None:
             name = getattr(self.fun, "__name__", "the function")
             raise StructureError(
                 f"custom_vjp: no rule was given for {name}. Call "
@@ -159,23 +155,20 @@ class _Rule:
         tree = {"args": tuple(prefix), "kwargs": False}
         self.active = spread(tree, inputs.tree, "custom_vjp", name)
         leaves = inputs.values()
-        self.fixed = {
-            number: value
-            for number, value in enumerate(leaves)
-            if not self.active[number] and not _is_numeric(value)
-        }
+        flags = [not (on or _is_numeric(x)) for on, x in zip(self.active, leaves)]
+        self.parts = Parted(leaves, flags)
         self.kinds = [type(leaf).__name__ for leaf in inputs.leaves]
         self.written: set[int] = set()  # while that is found out
         if holds_objects(args) or any(isinstance(x, Variable) for x in inputs.leaves):
-            self._add_written(self._written_by_rule(self._numeric(leaves)), leaves)
+            self._add_written(self._written_by_rule(self.parts.handled(leaves)), leaves)
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
-        inside = Inside(self.outline, self._all(values), self.owner.lift)
+        inside = Inside(self.outline, self.parts.all(values), self.owner.lift)
         token = _running.set((*_running.get(), self.owner))
         try:
             with inside.watched():
-                pair = self.owner._fwd(*inside.tree["args"])  # pyright: ignore[reportOptionalCall] - checked by the caller
+                pair = self.owner._fwd(*inside.tree["args"])
         finally:
             _running.reset(token)
         demand = "custom_vjp: `fwd` must return a pair, the result and a residual"
@@ -183,13 +176,6 @@ class _Rule:
         packed, updates = inside.finish(out, keep=self.written)
         walk = Flattening(residual, True, "custom_vjp")
         return packed, WHOLE.flatten(residual, walk), updates
-
-    def _all(self, values: Any) -> list[Any]:
-        """All values in order: those JAX handles, and those it cannot."""
-        return filled(self.fixed, values, len(self.active))
-
-    def _numeric(self, leaves: list[Any]) -> list[Any]:
-        return [x for n, x in enumerate(leaves) if n not in self.fixed]
 
     def _written_by_rule(self, values: list[Any]) -> frozenset[int]:
         """The Variables that the rule changes, found once for arguments of one kind.
@@ -204,7 +190,7 @@ class _Rule:
             updates = jax.eval_shape(self._forward, values)[2]
             return frozenset(updates.written.numbers())
 
-        return find() if self.fixed else self.owner._written.made(key, find)
+        return find() if self.parts.fixed else self.owner._written.made(key, find)
 
     def _add_written(self, numbers: Collection[int], leaves: Sequence[Any]) -> None:
         """Adds Variables that are changed; refuses them if a gradient would be lost.
@@ -225,7 +211,7 @@ class _Rule:
                 )
 
     def _run(self, values: Any) -> Any:
-        lift, fun, every = self.owner.lift, self.owner.fun, self._all(values)
+        lift, fun, every = self.owner.lift, self.owner.fun, self.parts.all(values)
         out, updates = lift.run(fun, self.outline, every, keep=self.written)
         self._add_written(updates.written.numbers(), every)
         return out, updates
@@ -234,7 +220,7 @@ class _Rule:
         """Runs through `jax.custom_vjp`: the result and what changed."""
         pure = jax.custom_vjp(self._run)
         pure.defvjp(self._fwd, self._bwd)
-        return pure(self._numeric(leaves))
+        return pure(self.parts.handled(leaves))
 
     def _fwd(self, values: Any) -> Any:
         out, residual, updates = self._forward(values)
@@ -244,7 +230,7 @@ class _Rule:
         residual, values = kept
         out_g, updates = cotangents
         made: dict[int, Any] = {}
-        tree, leaves = regrow(self.definition, self._all(values), made)
+        tree, leaves = regrow(self.definition, self.parts.all(values), made)
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
         given = rebuild(out_g, made)
         options = {}
@@ -258,9 +244,9 @@ class _Rule:
             ]
             around = Builder(iter(found), recreate=False).any(self.definition.spec)
             options["updates_g"] = around["args"]
-        bwd: Any = self.owner._bwd
-        found = bwd(*passive, rebuild(residual, {}), given, **options)
-        return (self._cotangents(found, tree["args"], self._all(values)),)
+        residual = rebuild(residual, {})
+        found = self.owner._bwd(*passive, residual, given, **options)
+        return (self._cotangents(found, tree["args"], values),)
 
     def _updates_states(self, changed: Any, args: Any, leaves: list[Any]) -> Any:
         """Cotangents of Variables: a State for each object, zeros where none came."""
@@ -284,18 +270,13 @@ class _Rule:
                 f"custom_vjp: `bwd` returned {len(found)} tangents for {count} "
                 "differentiable arguments."
             )
-        supply = iter(found)
-        tangents = [
-            None if n in self.nondiff else next(supply) for n in range(len(args))
+        tangents = filled(dict.fromkeys(self.nondiff), found, len(args))
+        given = _paired(args, tuple(tangents), (), set())
+        pairs = zip(self.parts.handled(given), self.parts.handled(self.active))
+        return [
+            x if on and x is not None and is_inexact(value) else _zero(value)
+            for value, (x, on) in zip(values, pairs)
         ]
-        given = list(_paired(args, tuple(tangents), (), set()))
-        result = []
-        for number, (value, tangent) in enumerate(zip(values, given)):
-            if number not in self.fixed:
-                is_active = self.active[number] and is_inexact(value)
-                missing = not is_active or tangent is None
-                result.append(_zero(value) if missing else tangent)
-        return result
 
 
 def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[Any]:

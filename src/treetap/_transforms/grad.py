@@ -127,10 +127,8 @@ def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
         )
 
 
-def _derived(
-    lift: Lift, f: Any, argnums: Any, has_aux: bool, given: Any, *, with_value: bool
-) -> Callable[..., Any]:
-    """`value_and_grad`, or without the value `grad`."""
+def _derived(lift: Lift, f: Any, argnums: Any, has_aux: bool, given: Any) -> Any:
+    """`value_and_grad`, or without the value `grad`, as the lift is named."""
     numbers = check_numbers(argnums, lift, "argnums")
 
     @functools.wraps(f)
@@ -138,14 +136,13 @@ def _derived(
         inputs = lift.inputs(args, kwargs)
         places, flags = _chosen(inputs, numbers, "argnums")
         parts = _Split(inputs, flags)
-        pure = parts.pure(f, has_aux)
-        derive = jax.value_and_grad(pure, has_aux=True, **given)
+        derive = jax.value_and_grad(parts.pure(f, has_aux), has_aux=True, **given)
         (value, (aux, updates)), flat = derive(parts.active)
         trees = parts.tree_of(flat)
         aux = inputs.finish(aux, updates)
         grads = tuple(trees[number] for number in places)
         found = grads if isinstance(argnums, tuple | list) else grads[0]
-        if with_value:
+        if lift.name == "value_and_grad":
             return (value, aux) if has_aux else value, found
         return (found, aux) if has_aux else found
 
@@ -188,8 +185,7 @@ def value_and_grad(
     """
     refuse_reduce_axes(reduce_axes, "value_and_grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    lift = Lift.of("value_and_grad", options)
-    return _derived(lift, f, argnums, has_aux, given, with_value=True)
+    return _derived(Lift.of("value_and_grad", options), f, argnums, has_aux, given)
 
 
 @transform
@@ -216,8 +212,7 @@ def grad(
     """
     refuse_reduce_axes(reduce_axes, "grad")
     given = {"holomorphic": holomorphic, "allow_int": allow_int}
-    lift = Lift.of("grad", options)
-    return _derived(lift, f, argnums, has_aux, given, with_value=False)
+    return _derived(Lift.of("grad", options), f, argnums, has_aux, given)
 
 
 def pair_of(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:

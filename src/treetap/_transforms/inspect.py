@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack
 import jax
 
 from treetap._core.errors import StructureError
-from treetap._core.settings import Mode
+from treetap._core.settings import Mode, resolve_mode
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import mesh_of, resolve_sharding
@@ -52,12 +52,7 @@ def eval_shape(
         on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    options = Options(
-        graph=graph,
-        graph_updates=graph_updates,
-        on_structure_change=on_structure_change,
-    )
-    lift = Lift.of("eval_shape", options)
+    lift = Lift("eval_shape", resolve_mode(graph, graph_updates), on_structure_change)
     return _with_shardings(lift.abstract(f, _checked_inputs(lift, args, kwargs)))
 
 

@@ -69,8 +69,7 @@ def cached_partial(
             "graph updates. Wrap it first: `cached_partial(nnx.jit(f), ...)`."
         )
     given = lift.inputs(cached_args, {})
-    tree, _ = regrow(given.definition, given.leaves)
-    fixed = tree["args"]
+    fixed = regrow(given.definition, given.leaves)[0]["args"]
     inputs = lift.inputs(fixed, {})
 
     @functools.wraps(f)

@@ -20,9 +20,9 @@ from treetap._transforms.lift.lift import (
     Inside,
     Lift,
     Options,
+    Parted,
     Updates,
     Written,
-    filled,
 )
 
 T = TypeVar("T")
@@ -40,21 +40,13 @@ class _Loop:
         self.lift = lift
         self.inputs = Inputs({"carry": value}, lift)
         values = self.inputs.values()
-        self.fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
-        self.values = self.carried(values)
+        self.parts = Parted(values, map(is_ref, values))  # JAX wants Refs from outside
+        self.values = self.parts.handled(values)
         self.changed: dict[int, Any] = {}
-
-    def carried(self, values: list[Any]) -> list[Any]:
-        """The values without Refs, which JAX wants from outside."""
-        return [x for n, x in enumerate(values) if n not in self.fixed]
-
-    def all(self, values: list[Any]) -> list[Any]:
-        """The inverse of `carried`."""
-        return filled(self.fixed, values, len(self.inputs.leaves))
 
     def enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
-        inside = Inside(self.inputs, self.all(values), self.lift)
+        inside = Inside(self.inputs, self.parts.all(values), self.lift)
         return inside, inside.tree["carry"]
 
     def step(self, values: Any, body: Callable[[Any], Any]) -> Any:
@@ -66,14 +58,14 @@ class _Loop:
         start = inside.definition if inside.structure is not None else None
         leaves = same_carry(start, value, out, self.lift.name)
         self.changed |= inside.carried(range(len(inside.leaves)))
-        return self.carried(raw_values(leaves))
+        return self.parts.handled(raw_values(leaves))
 
     def finish(self, values: list[Any]) -> Any:
         """The caller's value with the final numbers."""
-        final = dict(enumerate(self.all(values)))
+        final = dict(enumerate(self.parts.all(values)))
         finals = ([final[number] for number in self.changed],)
         written = Written((tuple(self.changed.items()),))
-        self.inputs.write_back(Updates(finals, written), {})
+        self.inputs.finish(None, Updates(finals, written))
         return self.inputs.with_plain(final)["carry"]
 
 
@@ -103,9 +95,7 @@ def while_loop(
             )
         return holds
 
-    def body(values: Any) -> Any:
-        return loop.step(values, body_fun)
-
+    body = functools.partial(loop.step, body=body_fun)
     return loop.finish(jax.lax.while_loop(cond, body, loop.values))
 
 

@@ -81,9 +81,7 @@ class _Axes:
                     f"else than an axis at position {place}. Return it as Carry, or "
                     "give an axis."
                 )
-        stacked = self.outputs
-        if self.carry_out is not None:
-            stacked = tuple(axis for axis in outputs if axis is not Carry)
+        _, stacked = self.parted(self.outputs)
         self.results = Results(stacked, lift.mode, "scan", "out_axes", 0)
 
     def carry_of(self, args: tuple[Any, ...]) -> Any:
@@ -159,15 +157,14 @@ class _Step:
         groups, fixed = self.groups, self.fixed
         self.of_leaf = groups.by_leaf()
         groups.carried = {n for n, x in enumerate(groups.prefixes) if x is Carry}
-        self.mapped = [isinstance(axis, int) for axis in self.of_leaf]
-        rest = [n for n, is_mapped in enumerate(self.mapped) if not is_mapped]
+        rest = [n for n, axis in enumerate(self.of_leaf) if not isinstance(axis, int)]
         self.carried = [number for number in rest if number not in fixed]
-        self.others = sorted({*range(len(self.mapped))} - {*self.carried})
+        self.others = sorted({*range(len(self.of_leaf))} - {*self.carried})
 
     def __call__(self, carry: list[Any], mapped: list[Any]) -> Any:
         """The next carry, and what this step adds to the stacks."""
         rest = self.fixed | dict(zip(self.carried, carry))
-        values = filled(rest, mapped, len(self.mapped))
+        values = filled(rest, mapped, len(self.of_leaf))
         inside = Inside(self.source, values, self.axes.lift)
         args = inside.tree["args"]
         before = self.axes.carry_of(args)
@@ -175,12 +172,8 @@ class _Step:
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
         new = same_carry(None, before, after, "scan")
-        flat, updates = inside.finish(
-            stacked,
-            self.groups,
-            numbers=self.others,
-            results=self.axes.results,
-        )
+        choices = {"numbers": self.others, "results": self.axes.results}
+        flat, updates = inside.finish(stacked, self.groups, **choices)
         self._check_new(updates)
         written = Written((tuple(inside.carried(self.carried).items()),))
         return self._carry(inside, new), (flat, updates, written)
@@ -198,31 +191,21 @@ class _Step:
 
     def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
         """New plain leaves, and the Variables' present values."""
-        plain = iter([leaf for leaf in new if not isinstance(leaf, Variable)])
-        leaves = [inside.leaves[number] for number in self.carried]
-        for place, number in enumerate(self.carried):
-            is_plain = not isinstance(leaves[place], Variable)
+        plain = (leaf for leaf in new if not isinstance(leaf, Variable))
+        leaves = [*inside.leaves]
+        for number in self.carried:
+            is_plain = not isinstance(leaves[number], Variable)
             if is_plain and self.of_leaf[number] is Carry:
-                leaves[place] = next(plain)
-        return raw_values(leaves)
-
-
-def _start(inputs: Inputs, step: _Step) -> tuple[list[Any], list[Any]]:
-    """The first carry, and what is mapped over, its axis in front."""
-    values = inputs.values()
-    triples = zip(values, step.of_leaf, step.mapped)
-    mapped = [_move(value, axis, 0) for value, axis, is_mapped in triples if is_mapped]
-    return [values[number] for number in step.carried], mapped
+                leaves[number] = next(plain)
+        return raw_values([leaves[number] for number in self.carried])
 
 
 def _finish(inputs: Inputs, step: _Step, carry: list[Any], out: Any) -> Any:
     """Writes Variables back and puts the result together."""
     stacked, updates, carried = out
     axes = step.axes
-    moved = [
-        _move(values, 0, axis) if values else values
-        for values, axis in zip(updates.values, step.groups.prefixes)
-    ]
+    pairs = zip(updates.values, step.groups.prefixes)
+    moved = [_move(values, 0, axis) for values, axis in pairs]
     final = dict(zip(step.carried, carry))
     # Objects take what is left in a group; what was carried has one of its own.
     values = (*moved, [final[number] for number, _ in carried.groups[0]])
@@ -275,12 +258,8 @@ def scan(
     lift = Lift.of("scan", options)
     axes = _Axes(in_axes, out_axes, lift)
     f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
-    given = {
-        "length": length,
-        "reverse": reverse,
-        "unroll": unroll,
-        "_split_transpose": _split_transpose,
-    }
+    given = {"length": length, "reverse": reverse, "unroll": unroll}
+    how = functools.partial(jax.lax.scan, **given, _split_transpose=_split_transpose)
     # JAX traces a function it knows only once.
     steps: BoundedCache[Key, _Step] = BoundedCache(MAX_PROGRAMS)
 
@@ -295,10 +274,13 @@ def scan(
         inputs = lift.inputs(args, {})
         groups = inputs.spread({"args": axes.inputs, "kwargs": None}, "in_axes")
         key = Key(inputs.definition, NO_STATICS, (), groups)
-        fixed = {n: x for n, x in enumerate(inputs.values()) if is_ref(x)}
+        values = inputs.values()
+        fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
         make = functools.partial(_Step, f, axes, inputs.outline(), groups, fixed)
         step = steps.made(key, make) if key.lasts and not fixed else make()
-        final = jax.lax.scan(step, *_start(inputs, step), **given)
-        return _finish(inputs, step, *final)
+        carry = [values[number] for number in step.carried]
+        pairs = zip(values, step.of_leaf)  # what is mapped over has its axis in front
+        mapped = [_move(x, axis, 0) for x, axis in pairs if isinstance(axis, int)]
+        return _finish(inputs, step, *how(step, carry, mapped))
 
     return call

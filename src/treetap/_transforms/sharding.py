@@ -11,7 +11,6 @@ what does not fit the mesh is refused with the path of the Variable.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
@@ -187,13 +186,6 @@ def with_partitioning(
     return with_metadata(initializer, out_sharding=sharding, **metadata)
 
 
-def _under(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """A block in which a mesh is the ambient one."""
-    if isinstance(mesh, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(mesh)
-    return jax.set_mesh(mesh)
-
-
 def get_abstract_model(
     init_fn: Callable[[], Any], mesh: Mesh | AbstractMesh, *, graph: bool | None = None
 ) -> tuple[Any, Any]:
@@ -221,8 +213,9 @@ def get_abstract_model(
     is_graph = resolve_graph(graph)
     lift = Lift("get_abstract_model", Mode(is_graph))
 
-    def traced() -> Any:
-        return lift.abstract(init_fn, lift.inputs((), {}))
+    traced = functools.partial(lift.abstract, init_fn, lift.inputs((), {}))
+    is_abstract = isinstance(mesh, AbstractMesh)
+    under: Any = jax.sharding.use_abstract_mesh if is_abstract else jax.set_mesh
 
     def placed(value: Any, spec: PartitionSpec = NOWHERE) -> Any:
         if not isinstance(value, jax.ShapeDtypeStruct):
@@ -238,7 +231,7 @@ def get_abstract_model(
         return _mapped(model, lift.name, variable, placed, is_graph)
 
     try:
-        with _under(mesh):
+        with under(mesh):
             model = traced()
     except Exception as error:
         raise _with_path(lambda: annotated(traced())) or error from None
@@ -254,10 +247,8 @@ def _with_path(build: Callable[[], Any]) -> MetadataError | None:
     try:
         with use_eager_sharding(False):
             build()
-    except MetadataError as error:
-        return error
-    except Exception:  # there is more to it: the first error tells
-        pass
+    except Exception as error:  # if there is more to it, the first error tells
+        return error if isinstance(error, MetadataError) else None
     return None
 
 
@@ -296,9 +287,6 @@ def as_abstract(tree: T, graph: bool | None = None) -> T:
 
 def abstract_with_sharding(tree: T, graph: bool | None = None) -> T:
     """Deprecated: use `as_abstract`."""
-    warnings.warn(
-        "`abstract_with_sharding` is deprecated; use `as_abstract`.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    text = "`abstract_with_sharding` is deprecated; use `as_abstract`."
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
     return as_abstract(tree, graph)

@@ -71,12 +71,11 @@ def _mapped(
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
         groups: Any = key.groups
-        called = put_statics(f, key.statics)
         run = functools.partial(lift.run, groups=groups, results=results)
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
         ins, outs = (groups.by_leaf(),), (results.for_jax, updates)
-        pure = functools.partial(run, called, source)
+        pure = functools.partial(run, put_statics(f, key.statics), source)
         return how(pure, **{argument: ins, out_argument: outs})
 
     compiled: BoundedCache[Key, Callable[[Any], Any]] = BoundedCache(MAX_PROGRAMS)

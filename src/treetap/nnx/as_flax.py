@@ -12,6 +12,7 @@ import difflib
 import sys
 import types
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -186,12 +187,12 @@ REASONS = {
 }
 
 
-def _explain(path: str, known: list[str]) -> str:
+def _explain(path: str, module: Any) -> str:
     """The text of the error for a path that is not here.
 
     Args:
         path: What was asked for.
-        known: The names there are in the same module.
+        module: The module it would be in; None if there is none.
     """
     text = f"treetap, standing in for flax, has no {path}"
     around = path
@@ -200,7 +201,7 @@ def _explain(path: str, known: list[str]) -> str:
     if around:  # the nearest thing around it for which there is a reason
         return f"{text}: {REASONS[around]}."
     parent, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, dir(module), n=1)
     if near:
         return f"{text}. The nearest name is {parent}.{near[0]}."
     return f"{text}. `dir({parent})` lists what there is."
@@ -213,7 +214,7 @@ class StandIn(types.ModuleType):
         path = f"{self.__name__}.{name}"
         if name.startswith("__"):  # asked for by Python, which takes no for an answer
             raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
-        raise AttributeError(_explain(path, dir(self)), name=name)
+        raise AttributeError(_explain(path, self), name=name)
 
 
 def _stand_ins() -> dict[str, StandIn]:
@@ -235,10 +236,9 @@ class _Finder(MetaPathFinder):
     """Says why a module of flax is not here; those that are need no finder."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        parent, _, _ = fullname.rpartition(".")
+        module = sys.modules.get(fullname.rpartition(".")[0])
         if fullname.partition(".")[0] == "flax":  # or `from flax.nnx import Missing`
-            known = dir(sys.modules.get(parent))
-            raise ImportError(_explain(fullname, known), name=fullname)
+            raise ImportError(_explain(fullname, module), name=fullname)
 
 
 FINDER = _Finder()
@@ -249,7 +249,7 @@ def _flax_modules() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "flax"]
 
 
-class as_flax:
+class as_flax(AbstractContextManager["as_flax"]):
     """Lets `from flax import nnx` give treetap, until undone or the block ends.
 
     Works from the call on, for everything imported afterwards. What treetap has not
@@ -281,9 +281,6 @@ class as_flax:
             sys.modules.update(_stand_ins())
             sys.meta_path.insert(0, FINDER)
         _in_force.append(self)
-
-    def __enter__(self) -> "as_flax":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

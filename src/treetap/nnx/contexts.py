@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,24 +43,16 @@ from treetap._transforms.lift.prefixes import is_entry, spread
 
 
 @register_static
+@dataclass(slots=True, repr=False)
 class LinkedDef(GraphDef):
     """A GraphDef that knows which of its objects came from outside, by number."""
 
-    __slots__ = ("origins",)
-
-    def __init__(self, given: GraphDef, origins: tuple[tuple[int, int], ...]):
-        super().__init__(given.spec, given.num_leaves, given.graph)
-        self.origins = origins
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, LinkedDef) and self.origins == other.origins
-        return same and bool(super().__eq__(other))
+    origins: tuple[tuple[int, int], ...] = ()
 
     __hash__ = GraphDef.__hash__
 
     def __reduce__(self) -> Any:
-        given = GraphDef(self.spec, self.num_leaves, self.graph)
-        return LinkedDef, (given, self.origins)
+        return LinkedDef, (self.spec, self.num_leaves, self.graph, self.origins)
 
 
 class UpdateContext:
@@ -69,22 +61,14 @@ class UpdateContext:
     def __init__(self, tag: Hashable):
         self.tag = tag
         self.outside: list[Any] = []  # by number
-        # By `id`; the weak reference shows whether the object is still the same.
-        self._inside: dict[int, tuple[Any, int]] = {}
-
-    def put_inside(self, made: dict[int, Any]) -> None:
-        """Notes objects that were made inside, with their numbers."""
-        self._inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
+        # Made inside: the number outside, by `id`; the weak reference shows whether the
+        # object is still the same.
+        self.inside: dict[int, tuple[Any, int]] = {}
 
     def number_inside(self, member: Any) -> int | None:
         """The number outside of an object inside; None for a new one."""
-        found, number = self._inside.get(id(member), (lambda: None, None))
+        found, number = self.inside.get(id(member), (lambda: None, None))
         return number if found() is member else None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether objects were made inside."""
-        return bool(self._inside)
 
 
 class SplitContext:
@@ -97,13 +81,13 @@ class SplitContext:
     def split(self, node: Any, *filters: Filter) -> Any:
         """As `treetap.split`; an object split before in this block is a reference."""
         walk, context = self._walk, self._context
-        walk.root = node
         met = len(walk.members)
         graphdef, found = walk.apart(node)
-        if context.is_inside:
+        if context.inside:
             known = enumerate(map(context.number_inside, walk.members[met:]), met)
             origins = tuple((here, n) for here, n in known if n is not None)
-            graphdef = LinkedDef(graphdef, origins)
+            facts = graphdef.spec, graphdef.num_leaves, graphdef.graph
+            graphdef = LinkedDef(*facts, origins)
         elif context.outside and context.outside is not walk.members:
             raise StructureError(
                 f"split_context: objects were split under {context.tag!r} in another "
@@ -127,7 +111,7 @@ class MergeContext:
         whole = merge_state(state, *states) if states else state
         if not isinstance(graphdef, LinkedDef):  # it comes from outside
             node = put_together(graphdef, whole, "merge_context", made=made)
-            context.put_inside(made)
+            context.inside |= {id(x): (weakref.ref(x), n) for n, x in made.items()}
             return node
         outside = dict(enumerate(context.outside))
         owners = {n: outside[o] for n, o in graphdef.origins if o in outside}
@@ -185,9 +169,7 @@ def merge_context(
     yield MergeContext(_context_of(ctxtag))
 
 
-@partial(
-    register_dataclass, data_fields=["_graphdef", "states"], meta_fields=["metadata"]
-)
+@register_dataclass
 @dataclass(frozen=True)
 class NodeStates:
     """An object in a tree made by `to_tree`: its GraphDef, States and metadata.
@@ -195,14 +177,9 @@ class NodeStates:
     As a prefix, `states` are the prefixes of the States.
     """
 
-    _graphdef: Any
+    graphdef: Any
     states: tuple[Any, ...]
-    metadata: Any = None
-
-    @property
-    def graphdef(self) -> GraphDef:
-        """The GraphDef."""
-        return self._graphdef
+    metadata: Any = field(default=None, metadata={"static": True})
 
     @property
     def state(self) -> Any:
@@ -243,7 +220,7 @@ def _visited(
     tree: Any,
     prefix: Any,
     is_leaf: Callable[[Any], bool],
-    wanted: Callable[[Any], bool],
+    wanted: Callable[[Any], bool] | None,
     visit: Callable[..., Any],
 ) -> Any:
     """A tree with the leaves that are wanted replaced by `visit(path, prefix, leaf)`.
@@ -252,28 +229,22 @@ def _visited(
         tree: The tree.
         prefix: A prefix of it, or MISSING.
         is_leaf: Where to stop.
-        wanted: Which leaves to replace.
+        wanted: Which leaves to replace; None for all.
         visit: Makes what takes their place.
     """
 
     def below(path: Any, entry: Any, part: Any) -> Any:
         def one(inner: Any, leaf: Any) -> Any:
-            if not wanted(leaf):
+            if wanted is not None and not wanted(leaf):
                 return leaf
             return visit(tuple(map(plain_key, (*path, *inner))), entry, leaf)
 
         return jax.tree_util.tree_map_with_path(one, part, is_leaf=is_leaf)
 
+    entries = None if prefix is MISSING else prefix  # None is one for the whole tree
     return jax.tree_util.tree_map_with_path(
-        below,
-        None if prefix is MISSING else prefix,  # a single entry, for the whole tree
-        tree,
-        is_leaf=lambda x: is_entry(x) or is_tree_node(x),
+        below, entries, tree, is_leaf=lambda x: is_entry(x) or is_tree_node(x)
     )
-
-
-def _is_anything(value: Any) -> bool:
-    return True
 
 
 def to_tree(
@@ -298,7 +269,7 @@ def to_tree(
     """
     if prefix is not MISSING and check_aliasing:
         spread(prefix, tree, "to_tree", "prefix")
-    wanted = _is_anything if map_non_graph_nodes else is_object
+    wanted = None if map_non_graph_nodes else is_object
     with split_context(ctxtag) as ctx:
         return _visited(tree, prefix, is_object, wanted, partial(split_fn, ctx))
 
@@ -332,6 +303,6 @@ def from_tree(
         is_inner: Accepted for NNX; the GraphDef tells.
         ctxtag: The tag of an update context.
     """
-    wanted = _is_anything if map_non_graph_nodes else is_node_leaf
+    wanted = None if map_non_graph_nodes else is_node_leaf
     with merge_context(ctxtag, is_inner) as ctx:
         return _visited(tree, prefix, is_leaf, wanted, partial(merge_fn, ctx))

@@ -9,14 +9,14 @@ is when a call leaves it out.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, get_args
+from typing import Any
 
 from treetap._core import settings
 from treetap._core.variables.kinds import Param
 from treetap._train import ema, optimizer
+from treetap._transforms.lift.lift import open_signature
 
 Default = Callable[[], bool]
 
@@ -42,19 +42,10 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
     modes = {"graph": graph, "graph_updates": updates}
     for name, fn in list(namespace.items()):
         if isinstance(fn, FunctionType) and name[0] != "_":
-            given = {mode: modes[mode] for mode in _keywords_of(fn) & modes.keys()}
+            wanted = modes.keys() & open_signature(fn).parameters
+            given = {mode: modes[mode] for mode in wanted}
             if given:
                 namespace[name] = _with_defaults(fn, given)
-
-
-def _keywords_of(fn: FunctionType) -> set[str]:
-    """What can be given to a function by name, also as `**options: Unpack[...]`."""
-    found: set[str] = set()
-    for name, parameter in inspect.signature(fn).parameters.items():
-        unpacked = get_args(parameter.annotation)
-        is_open = parameter.kind is parameter.VAR_KEYWORD and unpacked
-        found |= unpacked[0].__annotations__.keys() if is_open else {name}
-    return found
 
 
 def _with_defaults(

@@ -81,8 +81,7 @@ _STATE_METHODS = {
 def _give_methods() -> None:
     """Gives the classes their deprecated methods and properties."""
     given: dict[tuple[type, str], Any] = {(GraphDef, "apply"): _apply}
-    raw = _value_property("raw_value", "`v.get_raw_value()`")
-    given[Variable, "raw_value"] = raw
+    given[Variable, "raw_value"] = _value_property("raw_value", "`v.get_raw_value()`")
     given[Variable, "value"] = _value_property("value", "`v[...]` or `v.get_value()`")
     for fn in (iter_modules, iter_children):
         name = fn.__name__

@@ -73,14 +73,8 @@ class TrainState(PyTreeNode):
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
         """A state at step 0."""
         make = cast(Callable[..., Any], cls)
-        return make(
-            step=0,
-            apply_fn=apply_fn,
-            params=params,
-            tx=tx,
-            opt_state=tx.init(params),
-            **kwargs,
-        )
+        given = {"apply_fn": apply_fn, "params": params, "tx": tx, **kwargs}
+        return make(step=0, opt_state=tx.init(params), **given)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
         """The state one step later."""

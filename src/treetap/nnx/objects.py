@@ -5,6 +5,7 @@ An `Object` is a Pytree that JAX does not know; `display` shows values in a note
 a terminal. `treetap.nnx` exports both, and nothing else uses them.
 """
 
+import contextlib
 from typing import Any
 
 from treetap._core.errors import AttributeStatusError
@@ -25,12 +26,11 @@ class Object(Pytree, pytree=False):
 
 def display(*objects: Any) -> None:
     """Shows objects: through treescope in a notebook, as text elsewhere."""
-    try:
+    in_notebook = False
+    with contextlib.suppress(ImportError):
         from IPython.core.getipython import get_ipython  # pyright: ignore[reportMissingImports] - only in notebooks
 
         in_notebook = get_ipython() is not None
-    except ImportError:
-        in_notebook = False
     show = print
     if in_notebook:
         from treescope import display as show

@@ -88,10 +88,6 @@ def unflatten_mapping(
         sep: What joined paths are split at.
     """
     _check_mapping(xs, "unflatten_mapping")
-    return nested(
-        (
-            tuple(path if sep is None else path.split(sep)),
-            {} if value is empty_node else value,
-        )
-        for path, value in xs.items()
-    )
+    paths = xs if sep is None else (path.split(sep) for path in xs)
+    values = ({} if value is empty_node else value for value in xs.values())
+    return nested(zip(map(tuple, paths), values))

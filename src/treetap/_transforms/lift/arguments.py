@@ -34,7 +34,6 @@ class Positions:
     """
 
     def __init__(self, fn: Any, numbers: Any, names: Any, what: str):
-        self.what = what
         self.numbers = set(_as_tuple(numbers))
         self.names = set(_as_tuple(names))
         kinds: dict[str, Any] = {}  # of a builtin without a signature

@@ -257,9 +257,7 @@ class CachedCall:
         self._kinds = tuple(map(type, variables))
         self._metadata = tuple(map(get_metadata, variables))
         # By the identity of the first outermost object; read without a lock.
-        self._verified: BoundedCache[int, VerifiedArguments] = BoundedCache(
-            MAX_VERIFIED
-        )
+        self._verified = BoundedCache[int, VerifiedArguments](MAX_VERIFIED)
         # By the number of a note: what takes the Variables that are written out of all,
         # and their places; None if there is more to write than values.
         self._write_backs: dict[int, tuple[Getter, Any] | None] = {}

@@ -9,6 +9,7 @@ the other ones with the same signature, and the long way.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -83,8 +84,9 @@ class Jit(Generic[P, R]):
             raise TypeError(
                 f"{lift.name}: there is no option {min(unknown)!r}; there are {known}."
             )
-        names = options.keys() - Options.__annotations__.keys()
-        given = {k: options[k] for k in names if options[k] is not None}
+        own = options.keys() - Options.__annotations__.keys()
+        given = {k: options[k] for k in own if options[k] is not None}
+        name, mode = lift.name, lift.mode
         self.fun = fn
         self.lift = lift
         self.in_shardings = given.pop("in_shardings", None)
@@ -93,46 +95,34 @@ class Jit(Generic[P, R]):
         def chosen(kind: str, said: str) -> Positions:
             numbers = given.pop(f"{kind}_argnums", ())
             names = given.pop(f"{kind}_argnames", ())
-            return Positions(fn, numbers, names, f"{lift.name}: {said} arguments")
+            return Positions(fn, numbers, names, f"{name}: {said} arguments")
 
         self._statics = chosen("static", "static")
         self._donated = chosen("donate", "donated")
         self._options = given
-        self._programs: BoundedCache[Key, Program] = BoundedCache(
-            MAX_PROGRAMS, self._forget
-        )
+        self._programs = BoundedCache[Key, Program](MAX_PROGRAMS, self._forget)
         # By the signature of a call, those used last first.
         self._cached_calls: dict[Any, list[CachedCall]] = {}
         self._make_packed: Callable[..., Any] | None = None
         if (pack := given.pop("pack", False)) is not False:
             from treetap._transforms.lift import packed_calls  # few ask for it
 
-            self._make_packed = packed_calls.maker_for(pack, lift.name)
+            self._make_packed = packed_calls.maker_for(pack, name)
         self._latest: CachedCall | None = None  # what served the last call
         self._fixed = lift.inputs(fixed, {}).with_plain({})["args"]
         # Whether there is more than what a call is given, or less.
         self._has_more = bool(self._statics or self._fixed)
-        check_prefix(self.in_shardings, lift.name, "in_shardings", lift.mode)
-        self._results = Results(
-            self.out_shardings, lift.mode, lift.name, "out_shardings"
-        )
+        check_prefix(self.in_shardings, name, "in_shardings", mode)
+        self._results = Results(self.out_shardings, mode, name, "out_shardings")
 
     def _traced(self, key: Key, values: Sequence[Any]) -> Any:
         """What JAX traces: the purified function."""
-        return self.lift.run(
-            put_statics(self.fun, key.statics),
-            key.definition,
-            values,
-            key.groups,
-            keep=key.kept(),
-            results=self._results,
-        )
+        fn = put_statics(self.fun, key.statics)
+        choices = {"keep": key.kept(), "results": self._results}
+        return self.lift.run(fn, key.definition, values, key.groups, **choices)
 
-    def _program(self, key: Key, leaves: Sequence[Any]) -> Program:
-        """The program for arguments of one structure."""
-        program = self._programs.get(key)
-        if program is not None:
-            return program
+    def _new_program(self, key: Key, leaves: Sequence[Any]) -> Program:
+        """A program for arguments of one structure."""
         options = dict(self._options)
         groups = key.groups
         if groups is not None:
@@ -146,9 +136,10 @@ class Jit(Generic[P, R]):
         program = Program(key, *numbers, traced, options)
         if idle := program.find_idle(*_parted(leaves, raw_values(leaves))):
             # Given away, they would only have to come out again.
-            less = key.without_donating(idle)
-            program = Program(less, *numbers, traced, program.options)
-        return self._programs.add(key, program)
+            donated = tuple(x and n not in idle for n, x in enumerate(key.donated))
+            less = replace(key, donated=donated)
+            program = Program(less, *numbers, traced, options)
+        return program
 
     def _forget(self, program: Program) -> None:
         """Drops the cached calls of a program that is no longer kept."""
@@ -171,7 +162,8 @@ class Jit(Generic[P, R]):
         inputs = self.lift.inputs(*tree)
         donated = self._donated_leaves(inputs)
         key = Key(inputs.definition, statics, donated, self._groups(inputs))
-        program = self._program(key, inputs.leaves)
+        make = functools.partial(self._new_program, key, inputs.leaves)
+        program = self._programs.made(key, make)
         return inputs, program, program.parted(*_parted(inputs.leaves, inputs.values()))
 
     def _refuse_variables(self, tree: Any) -> None:

@@ -25,8 +25,9 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from itertools import compress
 from operator import is_not
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
 
 import jax
 from jax.tree_util import register_static
@@ -97,14 +98,15 @@ class Lift:
     mode: Mode
     policy: Policy | None = None
 
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            check_policy(self.policy)
+
     @classmethod
     def of(cls, name: str, options: Options) -> "Lift":
         """The lift of a transform with these options; settings decide what is left."""
-        policy = options.get("on_structure_change")
-        if policy is not None:
-            check_policy(policy)
         mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
-        return cls(name, mode, policy)
+        return cls(name, mode, options.get("on_structure_change"))
 
     def inputs(self, args: Any, kwargs: Any) -> "Inputs":
         """The arguments of a call, labelled for messages and taken apart."""
@@ -139,8 +141,6 @@ class Lift:
         """The result of a call with abstract leaves; nothing is computed or written."""
         pure = functools.partial(self.run, fn, inputs)
         out, updates = jax.eval_shape(pure, inputs.values())
-        if self.mode is not Mode.UPDATES:
-            return rebuild(out, {})
         return inputs.abstract().finish(out, updates)  # it may hold the arguments
 
 
@@ -166,7 +166,6 @@ def transform(fn: F) -> F:
     Without a function it is a decorator; the mode is resolved when the options are
     given; and bound methods are refused.
     """
-    name = fn.__name__
 
     @functools.wraps(fn)
     def call(f: Any = MISSING, *args: Any, **options: Any) -> Any:
@@ -174,36 +173,32 @@ def transform(fn: F) -> F:
         options |= {"graph": bool(mode), "graph_updates": mode is Mode.UPDATES}
         if f is MISSING:
             return functools.partial(call, **options)
-        refuse_bound_method(f, name)
+        refuse_bound_method(f, fn.__name__)
         made = fn(f, *args, **options)
         if getattr(made, "__wrapped__", None) is f:  # not a result: a function
             made.__treetap_mode__ = mode
         return made
 
-    call.__signature__ = _open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
+    call.__signature__ = open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
 
 
 _FLAGS = (bool, bool | int)  # types of options that are off by default
 
 
-def _open_signature(fn: Any) -> inspect.Signature:
-    """The signature of a transform with its options by name."""
+def open_signature(fn: Any) -> inspect.Signature:
+    """The signature of a function, with `**options: Unpack[...]` as so many names."""
     signature = inspect.signature(fn)
-    *parameters, last = signature.parameters.values()
-    if last.name == "options":
-        (given,) = last.annotation.__args__
-        parameters += [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False if kind in _FLAGS else None,
-                annotation=kind,
-            )
-            for name, kind in given.__annotations__.items()
-        ]
-        return signature.replace(parameters=parameters)
-    return signature
+    options = getattr(signature.parameters.get("options"), "annotation", None)
+    if not get_args(options):
+        return signature
+    *parameters, _ = signature.parameters.values()
+    made = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    parameters += [
+        made(name, default=False if kind in _FLAGS else None, annotation=kind)
+        for name, kind in get_args(options)[0].__annotations__.items()
+    ]
+    return signature.replace(parameters=parameters)
 
 
 @register_static
@@ -226,9 +221,7 @@ class Written:
     refs: tuple[tuple[int, Any], ...] = ()
 
     def __hash__(self) -> int:
-        return hash(
-            tuple(tuple(number for number, _ in group) for group in self.groups)
-        )
+        return hash(frozenset(self.numbers()))
 
     @property
     def has_values_only(self) -> bool:
@@ -308,16 +301,9 @@ class Inputs:
     def abstract(self) -> "Inputs":
         """The same in objects of their own, with shapes in the place of arrays."""
         values = self.values()
-        refs = {n: x for n, x in enumerate(values) if is_ref(x)}
-        shapes = jax.eval_shape(_same, [x for x in values if not is_ref(x)])
-        leaves = filled(refs, shapes, len(values))
+        parts = Parted(values, map(is_ref, values))
+        leaves = parts.all(jax.eval_shape(list, parts.handled(values)))
         return Inputs(regrow(self.definition, leaves)[0], self.lift)
-
-    def finish(self, out: Any, updates: Updates) -> Any:
-        """Writes what changed into the caller's objects, and rebuilds the result."""
-        made = dict(self.owners)
-        self.write_back(updates, made)
-        return rebuild(out, made) if updates.written.has_flat_parts else out
 
     def with_plain(self, values: Mapping[int, Any]) -> Any:
         """The arguments with other plain values, where there are some, by number.
@@ -329,19 +315,16 @@ class Inputs:
             leaf if isinstance(leaf, Variable) else values.get(number, leaf)
             for number, leaf in enumerate(self.leaves)
         ]
-        owned: dict[int | None, Any] = {
-            n: x for n, x in self.owners.items() if isinstance(x, Node)
-        }
+        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
         return regrow(self.definition, leaves, owners=owned)[0]
 
-    def write_back(self, updates: Updates, made: dict[int, Any]) -> None:
-        """Writes changed values, metadata and objects; all that can fail comes first.
+    def finish(self, out: Any, updates: Updates) -> Any:
+        """Writes what changed into the caller's objects, and rebuilds the result.
 
-        Args:
-            updates: What changed.
-            made: The caller's objects by number; new ones are added.
+        Values, metadata and objects are written; all that can fail comes first.
         """
         written, leaves = updates.written, self.leaves
+        made = dict(self.owners)  # by number; new ones are added
         supplies = [iter(values) for values in updates.values]
         pairs = [pair for each in zip(written.groups, supplies) for pair in zip(*each)]
         facts = [facts for facts, _ in pairs] + [*written.refs]
@@ -354,10 +337,7 @@ class Inputs:
                 leaves[number]._replace_metadata(metadata)
         for step in steps:
             step()
-
-
-def _same(value: Any) -> Any:
-    return value
+        return rebuild(out, made) if written.has_flat_parts else out
 
 
 def check_traces(variables: Sequence[Variable[Any]], trace: Any) -> None:
@@ -371,6 +351,26 @@ def filled(fixed: dict[int, Any], values: Iterable[Any], count: int) -> list[Any
     """All values in order: those that JAX handles, and between them the fixed ones."""
     supply = iter(values)
     return [fixed[n] if n in fixed else next(supply) for n in range(count)]
+
+
+class Parted:
+    """Values in order, of which JAX handles some and the others are fixed.
+
+    Attributes:
+        fixed: Those that JAX does not handle, by number.
+    """
+
+    def __init__(self, values: Sequence[Any], is_fixed: Iterable[bool]):
+        self.count = len(values)
+        self.fixed = dict(compress(enumerate(values), is_fixed))
+
+    def handled(self, values: Iterable[Any]) -> list[Any]:
+        """Of as many values, those that JAX handles."""
+        return [value for n, value in enumerate(values) if n not in self.fixed]
+
+    def all(self, handled: Iterable[Any]) -> list[Any]:
+        """The inverse: those, and between them the fixed ones."""
+        return filled(self.fixed, handled, self.count)
 
 
 def _no_aliases(name: str) -> str:
@@ -549,11 +549,9 @@ class Inside:
             walk = Flattening(out, self.lift.mode, self.name, states=False)
         else:
             walk = structure.walk()
-            own = {id(x): n for n, x in enumerate(self.leaves) if n not in keep}
-            if idle is not None:
-                own = {}
+            stay = enumerate(self.leaves) if idle is None else ()
+            own = {id(x): n for n, x in stay if n not in keep}
             objects = [*structure.collect(walk, groups, own, values, idle)]
-            walk.root = out
             if groups:
                 work = structure.spread(groups, "the out prefix")
         flat = results.flatten(out, walk, work)

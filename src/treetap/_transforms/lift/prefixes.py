@@ -9,6 +9,7 @@ shared, all ways to a Variable must give the same value.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -72,10 +73,7 @@ class StateAxes(PrefixFilter):
 
     __slots__ = ()
 
-    @property
-    def axes(self) -> tuple[Any, ...]:
-        """The values."""
-        return self.given
+    axes = property(attrgetter("given"), doc="The values.")
 
 
 class StateSharding(PrefixFilter):
@@ -83,10 +81,7 @@ class StateSharding(PrefixFilter):
 
     __slots__ = ()
 
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """The values."""
-        return self.given
+    shardings = property(attrgetter("given"), doc="The values.")
 
 
 class Rule(NamedTuple):
@@ -249,10 +244,8 @@ def values_in(prefix: Any) -> list[Any]:
     for part in jax.tree.leaves(prefix, is_leaf=is_entry):
         if isinstance(part, PrefixFilter):
             found += part.given
-        elif isinstance(part, Node):
-            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
         else:
-            found.append(part)
+            found += jax.tree.leaves(part, is_leaf=lambda x: x is None)
     return found
 
 

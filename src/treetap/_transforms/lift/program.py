@@ -18,8 +18,8 @@ the function is traced once to see which ones those are (`find_idle`), and they 
 donated.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
 
@@ -65,11 +65,6 @@ class Key:
         While somebody listens, where the arguments are matters, too.
         """
         return listening.value is None and not can_change(self.definition.spec)
-
-    def without_donating(self, leaves: Collection[int]) -> "Key":
-        """The same with some leaves not donated."""
-        donated = tuple(x and n not in leaves for n, x in enumerate(self.donated))
-        return replace(self, donated=donated)
 
     def kept(self) -> Collection[int]:
         """Leaves that come out unchanged, too: donated, or placed (NNX's way)."""
@@ -150,7 +145,7 @@ class Program:
         if not self._donates:
             return [], values + plain
         donated, kept = self._apart(values, plain)
-        refuse_donated_twice(self.key.definition, self._numbers, donated, kept)
+        self._refuse_donated_twice(donated, kept)
         return donated, kept
 
     def _apart(self, values: list[Any], plain: list[Any]) -> tuple[Any, Any]:
@@ -164,27 +159,18 @@ class Program:
             self.run.trace(*self._apart(values, plain))
         return self._idle
 
-
-def refuse_donated_twice(
-    definition: GraphDef, numbers: Sequence[int], donated: list[Any], kept: list[Any]
-) -> None:
-    """Refuses an array that is donated and stands somewhere else, too.
-
-    Args:
-        definition: The description of the arguments.
-        numbers: The leaves that the values are, donated ones first.
-        donated: The values to be donated.
-        kept: The others.
-    """
-    given = set(map(id, donated))
-    if len(given) == len(donated) and given.isdisjoint(map(id, kept)):
-        return
-    seen: dict[int, int] = {}
-    for number, value in zip(numbers, chain(donated, kept)):
-        first = seen.setdefault(id(value), number)
-        if first != number and id(value) in given and is_buffer(value):
-            paths = [show_path(path) for path in leaf_paths(definition.spec)]
-            raise StructureError(
-                f"jit: the same array is at {paths[first]} and at {paths[number]}, and "
-                "is donated. Give each its own (`jnp.copy`), or do not donate it."
-            )
+    def _refuse_donated_twice(self, donated: list[Any], kept: list[Any]) -> None:
+        """Refuses an array that is donated and stands somewhere else, too."""
+        given = set(map(id, donated))
+        if len(given) == len(donated) and given.isdisjoint(map(id, kept)):
+            return
+        seen: dict[int, int] = {}
+        for number, value in zip(self._numbers, chain(donated, kept)):
+            first = seen.setdefault(id(value), number)
+            if first != number and id(value) in given and is_buffer(value):
+                paths = [*map(show_path, leaf_paths(self.key.definition.spec))]
+                raise StructureError(
+                    f"jit: the same array is at {paths[first]} and at {paths[number]}, "
+                    "and is donated. Give each its own (`jnp.copy`), or do not donate "
+                    "it."
+                )

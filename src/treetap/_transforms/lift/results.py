@@ -97,9 +97,8 @@ class Results:
             if self.prefix is not None:  # all ways to a shared part give it one prefix
                 work.follow(prefix, part, ("out",))
             if self._goes_flat and is_whole(prefix):
-                return _flat(
-                    part, walk, distinct(values_in(prefix)), work.values[before:]
-                )
+                prefixes = distinct(values_in(prefix))
+                return _flat(part, walk, prefixes, work.values[before:])
             return jax.tree.map(
                 lambda x: _flat(x, walk) if is_object(x) else x, part, is_leaf=is_object
             )

@@ -66,10 +66,7 @@ class StructureUpdates:
         self.members = members
         self.nodes = {n: x for n, x in members.items() if isinstance(x, Node)}
         walk = self.walk()
-        self.before = {
-            number: self._described(walk, number, node)
-            for number, node in self.nodes.items()
-        }
+        self.before = {n: self._described(walk, n, x) for n, x in self.nodes.items()}
 
     def walk(self) -> Flattening:
         """A walk for which the objects of the arguments are known already."""
@@ -143,9 +140,7 @@ class StructureUpdates:
         """A spreading for which the objects of the arguments are known already."""
         work = Spread(self.name, argument)
         work.entered |= {id(node) for node in self.nodes.values()}
-        work.known |= {
-            id(self.members[number]): known for number, known in groups.known.items()
-        }
+        work.known |= {id(self.members[n]): met for n, met in groups.known.items()}
         return work
 
     def refuse_captured(self, walk: Flattening) -> None:
