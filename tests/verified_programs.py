@@ -140,13 +140,14 @@ def switched(w, x):
 def pulled_later(w, x):
     """Forward and backward pass are two programs, and the ticket goes between them."""
     _, pull = jax.vjp(jax.jit(lambda w: tt.tap(jnp.sin(w * x), "h") ** 2), w)
-    return jax.jit(pull)(jnp.ones(x.shape))
+    return jax.jit(lambda pull, ct: pull(ct))(pull, jnp.ones(x.shape))
 
 
 def two_pulled_later(w, x):
     _, first = jax.vjp(jax.jit(lambda w: tt.tap(jnp.sin(w * x), "h") ** 2), w)
     _, second = jax.vjp(jax.jit(lambda w: tt.tap(jnp.cos(w * x), "h") ** 3), w)
-    return jax.jit(lambda ct: (second(ct), first(ct)))(jnp.ones(x.shape))
+    both = lambda first, second, ct: (second(ct), first(ct))
+    return jax.jit(both)(first, second, jnp.ones(x.shape))
 
 
 def in_turn(w, x):
