@@ -100,12 +100,19 @@ def of_three_axes(w, x):
     return outer(x[:2], x[:3], x).sum()
 
 
+def _double(x, y):
+    turn = lambda c: tt.tap((c[0] * 2, c[1] + y), "w")
+    return jax.lax.while_loop(lambda c: c[0] < 10, turn, (x, y))
+
+
 def counted_by_rows(x):
-    """Only the rows of one mapping end one by one."""
-    add = lambda x, y: jax.lax.while_loop(
-        lambda c: c[0] < 10, lambda c: tt.tap((c[0] * 2, c[1] + y), "w"), (x, y)
-    )
-    return jax.vmap(jax.vmap(add, (0, None)), (None, 0))(x, jnp.arange(2.0))
+    """Only the rows of the inner mapping end one by one."""
+    return jax.vmap(jax.vmap(_double, (0, None)), (None, 0))(x, jnp.arange(2.0))
+
+
+def counted_by_outer_rows(x):
+    """Only the rows of the outer mapping end one by one."""
+    return jax.vmap(jax.vmap(_double, (None, 0)), (0, None))(x, jnp.arange(2.0))
 
 
 def counted_by_all(x):
@@ -135,6 +142,20 @@ def switched(w, x):
     """All branches tap by one name; they share what they keep for the way back."""
     branches = [lambda n=n: tt.tap(jnp.sin(w * x * n), "h") * n for n in range(1, 4)]
     return jax.lax.switch(x.astype(int), branches)
+
+
+def two_in_branch(w, x):
+    both = lambda: tt.tap(w * x, "a") * tt.tap(jnp.sin(w * x), "b")
+    return jax.lax.cond(x > 1, both, lambda: tt.tap(w + x, "c") * 2)
+
+
+def loop_of_rows_of_loops(w, x):
+    def row(c, d):
+        inner = lambda c, each: (tt.tap(jnp.sin(c * w + each * d), "i"), None)
+        return jax.lax.scan(inner, c, x[:3])[0]
+
+    step = lambda carry, each: (jax.vmap(row, (0, None))(carry, each), None)
+    return jax.lax.scan(step, jnp.arange(2.0), x)[0].sum()
 
 
 def pulled_later(w, x):
@@ -241,6 +262,11 @@ PROGRAMS = {
     "columns": (by_columns, (ROWS[:, :3],), {}),
     "three mappings": (jax.grad(of_three_axes), (2.0, ROWS[0]), GRADS),
     "rows of one mapping": (counted_by_rows, (jnp.array([1.0, 3.0, 20.0]),), {}),
+    "rows of the outer mapping": (
+        counted_by_outer_rows,
+        (jnp.array([1.0, 3.0, 20.0]),),
+        {},
+    ),
     "rows of two mappings": (counted_by_all, (jnp.array([1.0, 3.0, 20.0]),), {}),
     "iterations by rows": (
         counted_by_rows,
@@ -258,6 +284,15 @@ PROGRAMS = {
     "checkpoint in checkpoint": (jax.grad(nested_checkpoints), (2.0, ROWS), GRADS),
     "a rule backward": (jax.jit(jax.grad(ruled_backward)), (1.0,), {}),
     "loop of loops": (by_rows(jax.grad(loop_of_loops)), (2.0, ROWS), GRADS),
+    "checkpoint in jit": (jax.jit(jax.checkpoint(loss)), (2.0, ROWS), {}),
+    "rules in jit": (jax.jit(lambda x: ruled(x) * ruled_backward(x)), (1.0,), {}),
+    "two in a branch": (two_in_branch, (2.0, 3.0), {}),
+    "switch by a number": (jax.grad(switched), (2.0, jnp.array(1.0)), GRADS),
+    "vmap of loops and vmap in turn": (
+        by_rows(jax.grad(loop_of_rows_of_loops)),
+        (2.0, ROWS),
+        GRADS,
+    ),
     "statistics of branches": (
         by_rows(branched),
         (2.0, ROWS[0]),
