@@ -70,7 +70,7 @@ def mixed(w, x):
 
 def branch_in_branch(x):
     def inner():
-        return jax.lax.cond(x > 2, lambda: tt.tap(x, "i") * 2, lambda: x)
+        return jax.lax.cond(x < 3, lambda: tt.tap(x, "i") * 2, lambda: x)
 
     return jax.lax.cond(x > 1, inner, lambda: tt.tap(x * 3, "o"))
 
@@ -86,7 +86,12 @@ def _(primals, tangents):
 
 
 def by_columns(x):
-    return jax.vmap(lambda x: tt.tap(x * jnp.arange(3.0), "h"), 1, 1)(x)
+    return jax.vmap(lambda x: tt.tap(x, "h") * jnp.arange(3.0), 1, 1)(x)
+
+
+def by_columns_of_cotangents(x):
+    pulled = lambda x, ct: jax.vjp(lambda x: tt.tap(x * 2, "h"), x)[1](ct)
+    return jax.vmap(pulled, (0, 1))(x, x)
 
 
 def of_three_axes(w, x):
@@ -156,6 +161,20 @@ def loop_of_rows_of_loops(w, x):
 
     step = lambda carry, each: (jax.vmap(row, (0, None))(carry, each), None)
     return jax.lax.scan(step, jnp.arange(2.0), x)[0].sum()
+
+
+def gradient_in_branch(w, x):
+    first = lambda: jax.grad(lambda w: tt.tap(w * x, "a") ** 2)(w)
+    other = lambda: jax.grad(lambda w: jnp.sin(tt.tap(w + x, "b")))(w)
+    return jax.lax.cond(x > 1, first, other)
+
+
+def handed_on(w, x):
+    """A pullback goes through programs that do not call it."""
+    _, pull = jax.vjp(jax.jit(lambda w: tt.tap(jnp.sin(w * x), "h") ** 2), w)
+    pull = jax.lax.cond(w > 1, lambda pull: pull, lambda pull: pull, pull)
+    pull, _ = jax.lax.scan(lambda pull, _: (pull, None), pull, length=2)
+    return jax.jit(lambda pull, ct: pull(ct))(pull, jnp.ones(x.shape))
 
 
 def pulled_later(w, x):
@@ -260,6 +279,7 @@ PROGRAMS = {
         {**GRADS, "reduce": [tt.Moments(), tt.AbsMax()]},
     ),
     "columns": (by_columns, (ROWS[:, :3],), {}),
+    "columns of cotangents": (by_columns_of_cotangents, (ROWS[:, :3],), GRADS),
     "three mappings": (jax.grad(of_three_axes), (2.0, ROWS[0]), GRADS),
     "rows of one mapping": (counted_by_rows, (jnp.array([1.0, 3.0, 20.0]),), {}),
     "rows of the outer mapping": (
@@ -276,6 +296,9 @@ PROGRAMS = {
     "scan in while": (counted_loops, (1.0,), {}),
     "loop in a branch": (by_rows(jax.grad(loop_in_branch)), (2.0, ROWS[0]), GRADS),
     "switch": (jax.grad(total(switched)), (2.0, ROWS[0, :3]), GRADS),
+    "vmap of grad of switch": (by_rows(jax.grad(switched)), (2.0, ROWS[0, :3]), GRADS),
+    "pulled through others": (handed_on, (2.0, ROWS), GRADS),
+    "grad in cond": (jax.jit(gradient_in_branch), (2.0, 0.5), GRADS),
     "pulled later": (pulled_later, (2.0, ROWS), GRADS),
     "two pulled later": (two_pulled_later, (2.0, ROWS), GRADS),
     "leaves in a loop": (jax.grad(in_turn), (2.0, ROWS[0]), GRADS),
