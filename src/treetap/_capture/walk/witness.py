@@ -113,16 +113,16 @@ def witnessed(label: Label, leaves: Sequence[Any], gradients: bool) -> list[Any]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(told: Told, value: Any) -> Any:
-    """A value, of whose cotangent a witness tells."""
+    """A value, of whose cotangent a witness tells, and of what value it is."""
     return value
 
 
 def _forward(told: Told, value: Any) -> Any:
-    return value, None
+    return value, value
 
 
-def _backward(told: Told, _: None, cotangent: Any) -> Any:
-    witness_p.bind(cotangent, told=told, rows=())
+def _backward(told: Told, value: Any, cotangent: Any) -> Any:
+    witness_p.bind(cotangent, value, told=told, rows=())
     return (cotangent,)
 
 
