@@ -54,4 +54,4 @@ def jit(fun: Callable[P, R] = MISSING, **options: Unpack[JitOptions]) -> Jit[P, 
         >>> int(counter)
         1
     """
-    return Jit(fun, Lift.of("jit", options), options)
+    return Jit(fun, Lift.of("jit", options, JitOptions), options)

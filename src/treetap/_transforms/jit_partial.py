@@ -34,7 +34,7 @@ def jit_partial(
             entry for each argument.
     """
     refuse_bound_method(fun, "jit_partial")
-    lift = Lift.of("jit_partial", options)
+    lift = Lift.of("jit_partial", options, JitOptions)
     if lift.mode is Mode.UPDATES:
         raise StructureError(
             "jit_partial: the structure of the fixed arguments is frozen, so there is "

@@ -348,7 +348,7 @@ def test_a_captured_object_cannot_be_returned(wrap, kind):
 
 
 @pytest.mark.parametrize("kind", ["variable", "module"])
-@pytest.mark.parametrize("name", ["jit", "remat", "cond", "checkify", "custom_vjp"])
+@pytest.mark.parametrize("name", ["jit", "remat", "cond", "checkify"])
 def test_a_captured_object_cannot_be_returned_where_no_argument_is_one(name, kind):
     outer = Part()
     given = outer if kind == "module" else outer.w

@@ -20,7 +20,6 @@ from treetap._core.paths import show_path
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.sharing import name_lost, places
 from treetap._core.variables.variable import Variable, raw_values
-from treetap._core.wording import first_few
 from treetap._transforms.lift.arguments import (
     HOLE,
     NO_STATICS,
@@ -79,11 +78,6 @@ class Jit(Generic[P, R]):
         self, fn: Callable[P, R], lift: Lift, options: JitOptions, fixed: Any = ()
     ):
         functools.update_wrapper(self, fn)
-        if unknown := options.keys() - JitOptions.__annotations__.keys():
-            known = first_few(sorted(JitOptions.__annotations__), 99)
-            raise TypeError(
-                f"{lift.name}: there is no option {min(unknown)!r}; there are {known}."
-            )
         own = options.keys() - Options.__annotations__.keys()
         given = {k: options[k] for k in own if options[k] is not None}
         name, mode = lift.name, lift.mode

@@ -47,6 +47,7 @@ from treetap._core.trees.sharing import first_two_places, places
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import Variable, raw_values, write_boxes
+from treetap._core.wording import near_to
 from treetap._transforms.lift.prefixes import (
     PrefixGroups,
     Spread,
@@ -103,8 +104,9 @@ class Lift:
             check_policy(self.policy)
 
     @classmethod
-    def of(cls, name: str, options: Options) -> "Lift":
+    def of(cls, name: str, options: Options, kind: Any = Options) -> "Lift":
         """The lift of a transform with these options; settings decide what is left."""
+        refuse_unknown(name, options, kind.__annotations__)
         mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
         return cls(name, mode, options.get("on_structure_change"))
 
@@ -167,8 +169,13 @@ def transform(fn: F) -> F:
     given; and bound methods are refused.
     """
 
+    signature = open_signature(fn)
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
+
     @functools.wraps(fn)
     def call(f: Any = MISSING, *args: Any, **options: Any) -> Any:
+        if not takes_all:
+            refuse_unknown(fn.__name__, options, signature.parameters)
         mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
         options |= {"graph": bool(mode), "graph_updates": mode is Mode.UPDATES}
         if f is MISSING:
@@ -179,8 +186,20 @@ def transform(fn: F) -> F:
             made.__treetap_mode__ = mode
         return made
 
-    call.__signature__ = open_signature(fn)  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue] - read by inspect
     return call  # pyright: ignore[reportReturnType] - the signature is that of `fn`
+
+
+def refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses options that a transform does not have."""
+    known = [*known]
+    unknown = [option for option in given if option not in known]
+    if unknown:
+        near = near_to(unknown[0], known, 1)
+        text = (
+            f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+        )
+        raise TypeError(f"{name}: there is no option {unknown[0]!r}. {text}")
 
 
 _FLAGS = (bool, bool | int)  # types of options that are off by default
