@@ -562,10 +562,20 @@ class Branch(Part):
 class Gradient(Part):
     """The array less a part of the gradient of the squares of a body."""
 
+    kind: str
     body: Part
 
     def run(self, x: Any, env: tuple[Any, ...]) -> Any:
-        return x - 0.1 * jax.grad(lambda x: jnp.sum(self.body.run(x, env) ** 2))(x)
+        def loss(x: Any) -> Any:
+            return jnp.sum(self.body.run(x, env) ** 2)
+
+        if self.kind == "grad":
+            return x - 0.1 * jax.grad(loss)(x)
+        fn = jax.jit(loss) if self.kind == "vjp of jit" else loss
+        value, pull = jax.vjp(fn, x)
+        if self.kind == "pulled by a jit":
+            pull = functools.partial(jax.jit(lambda pull, ct: pull(ct)), pull)
+        return x - 0.1 * pull(jnp.ones_like(value))[0]
 
     def slow(self, x: Any, env: tuple[Any, ...], at: Slow) -> Any:
         def loss(x: Any) -> Any:
@@ -576,6 +586,87 @@ class Gradient(Part):
             loss(x)
             (grad,) = at.derivatives(loss, [x])
         return x - 0.1 * grad
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Derivative(Part):
+    """The array and a part of the derivative of a body, along ones."""
+
+    kind: str
+    body: Part
+
+    def run(self, x: Any, env: tuple[Any, ...]) -> Any:
+        fn, ones = functools.partial(self.body.run, env=env), jnp.ones_like(x)
+        if self.kind == "linearize":
+            along = jax.linearize(fn, x)[1](ones)
+        else:
+            along = jax.jvp(fn, (x,), (ones,))[1]
+        return x + 0.1 * along
+
+    def slow(self, x: Any, env: tuple[Any, ...], at: Slow) -> Any:
+        x = np.real(x)
+        self.body.slow(x, env, at)
+        with at.inside(watch=lambda *told: None, executed=0):
+            along = np.imag(self.body.slow(x + 1j * STEP, env, at)) / STEP
+        return x + 0.1 * along
+
+
+class Total(tt.Module):
+    """A Variable that is written."""
+
+    def __init__(self, total: Any):
+        self.total = tt.BatchStat(total)
+
+    def add(self, y: Any) -> None:
+        self.total[...] = 0.5 * self.total[...] + jnp.mean(y)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Writing(Part):
+    """A body under a transform of treetap's, where it adds to a Variable."""
+
+    kind: str
+    bound: float
+    body: Part
+
+    def run(self, x: Any, env: tuple[Any, ...]) -> Any:
+        model = Total(0.0 * jnp.mean(x))
+
+        def step(model: Total, x: Any, row: Any) -> Any:
+            y = self.body.run(x, (*env, row))
+            model.add(y)
+            return y
+
+        x = self._transformed(step, model, x)
+        return x + model.total[...]
+
+    def _transformed(self, step: Callable[..., Any], model: Total, x: Any) -> Any:
+        rows = jnp.asarray(_rows(3), jnp.float32)
+        if self.kind == "scan":
+            once = lambda model, x, row: (step(model, x, row), row)
+            axes = {"in_axes": (None, tt.Carry, 0), "out_axes": (tt.Carry, 0)}
+            return tt.scan(once, **axes)(model, x, rows)[0]
+        if self.kind == "cond":
+            other = lambda model, x, row: x
+            is_large = jnp.mean(x) > self.bound
+            return tt.cond(is_large, step, other, model, x, rows[0])
+        return {"jit": tt.jit, "remat": tt.remat}[self.kind](step)(model, x, rows[0])
+
+    def slow(self, x: Any, env: tuple[Any, ...], at: Slow) -> Any:
+        rows, axes, branches = enumerate(_rows(3)), at.axes, at.branches
+        total = 0.0
+        if self.kind == "cond":
+            branches = (*branches, False)
+            if not exceeds(np.mean(x), self.bound):
+                return x
+        for n, row in rows if self.kind == "scan" else [(0, _rows(3)[0])]:
+            if self.kind == "scan":
+                axes = (*at.axes, (id(self), "scan", 3, n))
+            with at.inside(axes=axes, branches=branches):
+                x = self.body.slow(x, (*env, row), at)
+            total = 0.5 * total + np.mean(x)
+            axes = at.axes
+        return x + total
 
 
 @dataclass(frozen=True)
@@ -687,6 +778,7 @@ class Maker:
             "vmap": lambda: self.mapped("vmap", depth, kinds - {"top"}),
             "loop": lambda: self.loop(depth, kinds - {"top"}),
             "branch": lambda: self.branch(depth, kinds - {"top"}),
+            "writing": lambda: self.writing(depth, kinds - {"top"}),
         }
         if "while" not in kinds:
             makers["while"] = lambda: self.while_(depth, kinds - {"top"} | {"while"})
@@ -696,7 +788,8 @@ class Maker:
             )
         if "gradient" in kinds:
             inside = kinds - {"gradient", "top"}
-            makers["gradient"] = lambda: Gradient(self.steps(depth - 1, inside))
+            makers["gradient"] = lambda: self.gradient(depth, inside)
+            makers["derivative"] = lambda: self.derivative(depth, inside)
         several = ["vmap", "loop", "branch"] * 2
         return self.choose([*simple, *makers.values(), *map(makers.get, several)])()
 
@@ -736,6 +829,21 @@ class Maker:
         reverse, unroll = self.choose([False, True]), self.choose([1, 1, 2])
         body = self.steps(depth - 1, kinds)
         return Loop(kind, self.choose([2, 3]), reverse, unroll, body)
+
+    def gradient(self, depth: int, kinds: set[str]) -> Part:
+        """A body whose gradient is of use."""
+        ways = ["grad", "vjp", "vjp of jit", "pulled by a jit"]
+        return Gradient(self.choose(ways), self.steps(depth - 1, kinds))
+
+    def derivative(self, depth: int, kinds: set[str]) -> Part:
+        """A body whose derivative is of use."""
+        kind = self.choose(["jvp", "linearize"])
+        return Derivative(kind, self.steps(depth - 1, kinds))
+
+    def writing(self, depth: int, kinds: set[str]) -> Part:
+        """A body that writes."""
+        kind, bound = self.choose(["jit", "scan", "cond", "remat"]), [0.0, 0.15]
+        return Writing(kind, self.choose(bound), self.steps(depth - 1, kinds))
 
     def while_(self, depth: int, kinds: set[str]) -> Part:
         """A body as often as it takes."""

@@ -172,8 +172,8 @@ def gradient_in_branch(w, x):
 def handed_on(w, x):
     """A pullback goes through programs that do not call it."""
     _, pull = jax.vjp(jax.jit(lambda w: tt.tap(jnp.sin(w * x), "h") ** 2), w)
-    pull = jax.lax.cond(w > 1, lambda pull: pull, lambda pull: pull, pull)
-    pull, _ = jax.lax.scan(lambda pull, _: (pull, None), pull, length=2)
+    zeros = lambda pull: jax.tree.map(jnp.zeros_like, pull)
+    pull = jax.lax.cond(w > 1, lambda pull: pull, zeros, pull)
     return jax.jit(lambda pull, ct: pull(ct))(pull, jnp.ones(x.shape))
 
 
@@ -307,6 +307,7 @@ PROGRAMS = {
     "checkpoint in checkpoint": (jax.grad(nested_checkpoints), (2.0, ROWS), GRADS),
     "a rule backward": (jax.jit(jax.grad(ruled_backward)), (1.0,), {}),
     "loop of loops": (by_rows(jax.grad(loop_of_loops)), (2.0, ROWS), GRADS),
+    "an array of a closure": (jax.jit(lambda x: tt.tap(x * ROWS, "h")), (2.0,), {}),
     "checkpoint in jit": (jax.jit(jax.checkpoint(loss)), (2.0, ROWS), {}),
     "rules in jit": (jax.jit(lambda x: ruled(x) * ruled_backward(x)), (1.0,), {}),
     "two in a branch": (two_in_branch, (2.0, 3.0), {}),

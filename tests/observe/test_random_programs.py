@@ -5,15 +5,17 @@ See `random_programs`. Values and their axes, gradients, which branches were tak
 often loops ran, and the results of the programs are compared.
 """
 
+import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import treetap as tt
-from random_programs import Maker, Program, Rule, TooClose
+from random_programs import Maker, Program, Rule, TooClose, Total
 
 TOLERANCE = 3e-4
 LARGE = 1e3
@@ -165,14 +167,129 @@ def check(program: Program):
             assert may_run or not np.any(site.taken), f"{site.text} was not taken"
         else:
             check_site(site, note)
-    assert sorted((s.name, s.index) for s in record) == sorted(
-        (text.split("#")[0], int((text + "#0").split("#")[1])) for text in texts
-    )
+    assert [s.text for s in record] == texts, "another order of calls"
     return True
+
+
+def is_comparable(program: Program):
+    """Whether there is something to compare, and JAX can run it."""
+    try:
+        wanted, slow = program.slow()
+        program.fn()(*program.args)
+    except (TooClose, TypeError, ValueError):
+        return False
+    return all(np.all(np.abs(x) < LARGE) for x in slow.numbers(wanted))
+
+
+def check_verified(program: Program):
+    """Verifies a program; gives False where that is refused."""
+    if not is_comparable(program):
+        return False
+    grads = program.how == "grad" and not program.body.holds(Rule)
+    try:
+        observed = tt.observe(program.fn(), grads=grads, verify=True)
+        assert observed(*program.args)[1].verified
+    except tt.CaptureError as error:
+        if "verification failed" in str(error):
+            raise
+        return False
+    return True
+
+
+def check_edited(program: Program, number: int):
+    """Edits a value of a program, and compares what then comes out."""
+    name = program.body.taps()[number % len(program.body.taps())][0]
+    change = lambda h: 0.5 * h * h + 0.2
+    try:
+        if not is_comparable(program):
+            return False
+        wanted, slow = program.slow({name: change})
+    except TooClose:
+        return False
+    if not all(np.all(np.abs(x) < LARGE) for x in slow.numbers(wanted)):
+        return False
+    edit = tt.edits.apply(functools.partial(jax.tree.map, change))
+    out = program.around(tt.edit(program.fn(), {name: edit}))(*program.args)
+    for found, right in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
+        assert close(found, right), f"result {found}, wanted {right}"
+    return True
+
+
+def check_statistics(program: Program):
+    """Compares the largest magnitudes of all that was tapped."""
+    if not is_comparable(program):
+        return False
+    _, slow = program.slow()
+    observed = program.around(tt.observe(program.fn(), reduce=tt.AbsMax()))
+    _, record = observed(*program.args)
+    calls = program.body.taps()
+    for site, (name, call) in zip(record, calls):
+        note = slow.notes.get((name, call))
+        if note is None or not note.leaves or note.counts:
+            continue  # of a `while` the interpreter knows the last turn
+        rows = note.leaves.values()
+        largest = [max(np.max(np.abs(x)) for x in each) for each in zip(*rows)]
+        found = jax.tree.leaves(site.stats)
+        assert len(found) == len(largest)
+        for one, right in zip(found, largest):
+            # Iterations are apart, and those where a branch was not taken are zeros.
+            assert close(np.max(one), right), f"{site.text}: {one}, wanted {right}"
+    return True
+
+
+def check_written(program: Program):
+    """Observes a function of a Module that it writes to."""
+    if program.how != "plain" or program.jit == "outside" or not is_comparable(program):
+        return False
+    wanted, _ = program.slow()
+    body = program.fn()
+
+    def fn(model, *args):
+        model.add(body(*args))
+        return tt.tap(model.total[...], "total")
+
+    model = Total(jnp.array(0.5))
+    fn = tt.jit(fn) if program.jit == "inside" else fn
+    out, record = tt.observe(fn)(model, *program.args)
+    right = 0.25 + np.mean(wanted)
+    assert close(model.total[...], right)
+    assert close(out, right)
+    assert close(record["total"].value, right)
+    return True
+
+
+def drawn(data):
+    return Maker(lambda options: data.draw(st.sampled_from(list(options)))).program()
 
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_captures_of_random_programs(data):
-    program = Maker(lambda options: data.draw(st.sampled_from(list(options)))).program()
-    assume(check(program))
+    assume(check(drawn(data)))
+
+
+MANY = settings().max_examples
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@given(st.data())
+def test_random_programs_verified(data):
+    assume(check_verified(drawn(data)))
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@given(st.data(), st.integers(0, 9))
+def test_random_programs_edited(data, number):
+    assume(check_edited(drawn(data), number))
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@given(st.data())
+def test_statistics_of_random_programs(data):
+    assume(check_statistics(drawn(data)))
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@given(st.data())
+def test_variables_that_random_programs_write(data):
+    assume(check_written(drawn(data)))

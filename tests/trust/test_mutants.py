@@ -14,7 +14,8 @@ Left out are changes that no number tells of:
 - `is_handed`, and how paths are found: they say where a value is;
 - `run` of a checkpoint or a `custom_jvp` as if it were a plain call: captures come
   after the differentiation, and what is left are the same numbers;
-- `is_repeated` where nothing is, which only refuses less;
+- `is_repeated`, which says what is refused: of second derivatives, or pullbacks that
+  are called twice;
 - leaves of a derivative in another order (`moving`): all that follow go by that order;
 - what is fed by `edit` and `perturb`: nothing is fed while one observes. Masks are, and
   are here;
@@ -66,13 +67,13 @@ class Mutant(NamedTuple):
     of: Any
     name: Any
     change: Any
-    first: str = "plain"
+    first: str
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(of, name, first="plain"):
+def mutant(of, name, first):
     """Takes a function from what was to what is instead; its name says the change."""
 
     def taken(change):
@@ -84,12 +85,11 @@ def mutant(of, name, first="plain"):
     return taken
 
 
-def entry(name, first="plain", **changes):
+def entry(name, said, first, **changes):
     """A mutant of one entry of the table."""
-    (field,) = changes
-    said = f"{name}: other {field}"
-    said += "" if said not in MUTANTS else " again"
     change = lambda was: replace(was, **changes)
+    said = f"{name} {said}"
+    assert said not in MUTANTS, said
     MUTANTS[said] = Mutant(operations.OPERATIONS, name, change, first)
 
 
@@ -99,37 +99,53 @@ def less(params_of):
 
 
 TABLE = operations.OPERATIONS
-entry("scan", turns=None)
-entry("scan", turns=less(TABLE["scan"].turns))
-entry("scan", flag="taken")
-entry("scan", flag="count")
-entry("scan", rows=lambda params: (3,))
-entry("while", flag="")
-entry("while", flag="taken")
-entry("while", rows=lambda params: ())
-entry("while", rows=lambda params: operations.while_rows(params)[::-1])
-entry("while", several=lambda params: [])
-entry("cond", flag="")
-entry("cond", flag="count")
-entry("cond", turns=lambda params: range(2))
-entry("cond", several=lambda params: operations._branches(params)[::-1])
-entry("cond", several=lambda params: operations._branches(params)[:1])
+entry("scan", "adds no axis", "scan", turns=None)
+entry("scan", "has a turn less", "grad of scan", turns=less(TABLE["scan"].turns))
+entry("scan", "is a branch", "loop of loops", flag="taken")
+entry("scan", "counts", "scan", flag="count")
+entry("scan", "has rows", "vmap of grad of scan", rows=lambda params: (3,))
+entry("while", "does not count", "while", flag="")
+entry("while", "is a branch", "while", flag="taken")
+entry("while", "has no rows", "vmap of while", rows=lambda params: ())
+entry(
+    "while",
+    "has its rows in another order",
+    "rows of two mappings",
+    rows=lambda params: operations.while_rows(params)[::-1],
+)
+entry("while", "has no body", "while", several=lambda params: [])
+entry("cond", "has no mask", "cond", flag="")
+entry("cond", "counts", "cond", flag="count")
+entry("cond", "adds an axis", "cond", turns=lambda params: range(2))
 entry(
     "cond",
+    "has its branches in another order",
+    "cond",
+    several=lambda params: operations._branches(params)[::-1],
+)
+entry(
+    "cond",
+    "has one branch",
+    "cond",
+    several=lambda params: operations._branches(params)[:1],
+)
+entry(
+    "cond",
+    "gives its index to the branches",
+    "scan of cond",
     several=lambda params: [
         body._replace(first=0) for body in operations._branches(params)
     ],
 )
-entry("jit", turns=lambda params: range(1))
-entry("jit", flag="taken")
-entry("jit", run=operations._run_cond)
-entry("remat2", is_repeated=False)
-entry("remat2", turns=lambda params: range(1))
-entry("custom_jvp_call", turns=lambda params: range(1))
-entry("custom_vjp_call", turns=lambda params: range(1))
+entry("jit", "adds an axis", "scan of cond", turns=lambda params: range(1))
+entry("jit", "is a branch", "pulled later", flag="taken")
+entry("jit", "is run as a cond", "scan of cond", run=operations._run_cond)
+entry("remat2", "adds an axis", "grad of checkpoint", turns=lambda params: range(1))
+entry("custom_jvp_call", "adds an axis", "rules in jit", turns=lambda params: range(1))
+entry("custom_vjp_call", "adds an axis", "rules in jit", turns=lambda params: range(1))
 
 
-@mutant(operations, "OPERATIONS")
+@mutant(operations, "OPERATIONS", "scan")
 def no_scan_in_the_table(was):
     return {name: one for name, one in was.items() if name != "scan"}
 
@@ -137,7 +153,7 @@ def no_scan_in_the_table(was):
 # How the table's operations are run.
 
 
-@mutant(operations, "_distinct")
+@mutant(operations, "_distinct", "scan")
 def all_results_of_a_loop_are_its_first(was):
     def first(tree):
         distinct, places = was(tree)
@@ -146,7 +162,7 @@ def all_results_of_a_loop_are_its_first(was):
     return first
 
 
-@mutant(operations, "_distinct")
+@mutant(operations, "_distinct", "scan")
 def results_of_a_loop_are_exchanged(was):
     def exchanged(tree):
         distinct, places = was(tree)
@@ -155,7 +171,7 @@ def results_of_a_loop_are_exchanged(was):
     return exchanged
 
 
-@mutant(operations, "_distinct")
+@mutant(operations, "_distinct", "grad of scan")
 def results_of_a_loop_with_one_type_are_one(was):
     def by_type(tree):
         kept = {}
@@ -172,27 +188,27 @@ def results_of_a_loop_with_one_type_are_one(was):
     return by_type
 
 
-@mutant(operations, "_scan_carried")
+@mutant(operations, "_scan_carried", "scan")
 def carries_begin_one_later(was):
     return lambda params: range(was(params).start + 1, was(params).stop + 1)
 
 
-@mutant(operations, "_scan_carried")
+@mutant(operations, "_scan_carried", "scan")
 def a_carry_is_taken_for_a_constant(was):
     return lambda params: range(was(params).start + 1, was(params).stop)
 
 
-@mutant(operations, "_scan_carried")
+@mutant(operations, "_scan_carried", "grad of scan")
 def a_constant_is_taken_for_a_carry(was):
     return lambda params: range(max(0, was(params).start - 1), was(params).stop)
 
 
-@mutant(operations, "while_rows")
+@mutant(operations, "while_rows", "vmap of while")
 def rows_of_a_while_are_not_there(was):
     return lambda params: ()
 
 
-@mutant(operations, "while_rows")
+@mutant(operations, "while_rows", "rows of two mappings")
 def rows_of_a_while_are_exchanged(was):
     return lambda params: was(params)[::-1]
 
@@ -210,7 +226,7 @@ class _Forward:
         return {**self.compat.scan_options(params), "reverse": False}
 
 
-@mutant(operations, "jax_compat")
+@mutant(operations, "jax_compat", "scan")
 def reversed_loops_run_forward(was):
     return _Forward(was)
 
@@ -222,32 +238,32 @@ def _flag(change):
     return changed
 
 
-@mutant(operations, "flagged")
+@mutant(operations, "flagged", "cond")
 def the_mask_of_a_branch_is_negated(was):
     return _flag(jnp.logical_not)(was)
 
 
-@mutant(operations, "flagged")
+@mutant(operations, "flagged", "cond")
 def the_mask_of_a_branch_is_always_true(was):
     return _flag(jnp.ones_like)(was)
 
 
-@mutant(operations, "flagged")
+@mutant(operations, "flagged", "cond")
 def no_mask_of_a_branch(was):
     return lambda flag, spot, found: found
 
 
-@mutant(plans, "flagged")
+@mutant(plans, "flagged", "while")
 def a_while_counts_one_more(was):
     return _flag(lambda count: count + 1)(was)
 
 
-@mutant(plans, "flagged")
+@mutant(plans, "flagged", "vmap of while")
 def a_while_does_not_count(was):
     return lambda flag, spot, found: found
 
 
-@mutant(operations, "of_each")
+@mutant(operations, "of_each", "two in a branch")
 def what_came_out_of_branches_is_of_the_next_spot(was):
     return lambda do, *columns: was(do, *columns)[::-1]
 
@@ -255,22 +271,22 @@ def what_came_out_of_branches_is_of_the_next_spot(was):
 # Where axes go.
 
 
-@mutant(spots.Spot, "place")
+@mutant(spots.Spot, "place", "scan")
 def an_axis_goes_one_place_further_in(was):
     return lambda self, has: was(self, has) + 1
 
 
-@mutant(spots.Spot, "place")
+@mutant(spots.Spot, "place", "vmap of grad of scan")
 def an_axis_goes_to_the_front(was):
     return lambda self, has: 0
 
 
-@mutant(spots.Spot, "place")
+@mutant(spots.Spot, "place", "scan of vmap")
 def an_axis_goes_to_the_end_of_the_levels(was):
     return lambda self, has: len([n for n in has if self.levels[n].kind == spots.VMAP])
 
 
-@mutant(plans.Part, "with_axis")
+@mutant(plans.Part, "with_axis", "scan")
 def the_axis_of_a_loop_is_reversed(was):
     def reversed_(self, found, put):
         return was(self, found, lambda value, n: jnp.flip(put(value, n), n))
@@ -278,7 +294,7 @@ def the_axis_of_a_loop_is_reversed(was):
     return reversed_
 
 
-@mutant(plans.Part, "outers")
+@mutant(plans.Part, "outers", "leaves in a loop by rows")
 def axes_of_values_go_as_those_of_their_first_leaf(was):
     def first(self):
         return [
@@ -302,27 +318,27 @@ def _wrapped(outer):
     return changed
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "vmap of while")
 def a_loop_is_the_outermost_level(was):
     return _wrapped(lambda spot: 0)(was)
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "scan of vmap")
 def a_loop_is_the_innermost_level(was):
     return _wrapped(lambda spot: len(spot.levels))(was)
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "scan of vmap")
 def a_loop_is_one_level_further_in(was):
     return _wrapped(lambda spot: min(spot.outer + 1, len(spot.levels)))(was)
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "switch by a number")
 def a_branch_has_no_number(was):
     return lambda self, wrap, number=0: was(self, wrap, 0)
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "vmap of while")
 def masks_are_said_to_have_no_axes(was):
     def wrapped(self, wrap, number=0):
         spot = was(self, wrap, number)
@@ -331,7 +347,7 @@ def masks_are_said_to_have_no_axes(was):
     return wrapped
 
 
-@mutant(spots.Spot, "wrapped")
+@mutant(spots.Spot, "wrapped", "rows of one mapping")
 def leaves_of_a_loop_have_the_axes_of_others(was):
     def wrapped(self, wrap, number=0):
         spot = was(self, wrap, number)
@@ -340,32 +356,27 @@ def leaves_of_a_loop_have_the_axes_of_others(was):
     return wrapped
 
 
-@mutant(spots.Spot, "seen_from")
-def name_stacks_speak_of_one_more_mapping(was):
-    return lambda self, scopes, mappings, flow: was(self, scopes, mappings + 1, flow)
-
-
-@mutant(spots, "mappings_in")
+@mutant(spots, "mappings_in", "vmap of while")
 def one_more_mapping_is_further_in(was):
     return lambda stack: was(stack) + 1
 
 
-@mutant(spots.Spot, "row_levels")
+@mutant(spots.Spot, "row_levels", "vmap of while")
 def rows_are_of_no_level(was):
     return lambda self, rows: ()
 
 
-@mutant(spots.Spot, "row_levels")
+@mutant(spots.Spot, "row_levels", "rows of one mapping")
 def rows_are_of_the_outermost_levels(was):
     return lambda self, rows: tuple(range(len(was(self, rows))))
 
 
-@mutant(spots.Spot, "row_levels")
+@mutant(spots.Spot, "row_levels", "rows of the outer mapping")
 def rows_are_of_the_innermost_levels(was):
     return lambda self, rows: tuple(range(self.outer))[self.outer - len(rows) :]
 
 
-@mutant(spots.Spot, "keeping")
+@mutant(spots.Spot, "keeping", "iterations of a while")
 def kept_iterations_have_no_axis(was):
     return lambda self, iterations: self
 
@@ -380,22 +391,22 @@ def _spot(change):
     return changed
 
 
-@mutant(survey, "spot_of")
+@mutant(survey, "spot_of", "rows of one mapping")
 def levels_are_in_another_order(was):
     return _spot(lambda spot: spot._replace(levels=spot.levels[::-1]))(was)
 
 
-@mutant(survey, "spot_of")
+@mutant(survey, "spot_of", "rows of one mapping")
 def leaves_of_a_tap_have_the_axes_of_others(was):
     return _spot(lambda spot: spot._replace(has=spot.has[::-1]))(was)
 
 
-@mutant(listener, "spot_of")
+@mutant(listener, "spot_of", "leaves mapped and not")
 def leaves_of_a_tap_have_the_axes_of_others_outside_of_jit(was):
     return _spot(lambda spot: spot._replace(has=spot.has[::-1]))(was)
 
 
-@mutant(listener, "spot_of")
+@mutant(listener, "spot_of", "three mappings")
 def levels_are_in_another_order_outside_of_jit(was):
     return _spot(lambda spot: spot._replace(levels=spot.levels[::-1]))(was)
 
@@ -405,22 +416,22 @@ def _other_leaves(spot):
     return spot if leaves is None else spot._replace(leaves=leaves[::-1])
 
 
-@mutant(survey, "spot_of")
+@mutant(survey, "spot_of", "leaves in a loop")
 def gradients_are_of_other_leaves(was):
     return _spot(_other_leaves)(was)
 
 
-@mutant(listener, "spot_of")
+@mutant(listener, "spot_of", "leaves mapped and not")
 def gradients_are_of_other_leaves_outside_of_jit(was):
     return _spot(_other_leaves)(was)
 
 
-@mutant(survey, "spot_of")
+@mutant(survey, "spot_of", "vmap of scan of cond")
 def masks_of_a_tap_have_no_axes(was):
     return _spot(lambda spot: spot._replace(flags_have=((),) * len(spot.flags)))(was)
 
 
-@mutant(survey, "spot_of")
+@mutant(survey, "spot_of", "vmap of scan of cond")
 def masks_of_a_tap_are_not_told(was):
     return _spot(lambda spot: spot._replace(flags=(), flags_have=()))(was)
 
@@ -428,12 +439,12 @@ def masks_of_a_tap_are_not_told(was):
 # Branches under `vmap`.
 
 
-@mutant(batched_branches, "Guarding")
+@mutant(batched_branches, "Guarding", "vmap of grad of switch")
 def all_marks_are_in_the_first_branch(was):
     return lambda number: was(0)
 
 
-@mutant(batched_branches, "_batch_cond")
+@mutant(batched_branches, "_batch_cond", "vmap of cond")
 def masks_are_those_of_other_branches(was):
     def batch(axis, values, dims, *, branches, **params):
         own = len(branches)
@@ -444,7 +455,7 @@ def masks_are_those_of_other_branches(was):
     return batch
 
 
-@mutant(batched_branches, "_with_guards")
+@mutant(batched_branches, "_with_guards", "vmap of cond")
 def branches_under_vmap_have_no_masks(was):
     def unguarded(branch, number, count):
         body = batched_branches.body_of(branch)
@@ -468,7 +479,7 @@ def _guarded(change):
     return changed
 
 
-@mutant(plans.Guarding, "guarded")
+@mutant(plans.Guarding, "guarded", "vmap of grad of cond")
 def gradients_of_branches_are_not_masked(was):
     def unmasked(own, primitive, params, values, mask):
         is_gradient = primitive is marks.gradient_p
@@ -477,7 +488,7 @@ def gradients_of_branches_are_not_masked(was):
     return _guarded(unmasked)(was)
 
 
-@mutant(plans.Guarding, "guarded")
+@mutant(plans.Guarding, "guarded", "vmap of grad of cond")
 def gradients_of_branches_are_masked_the_other_way(was):
     def inverted(own, primitive, params, values, mask):
         is_gradient = primitive is marks.gradient_p
@@ -486,7 +497,7 @@ def gradients_of_branches_are_masked_the_other_way(was):
     return _guarded(inverted)(was)
 
 
-@mutant(plans.Guarding, "guarded")
+@mutant(plans.Guarding, "guarded", "vmap of cond")
 def values_of_branches_are_masked_the_other_way(was):
     def inverted(own, primitive, params, values, mask):
         return own(primitive, params, values, mask ^ (primitive is marks.tap_p))
@@ -494,7 +505,7 @@ def values_of_branches_are_masked_the_other_way(was):
     return _guarded(inverted)(was)
 
 
-@mutant(plans.Guarding, "places")
+@mutant(plans.Guarding, "places", "loop in a branch")
 def masks_are_sliced_by_the_loops_in_a_branch(was):
     return lambda self, spot: [0]
 
@@ -502,7 +513,7 @@ def masks_are_sliced_by_the_loops_in_a_branch(was):
 # What a `while` keeps.
 
 
-@mutant(plans.Kept, "renewed")
+@mutant(plans.Kept, "renewed", "iterations of a while")
 def iterations_are_kept_one_later(was):
     def later(self, before, after, counter):
         return was(self, before, after, counter + 1)
@@ -510,7 +521,7 @@ def iterations_are_kept_one_later(was):
     return later
 
 
-@mutant(plans.Kept, "renewed")
+@mutant(plans.Kept, "renewed", "while")
 def the_first_iteration_is_kept(was):
     def first(self, before, after, counter):
         new = was(self, before, after, counter)
@@ -521,17 +532,17 @@ def the_first_iteration_is_kept(was):
     return first
 
 
-@mutant(plans.Kept, "renewed")
+@mutant(plans.Kept, "renewed", "while")
 def nothing_is_kept(was):
     return lambda self, before, after, counter: before
 
 
-@mutant(plans.Kept, "rows_first")
+@mutant(plans.Kept, "rows_first", "rows of one mapping")
 def rows_stay_where_they_are(was):
     return lambda self, found: found
 
 
-@mutant(plans.Kept, "ended")
+@mutant(plans.Kept, "ended", "rows of one mapping")
 def rows_do_not_go_back(was):
     def ended(self, found, counter):
         return plans.flagged(counter, self.spot, found)
@@ -539,7 +550,7 @@ def rows_do_not_go_back(was):
     return ended
 
 
-@mutant(plans.Kept, "levels")
+@mutant(plans.Kept, "levels", "rows of one mapping")
 def rows_kept_are_of_the_outermost_levels(was):
     return property(lambda self: tuple(range(len(was.fget(self)))))
 
@@ -557,12 +568,12 @@ def _split(change):
     return changed
 
 
-@mutant(plans.Rewritten, "split")
+@mutant(plans.Rewritten, "split", "iterations of a while")
 def results_are_split_one_too_early(was):
     return _split(lambda self, outs: outs[1:] + outs[:1])(was)
 
 
-@mutant(plans.Rewritten, "split")
+@mutant(plans.Rewritten, "split", "scan of cond")
 def what_came_out_is_in_reverse(was):
     def change(self, outs):
         return outs[: self.num_outs] + outs[self.num_outs :][::-1]
@@ -570,12 +581,12 @@ def what_came_out_is_in_reverse(was):
     return _split(change)(was)
 
 
-@mutant(survey.Inner, "part")
+@mutant(survey.Inner, "part", "grad of checkpoint")
 def a_body_has_the_plan_of_the_first(was):
     return lambda self, plan, feeds: was(self._replace(start=0), plan, feeds)
 
 
-@mutant(run, "recorded")
+@mutant(run, "recorded", "leaves mapped and not")
 def leaves_come_out_in_reverse(was):
     def recorded(primitive, values, choice, spot):
         count = len(spot.own)
@@ -584,7 +595,7 @@ def leaves_come_out_in_reverse(was):
     return recorded
 
 
-@mutant(run, "recorded")
+@mutant(run, "recorded", "vmap of cond")
 def masks_come_out_negated(was):
     def recorded(primitive, values, choice, spot):
         found = was(primitive, values, choice, spot)
@@ -595,27 +606,27 @@ def masks_come_out_negated(was):
     return recorded
 
 
-@mutant(calls.Call, "fill")
+@mutant(calls.Call, "fill", "cond")
 def a_call_has_no_flags(was):
     return lambda self, found: was(self, found._replace(flags=[]))
 
 
-@mutant(calls.Call, "fill")
+@mutant(calls.Call, "fill", "cond in while")
 def a_call_has_its_flags_in_reverse(was):
     return lambda self, found: was(self, found._replace(flags=found.flags[::-1]))
 
 
-@mutant(calls, "_both")
+@mutant(calls, "_both", "cond in cond")
 def of_two_masks_the_first_counts(was):
     return lambda first, second, levels: first
 
 
-@mutant(calls, "_both")
+@mutant(calls, "_both", "cond in cond")
 def of_two_masks_the_second_counts(was):
     return lambda first, second, levels: second
 
 
-@mutant(calls.Call, "fill_gradient")
+@mutant(calls.Call, "fill_gradient", "leaves mapped and not")
 def gradients_are_filled_to_other_leaves(was):
     def fill(self, spot, found):
         was(self, _other_leaves(spot), found)
@@ -623,7 +634,7 @@ def gradients_are_filled_to_other_leaves(was):
     return fill
 
 
-@mutant(calls.Call, "fill_gradient")
+@mutant(calls.Call, "fill_gradient", "grad")
 def gradients_are_filled_twice(was):
     def fill(self, spot, found):
         was(self, spot, jax.tree.map(lambda x: x * 2, found))
@@ -631,7 +642,7 @@ def gradients_are_filled_twice(was):
     return fill
 
 
-@mutant(session.Session, "tap_of")
+@mutant(session.Session, "tap_of", "grad")
 def a_ticket_is_of_the_first_that_is_here(was):
     def tap_of(self, spot, ins, here):
         found = was(self, spot, ins, here)
@@ -640,7 +651,7 @@ def a_ticket_is_of_the_first_that_is_here(was):
     return tap_of
 
 
-@mutant(session.Session, "tap_of")
+@mutant(session.Session, "tap_of", "scan of cond")
 def a_ticket_is_of_the_last_that_is_here(was):
     def tap_of(self, spot, ins, here):
         found = was(self, spot, ins, here)
@@ -650,7 +661,7 @@ def a_ticket_is_of_the_last_that_is_here(was):
     return tap_of
 
 
-@mutant(session.Session, "tap_of")
+@mutant(session.Session, "tap_of", "grad of scan")
 def a_ticket_is_of_the_first_that_is_known(was):
     def tap_of(self, spot, ins, here):
         if len(spot.flow.of) == 1:
@@ -661,42 +672,42 @@ def a_ticket_is_of_the_first_that_is_known(was):
     return tap_of
 
 
-@mutant(session.Session, "tap_of")
+@mutant(session.Session, "tap_of", "grad")
 def no_ticket_is_known(was):
     return lambda self, spot, ins, here: None
 
 
-@mutant(session.Session, "remember")
+@mutant(session.Session, "remember", "grad")
 def tickets_are_forgotten(was):
     return lambda self, ticket, known: None
 
 
-@mutant(session, "_of_its_own")
+@mutant(session, "_of_its_own", "grad")
 def tickets_are_no_arrays_of_their_own(was):
     return lambda ticket: ticket
 
 
-@mutant(spots.Spot, "is_of")
+@mutant(spots.Spot, "is_of", "vmap of grad of switch")
 def tickets_do_not_heed_branches(was):
     return lambda self, other: self.label == other.label
 
 
-@mutant(spots.Flow, "shifted")
+@mutant(spots.Flow, "shifted", "grad of scan")
 def tickets_come_one_operand_further(was):
     return lambda self, base, first: was(self, base, first + 1)
 
 
-@mutant(spots.Flow, "shifted")
+@mutant(spots.Flow, "shifted", "grad in cond")
 def tickets_come_from_the_first_branch(was):
     return lambda self, base, first: was(self, 0, first)
 
 
-@mutant(survey.Taps, "handed_on")
+@mutant(survey.Taps, "handed_on", "pulled through others")
 def bodies_hand_no_tickets_on(was):
     return lambda self: []
 
 
-@mutant(survey, "is_like_ticket")
+@mutant(survey, "is_like_ticket", "vmap of grad of cond")
 def operations_hand_no_tickets_on(was):
     return lambda aval: False
 
@@ -704,7 +715,7 @@ def operations_hand_no_tickets_on(was):
 # Marks.
 
 
-def _batched(primitive, change):
+def _batched(primitive, change, first):
     """The rule of `vmap` for a mark, with other operands, or another result."""
 
     def changed(was):
@@ -714,7 +725,7 @@ def _batched(primitive, change):
         return rule
 
     said = change.__name__.replace("_", " ") + f" of a {primitive.name}"
-    MUTANTS[said] = Mutant(batching.fancy_primitive_batchers, primitive, changed)
+    MUTANTS[said] = Mutant(batching.fancy_primitive_batchers, primitive, changed, first)
 
 
 def axes_are_not_moved(was, axis, values, dims, params):
@@ -730,9 +741,10 @@ def mappings_are_exchanged(was, axis, values, dims, params):
         return was(axis, values, dims, **params)
 
 
-for primitive in (marks.tap_p, marks.gradient_p):
-    _batched(primitive, axes_are_not_moved)
-    _batched(primitive, mappings_are_exchanged)
+_batched(marks.tap_p, axes_are_not_moved, "columns")
+_batched(marks.gradient_p, axes_are_not_moved, "columns of cotangents")
+_batched(marks.tap_p, mappings_are_exchanged, "leaves mapped and not")
+_batched(marks.gradient_p, mappings_are_exchanged, "leaves in a loop by rows")
 
 
 @mutant(marks, "Mapping", "vmap")
@@ -748,7 +760,8 @@ def _transposed(change):
         return rule
 
     said = change.__name__.replace("_", " ")
-    MUTANTS[said] = Mutant(ad.primitive_transposes, marks.linear_p, changed)
+    table = ad.primitive_transposes
+    MUTANTS[said] = Mutant(table, marks.linear_p, changed, "leaves mapped and not")
 
 
 def cotangents_are_not_marked(was, cotangents, values, params):

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from treetap._capture.calls import Call
@@ -261,7 +262,9 @@ def _bodies(eqn: Any) -> list[Body]:
         return list(map(body_of, params["branches"]))
     if eqn.primitive is while_p:
         return [body_of(params["body_jaxpr"])]
-    found = list(map(body_of, jax_compat.jaxprs_of(params)))
+    # A closed jaxpr has its constants, which the open one in it has not.
+    closed = [one for one in params.values() if isinstance(one, ClosedJaxpr)]
+    found = list(map(body_of, closed or jax_compat.jaxprs_of(params)))
     fits = len(found) == 1 and len(found[0].jaxpr.invars) == len(eqn.invars)
     if not fits or eqn.primitive.name == SHARD_MAP.name:
         raise CaptureError(
