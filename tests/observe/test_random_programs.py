@@ -209,7 +209,12 @@ def check_edited(program: Program, number: int):
     if not all(np.all(np.abs(x) < LARGE) for x in slow.numbers(wanted)):
         return False
     edit = tt.edits.apply(functools.partial(jax.tree.map, change))
-    out = program.around(tt.edit(program.fn(), {name: edit}))(*program.args)
+    try:
+        out = program.around(tt.edit(program.fn(), {name: edit}))(*program.args)
+    except tt.CaptureError as error:
+        if "cannot be followed" not in str(error):
+            raise
+        return False
     for found, right in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
         assert close(found, right), f"result {found}, wanted {right}"
     return True
