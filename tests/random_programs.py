@@ -807,7 +807,9 @@ class Maker:
         """A body under what changes no value."""
         scopes = ["vmap", "transpose", "@x", "some/where"]
         kind = self.choose(["jit", "checkpoint", "lifted jit", *scopes])
-        return Through(kind, self.steps(depth - 1, kinds))
+        # A tap in a `while` in a checkpoint that is differentiated ends in JAX.
+        inside = kinds | ({"while"} if kind == "checkpoint" else set())
+        return Through(kind, self.steps(depth - 1, inside))
 
     def rule(self, depth: int, kinds: set[str]) -> Part:
         """A body with a rule."""
@@ -847,8 +849,10 @@ class Maker:
 
     def writing(self, depth: int, kinds: set[str]) -> Part:
         """A body that writes."""
-        kind, bound = self.choose(["jit", "scan", "cond", "remat"]), [0.0, 0.15]
-        return Writing(kind, self.choose(bound), self.steps(depth - 1, kinds))
+        kind = self.choose(["jit", "scan", "cond", "remat"])
+        inside = kinds | ({"while"} if kind == "remat" else set())
+        bound = self.choose([0.0, 0.15])
+        return Writing(kind, bound, self.steps(depth - 1, inside))
 
     def while_(self, depth: int, kinds: set[str]) -> Part:
         """A body as often as it takes."""
