@@ -749,7 +749,7 @@ class Maker:
         jit = self.choose(["no", "inside", "outside"])
         x = self.choose([0.3, [0.4, -0.7]])
         env = self.choose([(0.5, -0.8), (-0.3, 0.9)])
-        kinds = {"top", "gradient"} if how == "plain" else {"top"}
+        kinds = {"top", {"plain": "gradient", "grad": "differentiated"}.get(how, "")}
         return Program(self.steps(4, kinds), how, jit, x, env)
 
     def steps(self, depth: int, kinds: set[str]) -> Part:
@@ -783,14 +783,19 @@ class Maker:
         if "while" not in kinds:
             makers["while"] = lambda: self.while_(depth, kinds - {"top"} | {"while"})
         if "top" in kinds:
-            makers["shard_map"] = lambda: self.mapped(
-                "shard_map", depth, kinds - {"top"}
-            )
+            # JAX adds gradients of what all shards share up where they are, also in a
+            # branch that only some shards take: and waits for the others for ever.
+            is_stuck = "differentiated" in kinds
+            shared = kinds - {"top"} | ({"no branch"} if is_stuck else set())
+            makers["shard_map"] = lambda: self.mapped("shard_map", depth, shared)
         if "gradient" in kinds:
             inside = kinds - {"gradient", "top"}
             makers["gradient"] = lambda: self.gradient(depth, inside)
             makers["derivative"] = lambda: self.derivative(depth, inside)
         several = ["vmap", "loop", "branch"] * 2
+        if "no branch" in kinds:
+            several = ["vmap", "loop"] * 2
+            del makers["branch"], makers["writing"]
         return self.choose([*simple, *makers.values(), *map(makers.get, several)])()
 
     def arithmetic(self) -> Part:
@@ -802,7 +807,9 @@ class Maker:
         """A body under what changes no value."""
         scopes = ["vmap", "transpose", "@x", "some/where"]
         kind = self.choose(["jit", "checkpoint", "lifted jit", *scopes])
-        return Through(kind, self.steps(depth - 1, kinds))
+        # A tap in a `while` in a checkpoint that is differentiated ends in JAX.
+        inside = kinds | ({"while"} if kind == "checkpoint" else set())
+        return Through(kind, self.steps(depth - 1, inside))
 
     def rule(self, depth: int, kinds: set[str]) -> Part:
         """A body with a rule."""
@@ -842,8 +849,10 @@ class Maker:
 
     def writing(self, depth: int, kinds: set[str]) -> Part:
         """A body that writes."""
-        kind, bound = self.choose(["jit", "scan", "cond", "remat"]), [0.0, 0.15]
-        return Writing(kind, self.choose(bound), self.steps(depth - 1, kinds))
+        kind = self.choose(["jit", "scan", "cond", "remat"])
+        inside = kinds | ({"while"} if kind == "remat" else set())
+        bound = self.choose([0.0, 0.15])
+        return Writing(kind, bound, self.steps(depth - 1, inside))
 
     def while_(self, depth: int, kinds: set[str]) -> Part:
         """A body as often as it takes."""

@@ -646,3 +646,13 @@ def test_a_method_of_any_object_can_be_listed_and_blamed():
     assert [site.text for site in tt.sites(Plain().scaled, 1.0)] == ["scaled"]
     assert tt.blame(Plain().scaled)(jnp.inf).argument == "x"
     assert not tt.blame(Plain().scaled)(1.0)
+
+
+def test_statistics_of_turns_in_which_no_row_took_a_branch_are_zeros():
+    def turn(carry, bound):
+        row = lambda x: jax.lax.cond(x > bound, lambda: tt.tap(x, "t"), lambda: 0.0)
+        return carry, jax.vmap(row)(jnp.array([1.0, 2.0]))
+
+    fn = lambda bounds: jax.lax.scan(turn, 0.0, bounds)[1]
+    _, record = tt.observe(fn, reduce=tt.AbsMax())(jnp.array([0.0, 5.0]))
+    np.testing.assert_array_equal(record["t"].stats["abs_max"], [2.0, 0.0])

@@ -115,10 +115,9 @@ def flag_fits(flag, full, there, axes):
 def check_flags(site, note, there):
     if not note.branches:
         assert site.taken is None
-    elif site.taken is not None or not any(note.branches):
+    else:
         taken = np.asarray(site.taken).astype(float)
-        # Where `vmap` ran all branches only those that were taken must say so.
-        rows = there if any(note.branches) else np.ones(there.shape, bool)
+        rows = np.ones(there.shape, bool)
         assert flag_fits(taken, there.astype(float), rows, note.axes), (
             f"taken of {site.text}: {taken}, wanted {there}"
         )
@@ -150,7 +149,9 @@ def check(program: Program):
         out, record = observed(*program.args)
     except tt.CaptureError as error:
         # A rule's own derivative goes forward: no one pass gives all gradients then.
-        if "has no gradient" not in str(error) or not program.body.holds(Rule):
+        # Which of two mappings of one size the rows of a `while` are of, none can tell.
+        is_rule = "has no gradient" in str(error) and program.body.holds(Rule)
+        if not is_rule and "cannot be told" not in str(error):
             raise
         return False
     for found, right in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
@@ -163,8 +164,7 @@ def check(program: Program):
         site = next(s for s in record if s.name == name and s.index == number)
         note = slow.notes.get((name, call))
         if note is None or not note.leaves:
-            may_run = program.body.is_inlined(name)
-            assert may_run or not np.any(site.taken), f"{site.text} was not taken"
+            assert not np.any(site.taken), f"{site.text} was not taken"
         else:
             check_site(site, note)
     assert [s.text for s in record] == texts, "another order of calls"
@@ -209,7 +209,12 @@ def check_edited(program: Program, number: int):
     if not all(np.all(np.abs(x) < LARGE) for x in slow.numbers(wanted)):
         return False
     edit = tt.edits.apply(functools.partial(jax.tree.map, change))
-    out = program.around(tt.edit(program.fn(), {name: edit}))(*program.args)
+    try:
+        out = program.around(tt.edit(program.fn(), {name: edit}))(*program.args)
+    except tt.CaptureError as error:
+        if not any(x in str(error) for x in ("cannot be followed", "cannot be told")):
+            raise
+        return False
     for found, right in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
         assert close(found, right), f"result {found}, wanted {right}"
     return True
@@ -221,7 +226,12 @@ def check_statistics(program: Program):
         return False
     _, slow = program.slow()
     observed = program.around(tt.observe(program.fn(), reduce=tt.AbsMax()))
-    _, record = observed(*program.args)
+    try:
+        _, record = observed(*program.args)
+    except tt.CaptureError as error:
+        if "cannot be told" not in str(error):  # which of two mappings of one size
+            raise
+        return False
     calls = program.body.taps()
     for site, (name, call) in zip(record, calls):
         note = slow.notes.get((name, call))
@@ -269,27 +279,28 @@ def test_captures_of_random_programs(data):
 
 
 MANY = settings().max_examples
+SOME = MANY // 2 if MANY > 100 else 5
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@settings(suppress_health_check=list(HealthCheck), max_examples=SOME)
 @given(st.data())
 def test_random_programs_verified(data):
     assume(check_verified(drawn(data)))
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@settings(suppress_health_check=list(HealthCheck), max_examples=SOME)
 @given(st.data(), st.integers(0, 9))
 def test_random_programs_edited(data, number):
     assume(check_edited(drawn(data), number))
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@settings(suppress_health_check=list(HealthCheck), max_examples=SOME)
 @given(st.data())
 def test_statistics_of_random_programs(data):
     assume(check_statistics(drawn(data)))
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=MANY // 3)
+@settings(suppress_health_check=list(HealthCheck), max_examples=SOME)
 @given(st.data())
 def test_variables_that_random_programs_write(data):
     assume(check_written(drawn(data)))

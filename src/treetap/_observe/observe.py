@@ -327,6 +327,8 @@ def observe(
         except jax.errors.JaxRuntimeError as error:
             _add_bill(error, keeps, again, select)
             raise
+        finally:
+            work.heard_calls.clear()  # they would keep arrays, see `Session.close`
 
     return keep_name(observed, fn)
 

@@ -189,9 +189,13 @@ def is_measured(leaf: object) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _measured(reducers: Reducers, value: jax.Array, seen: jax.Array) -> Reduced:
-    """What is known of one array, with no axes kept apart."""
+    """What is known of one array, with no axes kept apart; zeros if it is not seen."""
     value = jax.lax.stop_gradient(value)
-    states = [jax.tree.map(jnp.asarray, one.measure(value)) for _, one in reducers]
+
+    def heeded(leaf: Any) -> jax.Array:
+        return jnp.where(seen, leaf, jnp.zeros_like(leaf))
+
+    states = [jax.tree.map(heeded, one.measure(value)) for _, one in reducers]
     return jax.tree.map(_whole, Reduced(seen, tuple(states), reducers))
 
 
