@@ -63,6 +63,7 @@ class Roots:
         start: How many scopes were open.
         texts: The path of every object inside the roots, as text, by its place.
         known: The same paths by their texts.
+        classes: The classes of the objects inside each, by its place.
     """
 
     def __init__(self, roots: Sequence[Root], number: int = 0):
@@ -70,21 +71,33 @@ class Roots:
         self.start = len(_frames.get())
         self.texts: dict[int, str] = {}
         self.known: dict[str, Path] = {}
+        self.classes: dict[int, set[type]] = {}
         for root in roots:
             self._visit(root.node, root.path)
-        self.tops = [Where(root.path, kind_text(root.node)) for root in roots]
+        self.tops = [Where(root.path, self.kind_text(root.node)) for root in roots]
 
-    def _visit(self, value: Any, path: Path) -> None:
-        """Notes the objects in a value."""
-        if isinstance(value, Node):
+    def _visit(self, value: Any, path: Path) -> set[type]:
+        """Notes the objects in a value; gives the classes of those."""
+        below: set[type] = set()
+        own = {type(value)} if isinstance(value, Node) else below
+        if own:
             place = id(value._pytree__place)
             if place in self.texts:
-                return
+                return self.classes[place] | own
             text = self.texts[place] = f"/{_joined(path)}"
             self.known[text] = path
+            self.classes[place] = below
         for key, child in _children(value):
             if not isinstance(child, Variable | jax.Array):
-                self._visit(child, (*path, key))
+                below |= self._visit(child, (*path, key))
+        return below | own
+
+    def kind_text(self, module: Any) -> str:
+        """The class of a Module, with `!` if none of that class is inside it."""
+        below = self.classes.get(id(module._pytree__place))
+        if below is None:  # it was made since
+            return kind_text(module)
+        return _class_text(type(module)) + "!" * (type(module) not in below)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -180,7 +193,7 @@ class inside:
         texts = [_text_for(module, c, frames[c.start :]) for c in captures]
         told = texts[0] if len({*texts}) == 1 else ";".join(texts)
         place = module._pytree__place
-        text = f"{told}|{kind_text(module)}"
+        text = f"{told}|{captures[0].kind_text(module)}"
         self._scope = jax.named_scope(ModuleScope(told.rpartition("/")[2], text))
         self._token = _frames.set((*frames, (place, text)))
 

@@ -66,8 +66,9 @@ class Select:
     def __init__(self, what: Any = "**", *, call: int | None = None):
         self.names = _names_in(what)  # all that it can take; None if it can be any
         self._text = repr(what) if call is None else f"{what!r}, call={call}"
-        matches = _matcher(what)
-        self._matches = lambda site: call in (None, site.index) and matches(site)
+        matches = self._matches = _matcher(what)
+        if call is not None:
+            self._matches = lambda site: site.index == call and matches(site)
 
     def __call__(self, site: Selectable) -> bool:
         """Whether a site is meant."""
@@ -152,12 +153,15 @@ def _glob(text: str) -> Callable[[Any], bool]:
         raise CaptureError(f"The call index in the selector {text!r} is not a number.")
     path, colon, name = body.partition(":")
     pattern = [part for part in path.split("/") if part]
+    is_anywhere = pattern == ["**"]
 
     def matches(site: Any) -> bool:
         if index and site.index != int(index):
             return False
         if colon and not fnmatch.fnmatchcase(site.name, name or "*"):
             return False
+        if is_anywhere:
+            return True
         parts = [str(key) for key in site.path]
         spellings = [parts] if colon else [parts, [*parts, site.name]]
         return any(_fits(pattern, spelling) for spelling in spellings)

@@ -73,9 +73,7 @@ def run_method(  # noqa: PLR0917 - on the way of every call
     if asked is None:
         with jax.named_scope(scope_name(self)):
             return fn(self, *args, **kwargs)
-    from treetap._capture.emit import output  # only if somebody listens
-    from treetap._capture.module_paths import inside
-
+    inside, output = _for_listeners()
     with inside(self):
         around = around_methods.value
         if around is None:
@@ -85,6 +83,14 @@ def run_method(  # noqa: PLR0917 - on the way of every call
         if asked.outputs is None and asked.edits < 2:
             return out
         return output(name, out)
+
+
+@functools.cache
+def _for_listeners() -> tuple[Any, Any]:
+    """What is imported only if somebody listens."""
+    from treetap._capture import emit, module_paths
+
+    return module_paths.inside, emit.output
 
 
 def scope_name(module: Any) -> str:

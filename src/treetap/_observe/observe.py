@@ -209,7 +209,10 @@ def _first_axes(
     call: Call, taken: tuple[int, ...], turns: tuple[int, ...], has_grad: bool
 ) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
-    spot, own = call.spot, call.spot.axes()
+    spot = call.spot
+    if not spot.levels and not has_grad:
+        return FirstAxes((), spot.has, taken, turns)
+    own = spot.axes()
     held = (*spot.has, taken, turns)
     used = sorted(set(itertools.chain(*held)))
     *leaves, taken, turns = (tuple(used.index(n) for n in levels) for levels in held)

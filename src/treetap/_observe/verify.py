@@ -35,6 +35,7 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 from treetap._capture.calls import Call
 from treetap._capture.listener import leave_marked
 from treetap._capture.listening import Listening
+from treetap._capture.name_stacks import is_computed_again
 from treetap._capture.selectors import site_text
 from treetap._capture.statistics.reduced import Placed, measured
 from treetap._capture.walk import jax_compat
@@ -248,7 +249,12 @@ def _plain(value: Any, dtype: Any = None) -> np.ndarray:
 
 
 def _tells(eqn: Any) -> bool:
-    """Whether a witness is inside an operation."""
+    """Whether a witness is inside an operation.
+
+    A `while` that JAX computes again, under `jax.checkpoint`, has told before.
+    """
+    if eqn.primitive is while_p and is_computed_again(eqn.source_info.name_stack):
+        return False
     return any(
         jax_compat.holds(jax_compat.opened(jaxpr)[0], witness_p)
         for jaxpr in jax_compat.jaxprs_of(eqn.params)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What JAX is asked to do differently with programs that have marks.
 
-Two of JAX's own rules would lose what a mark is to tell, and each has an addition here.
-Both do nothing where there are no marks. They are in force once `listener` is imported.
+Some rules of JAX would lose what a mark is to tell, and each has an addition here. They
+do nothing where there are no marks. They are in force once `listener` is imported.
 
 *Branches under `vmap`.* With a condition for each row JAX runs all branches for all
 rows and selects: there is no branch any more, and nothing says which rows took it. So
@@ -13,18 +13,32 @@ what they keep for the way back.
 
 *Loops that are differentiated.* JAX computes what is the same for all iterations once,
 before the loop. A tap among it would lose the loop's axis and the scopes around. So a
-tap says that it cannot be computed there.
+tap says that it cannot be computed there, and so do the operations that hold one. Those
+with a rule of their own for derivatives are not asked: they are refused.
+
+*Loops that are computed again.* Under `jax.checkpoint` JAX stages a whole `while` for
+the backward pass, where its taps would be heard once more. So what is staged has none.
 
 *Taylor series.* `jet` has no rule for marks, and would say so with a `KeyError`.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
-from jax.extend.core.primitives import cond_p
+from jax.extend.core import Literal
+from jax.extend.core.primitives import (
+    cond_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    remat_p,
+    scan_p,
+    while_p,
+)
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as pe
 
@@ -40,7 +54,11 @@ from treetap._capture.walk.witness import tell_branches, witness_p
 from treetap._core.errors import CaptureError
 
 _guarded: JaxprCache[Any] = JaxprCache()
+_unmarked: JaxprCache[Any] = JaxprCache()
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
+_stage_while = pe.partial_eval_jaxpr_custom_rules[while_p]
+_stage_scan = pe.partial_eval_jaxpr_custom_rules[scan_p]
+_in_trace = {x: pe.custom_partial_eval_rules[x] for x in (while_p, remat_p, scan_p)}
 
 
 def _with_guards(branch: Any, number: int, count: int) -> Any:
@@ -88,6 +106,102 @@ def _stay_in_loop(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> A
     return trace.default_process_primitive(primitive, tracers, params)
 
 
+def _stay_whole(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    """The same of an operation that holds taps."""
+    held = map(body_of, jax_compat.jaxprs_of(params))
+    if jax_compat.is_hoisting() and any(taps_in(body.jaxpr).spots for body in held):
+        tracers = tuple(map(trace.instantiate_const, tracers))
+    return rule(trace, *tracers, **params)
+
+
+_UNASKED = (custom_jvp_call_p, custom_vjp_call_p)
+
+
+def _refuse_hoisted(params: Any) -> None:
+    """Refuses taps in a custom rule that is the same in all iterations of a loop."""
+    body = body_of(params["jaxpr"]).jaxpr
+    if not taps_in(body).spots:
+        return
+    num_consts, _ = jax_compat.scan_counts(params)
+    name = next(_hoisted(body, [n < num_consts for n in range(len(body.invars))]), None)
+    if name is not None:
+        raise CaptureError(
+            f"The tap {name!r} is in a function with its own rule for derivatives, "
+            "and is the same in all iterations of a loop that is differentiated. JAX "
+            "computes it once, before the loop, so it cannot be told where it belongs. "
+            "Tap the function's result instead, or call it before the loop."
+        )
+
+
+def _hoisted(jaxpr: Any, is_same: Sequence[bool]) -> Iterator[str]:
+    """Names of taps in custom rules that are the same in all iterations.
+
+    Args:
+        jaxpr: What runs in each iteration.
+        is_same: Which of its inputs are.
+    """
+    same = {*jaxpr.constvars, *itertools.compress(jaxpr.invars, is_same)}
+    for eqn in jaxpr.eqns:
+        flags = [isinstance(x, Literal) or x in same for x in eqn.invars]
+        if all(flags):
+            same |= {*eqn.outvars}
+        held = [body_of(one).jaxpr for one in jax_compat.jaxprs_of(eqn.params)]
+        if eqn.primitive in _UNASKED and all(flags):
+            yield from (spot.name for one in held for spot in taps_in(one).spots)
+        for one in held:
+            if all(flags):
+                yield from _hoisted(one, [True] * len(one.invars))
+            elif len(one.invars) == len(flags):
+                yield from _hoisted(one, flags)
+
+
+def _scan_in_a_trace(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    _refuse_hoisted(params)
+    return _stay_whole(rule, trace, *tracers, **params)
+
+
+def _scan_in_a_jaxpr(saveable: Any, unknown: Any, is_there: Any, eqn: Any) -> Any:
+    _refuse_hoisted(eqn.params)
+    return _stage_scan(saveable, unknown, is_there, eqn)
+
+
+def _without_marks(jaxpr: Any) -> Any:
+    """A jaxpr without marks, in the form that it has."""
+    body = body_of(jaxpr)
+    spots = taps_in(body.jaxpr).spots
+
+    def made() -> Any:
+        nothing = [Choice(False)] * len(spots), [None] * len(spots)
+        part = Part(body, spots, tuple(nothing[0]), nothing[1])
+
+        def fn(*values: Any) -> list[Any]:
+            return Walk().run(part, values)[0]
+
+        avals = [var.aval for var in body.jaxpr.invars]
+        return jax_compat.like(jaxpr, jax_compat.traced(fn, avals))
+
+    return _unmarked.get(body.jaxpr, None, made)
+
+
+def _tell_while_once(saveable: Any, unknown: Any, is_there: Any, eqn: Any) -> Any:
+    """Under `checkpoint` a loop with taps happens as it is, and again without them."""
+    names = ("cond_jaxpr", "body_jaxpr")
+    found = [taps_in(body_of(eqn.params[name]).jaxpr).spots for name in names]
+    if not any(found):
+        return _stage_while(saveable, unknown, is_there, eqn)
+    if any(unknown):
+        raise CaptureError(
+            f"The tap {(*found[0], *found[1])[0].name!r} is in a `while` loop that is "
+            "differentiated inside a `jax.checkpoint`, where it would be told twice. "
+            "Put the capture inside the checkpoint, or take the checkpoint away."
+        )
+    params = {**eqn.params, **{x: _without_marks(eqn.params[x]) for x in names}}
+    again = eqn.replace(params=params, effects=frozenset())
+    count, pairs = len(eqn.outvars), zip(eqn.invars, is_there)
+    needed = [x for x, flag in pairs if not (flag or isinstance(x, Literal))]
+    return eqn, again, [False] * count, [True] * count, needed
+
+
 def _refuse_jet(primals: Any, series: Any, *, label: Label, **params: Any) -> Any:
     """The rule of marks under `jet`."""
     raise CaptureError(
@@ -101,6 +215,15 @@ def register() -> None:
     """Hands these rules to JAX."""
     jet_rules.update(dict.fromkeys(MARKS, _refuse_jet))
     batching.fancy_primitive_batchers[cond_p] = _batch_branches
+    pe.partial_eval_jaxpr_custom_rules[while_p] = _tell_while_once
+    pe.partial_eval_jaxpr_custom_rules[scan_p] = _scan_in_a_jaxpr
+    for primitive, asked in (
+        (while_p, _stay_whole),
+        (remat_p, _stay_whole),
+        (scan_p, _scan_in_a_trace),
+    ):
+        rule = functools.partial(asked, _in_trace[primitive])
+        pe.custom_partial_eval_rules[primitive] = rule
     for primitive in (tap_p, witness_p):
         rule = functools.partial(_stay_in_loop, primitive)
         pe.custom_partial_eval_rules[primitive] = rule

@@ -458,6 +458,9 @@ _plain: dict[Any, bool] = {}
 
 def is_plain(primitive: Primitive, params: Params) -> bool:
     """Whether an operation holds no jaxprs; one that does, always does."""
+    known = _plain.get(primitive)  # one look-up for nearly all
+    if known is not None:
+        return known
     kind = jax_compat.kind_of(primitive, params)
     known = _plain.get(kind)
     if known is None:

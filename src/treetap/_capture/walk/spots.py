@@ -181,6 +181,8 @@ class Spot(NamedTuple):
     @property
     def avals(self) -> tuple[Any, ...]:
         """Types of its leaves as they come out."""
+        if not self.levels:
+            return tuple([getattr(own, "aval", own) for own in self.own])
         return tuple(
             jax.ShapeDtypeStruct((*(axis.size for axis in axes), *base), own.dtype)
             if hasattr(own, "dtype")

@@ -25,6 +25,7 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import (
+    OPERATIONS,
     bodies_of,
     hidden_jaxprs,
     is_plain,
@@ -179,7 +180,7 @@ _spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
     """Whether an operation is known to hold no taps: a quick look."""
-    operation = operation_of(primitive, params)
+    operation = OPERATIONS.get(primitive.name)  # objects have no `holder`
     if operation is None or not operation.holder:
         return is_plain(primitive, params)
     jaxpr = params[operation.holder]
