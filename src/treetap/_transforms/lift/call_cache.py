@@ -34,7 +34,7 @@ there are weak references.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -103,8 +103,9 @@ class VerifiedArguments:
         flats: The children and structure each of those had.
         containers: Ways to read the lists and dicts in it all, and what was in them.
         watches: What else could change unseen.
-        attributes: The attributes of the objects, one after the other.
-        held: What those were.
+        attributes: Views of what the attributes of the objects are, and an end.
+        held: What those were, one after the other, and the same end: so that one more
+            or one less shows, too.
         written: By the number of a note: the Variables to write, and their places.
         packed: A way to call with packed values; False if there is none.
         misfits: How often that way was not applicable.
@@ -120,7 +121,7 @@ class VerifiedArguments:
     flats: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
-    attributes: list[dict[Any, Any]] = field(default_factory=list)
+    attributes: list[Iterable[Any]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     written: dict[int, Any] = field(default_factory=dict)
     packed: Any = None
@@ -136,9 +137,9 @@ class VerifiedArguments:
         for node in nodes:
             if not type(node)._pytree__cached:
                 return False
-            attributes = attributes_of(node)
+            attributes = attributes_of(node).values()
             self.attributes.append(attributes)
-            self.held += attributes.values()
+            self.held += attributes
             flat = _read_flat(node)
             if watched := watched_of(node):
                 self.watches.append(watched[1])
@@ -164,7 +165,8 @@ class VerifiedArguments:
                     return False
             except OTHER_TREE:
                 return False
-        if not self._hold_attributes():
+        attributes = chain.from_iterable(self.attributes)
+        if not all(map(is_, attributes, self.held)):  # behind somebody's `__setattr__`
             for node in (
                 *(outermost[number] for number, *_ in self.roots),
                 *self.nodes,
@@ -172,12 +174,6 @@ class VerifiedArguments:
                 look_behind(node)
             return False
         return not self.watches or all(map(Watch.holds, self.watches))
-
-    def _hold_attributes(self) -> bool:
-        """Whether nothing was written behind the `__setattr__` of an object."""
-        items = chain.from_iterable(map(dict.values, self.attributes))
-        is_same = all(map(is_, items, self.held))
-        return is_same and sum(map(len, self.attributes)) == len(self.held)
 
     def values(self) -> list[Any]:
         """The values of the Variables: those the last call left, if all else rested."""
@@ -425,6 +421,8 @@ class CachedCall:
         looked = [verified.look_into(root, nodes) for _, root, nodes in found]
         if not all(looked) or last_change[0] is not change:
             return verified
+        verified.attributes.append((self,))
+        verified.held.append(self)
         key, cache = id(found[0][1]), self._verified
         values = last_values  # the room itself may be gone when Python ends
 
