@@ -202,3 +202,74 @@ def test_an_edit_of_one_iteration_of_what_is_the_same_in_all():
 
     edited = tt.edit(jax.grad(fn), {"v": tt.edits.scale(2.0).at(1)})
     assert edited(0.5) == pytest.approx(2 * jax.grad(fn)(0.5))
+
+
+def tapped_sine(x):
+    return tt.tap(jnp.sin(x), "v")
+
+
+def counted_sine(x):
+    def turn(carry):
+        return carry[0] + 1, tapped_sine(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 1, turn, (0, x))[1]
+
+
+HOLDING = {
+    "jit": jax.jit(tapped_sine),
+    "checkpoint": jax.checkpoint(tapped_sine),
+    "cond": lambda x: jax.lax.cond(x > -9, tapped_sine, lambda x: x, x),
+    "while": counted_sine,
+    "jit of while": jax.jit(counted_sine),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_operations_with_taps_stay_in_their_loop(wrap, name):
+    def fn(x):
+        same = jax.lax.stop_gradient(x)
+        step = lambda carry, _: (carry * HOLDING[name](same), None)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    _, record = tt.observe(WRAPS[wrap](fn))(0.5)
+    assert kinds_of(record["v"]) == [("scan", 3)]
+    assert record["v"].value == pytest.approx(np.full(3, np.sin(0.5)))
+
+
+def test_a_tap_in_a_rule_that_leaves_its_loop_is_refused():
+    ruled = jax.custom_jvp(tapped_sine)
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[0]))
+
+    def fn(x):
+        same = jax.lax.stop_gradient(x)
+        step = lambda carry, _: (carry * ruled(same), None)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    with pytest.raises(tt.CaptureError, match="'v' is in a function with its own rule"):
+        tt.observe(jax.grad(fn))(0.5)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_while_in_a_checkpoint_is_told_once(wrap):
+    def fn(x):
+        turn = lambda c: tt.tap(c * 2, "w")
+        start = jax.lax.stop_gradient(x)
+        return x * jax.lax.while_loop(lambda c: c < 10, turn, start)
+
+    grad, record = tt.observe(WRAPS[wrap](jax.checkpoint(fn)), verify=True)(1.0)
+    assert grad == 16.0
+    assert [site.text for site in record] == ["w"]
+    assert record["w"].value == 16.0
+
+
+def test_a_while_that_is_differentiated_in_a_checkpoint_is_refused():
+    def fn(x):
+        return jax.lax.while_loop(lambda c: c < 10, lambda c: tt.tap(c * 2, "w"), x)
+
+    def slope(x):
+        return jax.jvp(lambda x: x * fn(x), (x,), (1.0,))[1]
+
+    with pytest.raises(tt.CaptureError, match="'w' is in a `while` loop that is diff"):
+        tt.observe(jax.grad(jax.checkpoint(lambda x: x * fn(x))))(1.0)
+    assert tt.observe(slope)(1.0)[0] == slope(1.0)

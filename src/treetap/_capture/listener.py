@@ -145,6 +145,7 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
+        batched_branches.refuse_hoisted(params["label"])
         name_stack = current_name_stack()
         spot = spot_of(primitive, params, values, name_stack)
         refuse_copies(name_stack, [spot])

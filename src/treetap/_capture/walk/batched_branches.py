@@ -13,8 +13,10 @@ what they keep for the way back.
 
 *Loops that are differentiated.* JAX computes what is the same for all iterations once,
 before the loop. A tap among it would lose the loop's axis and the scopes around. So a
-tap says that it cannot be computed there, and so do the operations that hold one. Those
-with a rule of their own for derivatives are not asked: they are refused.
+tap says that it cannot be computed there, and so do `while` and `checkpoint`. Functions
+with a rule of their own for derivatives are not asked: what leaves its loop while the
+capture runs it is refused. (In a program that is compiled it cannot be told from what
+was there before the loop.)
 
 *Loops that are computed again.* Under `jax.checkpoint` JAX stages a whole `while` for
 the backward pass, where its taps would be heard once more. So what is staged has none.
@@ -23,22 +25,13 @@ the backward pass, where its taps would be heard once more. So what is staged ha
 """
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
 from jax.extend.core import Literal
-from jax.extend.core.primitives import (
-    cond_p,
-    custom_jvp_call_p,
-    custom_vjp_call_p,
-    remat_p,
-    scan_p,
-    while_p,
-)
+from jax.extend.core.primitives import cond_p, remat_p, while_p
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as pe
 
@@ -57,8 +50,7 @@ _guarded: JaxprCache[Any] = JaxprCache()
 _unmarked: JaxprCache[Any] = JaxprCache()
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
 _stage_while = pe.partial_eval_jaxpr_custom_rules[while_p]
-_stage_scan = pe.partial_eval_jaxpr_custom_rules[scan_p]
-_in_trace = {x: pe.custom_partial_eval_rules[x] for x in (while_p, remat_p, scan_p)}
+_in_trace = {x: pe.custom_partial_eval_rules[x] for x in (while_p, remat_p)}
 
 
 def _with_guards(branch: Any, number: int, count: int) -> Any:
@@ -114,55 +106,16 @@ def _stay_whole(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
     return rule(trace, *tracers, **params)
 
 
-_UNASKED = (custom_jvp_call_p, custom_vjp_call_p)
-
-
-def _refuse_hoisted(params: Any) -> None:
-    """Refuses taps in a custom rule that is the same in all iterations of a loop."""
-    body = body_of(params["jaxpr"]).jaxpr
-    if not taps_in(body).spots:
-        return
-    num_consts, _ = jax_compat.scan_counts(params)
-    name = next(_hoisted(body, [n < num_consts for n in range(len(body.invars))]), None)
-    if name is not None:
+def refuse_hoisted(label: Label) -> None:
+    """Refuses a tap that leaves its loop unasked."""
+    if jax_compat.is_hoisting():
         raise CaptureError(
-            f"The tap {name!r} is in a function with its own rule for derivatives, "
-            "and is the same in all iterations of a loop that is differentiated. JAX "
-            "computes it once, before the loop, so it cannot be told where it belongs. "
-            "Tap the function's result instead, or call it before the loop."
+            f"The tap {label.name!r} is in a function with its own rule for "
+            "derivatives, and is the same in all iterations of a loop that is "
+            "differentiated. JAX computes it once, before the loop, so it cannot be "
+            "told where it belongs. Tap the function's result instead, or call it "
+            "before the loop."
         )
-
-
-def _hoisted(jaxpr: Any, is_same: Sequence[bool]) -> Iterator[str]:
-    """Names of taps in custom rules that are the same in all iterations.
-
-    Args:
-        jaxpr: What runs in each iteration.
-        is_same: Which of its inputs are.
-    """
-    same = {*jaxpr.constvars, *itertools.compress(jaxpr.invars, is_same)}
-    for eqn in jaxpr.eqns:
-        flags = [isinstance(x, Literal) or x in same for x in eqn.invars]
-        if all(flags):
-            same |= {*eqn.outvars}
-        held = [body_of(one).jaxpr for one in jax_compat.jaxprs_of(eqn.params)]
-        if eqn.primitive in _UNASKED and all(flags):
-            yield from (spot.name for one in held for spot in taps_in(one).spots)
-        for one in held:
-            if all(flags):
-                yield from _hoisted(one, [True] * len(one.invars))
-            elif len(one.invars) == len(flags):
-                yield from _hoisted(one, flags)
-
-
-def _scan_in_a_trace(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    _refuse_hoisted(params)
-    return _stay_whole(rule, trace, *tracers, **params)
-
-
-def _scan_in_a_jaxpr(saveable: Any, unknown: Any, is_there: Any, eqn: Any) -> Any:
-    _refuse_hoisted(eqn.params)
-    return _stage_scan(saveable, unknown, is_there, eqn)
 
 
 def _without_marks(jaxpr: Any) -> Any:
@@ -216,14 +169,9 @@ def register() -> None:
     jet_rules.update(dict.fromkeys(MARKS, _refuse_jet))
     batching.fancy_primitive_batchers[cond_p] = _batch_branches
     pe.partial_eval_jaxpr_custom_rules[while_p] = _tell_while_once
-    pe.partial_eval_jaxpr_custom_rules[scan_p] = _scan_in_a_jaxpr
-    for primitive, asked in (
-        (while_p, _stay_whole),
-        (remat_p, _stay_whole),
-        (scan_p, _scan_in_a_trace),
-    ):
-        rule = functools.partial(asked, _in_trace[primitive])
-        pe.custom_partial_eval_rules[primitive] = rule
+    for primitive, rule in _in_trace.items():
+        whole = functools.partial(_stay_whole, rule)
+        pe.custom_partial_eval_rules[primitive] = whole
     for primitive in (tap_p, witness_p):
         rule = functools.partial(_stay_in_loop, primitive)
         pe.custom_partial_eval_rules[primitive] = rule
