@@ -19,7 +19,10 @@ from treetap._core import settings
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.default_backend() != "cpu":  # whose products are rounded to fewer bits
     jax.config.update("jax_default_matmul_precision", "highest")
-hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+# The quick sample is the same each time, so that what fails is what was changed.
+hypothesis.settings.register_profile(
+    "quick", max_examples=30, deadline=None, derandomize=True
+)
 hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -67,6 +67,25 @@ def test_a_wrong_gradient_is_named(monkeypatch):
         tt.observe(fn, verify=True, **options)(*args)
 
 
+def test_rows_of_a_branch_with_a_rule_are_not_judged():
+    ruled = jax.custom_jvp(lambda x: tt.tap(jnp.sin(x), "r"))
+
+    @ruled.defjvp
+    def _(primals, tangents):
+        return tt.tap(jnp.sin(primals[0]), "r"), jnp.cos(primals[0]) * tangents[0]
+
+    def fn(w, x):
+        rows = jax.vmap(lambda x: jax.lax.cond(x > 0, ruled, lambda x: x, w * x))
+        return rows(x).sum()
+
+    x = jnp.array([-0.3, 0.5])
+    assert tt.observe(fn, verify=True)(1.0, x)[1].verified
+    with pytest.raises(
+        tt.CaptureError, match="cannot tell in which rows 'r' was taken"
+    ):
+        tt.observe(jax.grad(fn), verify=True)(1.0, x)
+
+
 def test_a_missing_site_is_named(monkeypatch):
     is_heard = Session.is_heard
     deaf = lambda self, label: label.name != "y" and is_heard(self, label)

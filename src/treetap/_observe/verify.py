@@ -120,6 +120,12 @@ class Reference:
                 for body in _bodies(eqn):
                     self._list(body.jaxpr, (*around, id(eqn)))
 
+    def is_told_by_a_rule(self, key: Key) -> bool:
+        """Whether a value in a branch was told by a rule for derivatives."""
+        told, branchings = key[-2], [one for one, _ in self.branch]
+        is_inside = any(told in each for one in branchings for each in one.inside)
+        return not is_inside and any(told.label.name in x.ruled for x in branchings)
+
     def gradient_of(self, key: Key, leaf: int) -> list[Note]:
         """What was seen of the gradient of a leaf of a value.
 
@@ -364,6 +370,12 @@ def compare(reference: Reference, calls: Sequence[Call], grads: bool) -> None:
         if not call.values:
             continue  # nobody asked for it
         seen = _Seen(call)
+        if "taken" in call.flags and reference.is_told_by_a_rule(key):
+            raise CaptureError(
+                f"observe: `verify=True` cannot tell in which rows {seen.text!r} was "
+                "taken: it is in a branch, in a function with a rule of its own for "
+                "derivatives. Observe it without."
+            )
         seen.compare_values(reference.notes[key])
         if call.states is not None:
             seen.compare_states()

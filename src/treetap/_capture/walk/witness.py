@@ -11,12 +11,13 @@ before them tells which branch each row takes, and which witnesses are inside it
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -44,10 +45,12 @@ class Branching:
 
     Attributes:
         inside: By branch, all that is told in it.
+        ruled: Names of what is told in functions with a rule for derivatives. Their
+            rules tell it anew, and nobody knows in which branch.
     """
 
-    def __init__(self, inside: Sequence[set[Any]]):
-        self.inside = inside
+    def __init__(self, inside: Sequence[set[Any]], ruled: set[str]):
+        self.inside, self.ruled = inside, ruled
 
 
 class Row(NamedTuple):
@@ -92,7 +95,12 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return witness_p.bind(*primals, **params), []
 
 
+def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
+    return [None] * len(values)
+
+
 ad.primitive_jvps[witness_p] = _jvp
+ad.primitive_transposes[witness_p] = _transpose
 batching.fancy_primitive_batchers[witness_p] = _each_row
 pe.partial_eval_jaxpr_custom_rules[witness_p] = _in_forward_pass
 
@@ -100,7 +108,7 @@ pe.partial_eval_jaxpr_custom_rules[witness_p] = _in_forward_pass
 def witnessed(label: Label, leaves: Sequence[Any], gradients: bool) -> list[Any]:
     """Tells of a value, and of its gradients if asked; gives the leaves to use."""
     told = Told(label)
-    witness_p.bind(*map(jax.lax.stop_gradient, leaves), told=told, rows=())
+    witness_p.bind(*leaves, told=told, rows=())
     if not gradients:
         return list(leaves)
     return [
@@ -129,7 +137,7 @@ def _backward(told: Told, value: Any, cotangent: Any) -> Any:
 _with_gradient.defvjp(_forward, _backward)
 
 
-def tell_branches(axis: Any, index: Any, branches: Iterable[Any]) -> None:
+def tell_branches(axis: Any, index: Any, branches: Sequence[Any]) -> None:
     """Tells which branch each row takes, if somebody in a branch tells something.
 
     Args:
@@ -139,7 +147,8 @@ def tell_branches(axis: Any, index: Any, branches: Iterable[Any]) -> None:
     """
     inside = [set(_told_in(jax_compat.opened(branch)[0])) for branch in branches]
     if any(inside):
-        branching = Branching(inside)
+        ruled = {name for x in branches for name in _ruled_in(jax_compat.opened(x)[0])}
+        branching = Branching(inside, ruled)
         _each_row(axis, [index], [0], told=branching, rows=())
 
 
@@ -149,3 +158,13 @@ def _told_in(jaxpr: Any) -> Iterator[Any]:
             yield eqn.params["told"]
         for inner in jax_compat.jaxprs_of(eqn.params):
             yield from _told_in(jax_compat.opened(inner)[0])
+
+
+def _ruled_in(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        has_rule = eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
+        for inner in jax_compat.jaxprs_of(eqn.params):
+            opened = jax_compat.opened(inner)[0]
+            if has_rule or "_prim" in eqn.params:
+                yield from (told.label.name for told in _told_in(opened))
+            yield from _ruled_in(opened)
