@@ -243,8 +243,8 @@ def test_suppressions_name_their_rule_and_reason():
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
     ("_core", "_modules", "_transforms", "nnx"): 7_841,
-    ("_capture", "_observe", "edits"): 5_922,
-    ("",): 21_727,
+    ("_capture", "_observe", "edits"): 5_923,
+    ("",): 21_728,
 }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import coming_jax
 import treetap as tt
 
 ROWS = jnp.arange(3.0)
@@ -217,11 +218,14 @@ def counted_sine(x):
 
 HOLDING = {
     "jit": jax.jit(tapped_sine),
-    "checkpoint": jax.checkpoint(tapped_sine),
     "cond": lambda x: jax.lax.cond(x > -9, tapped_sine, lambda x: x, x),
     "while": counted_sine,
     "jit of while": jax.jit(counted_sine),
 }
+
+
+if not coming_jax.HAS_NEW_REMAT:  # nobody is asked of such a one before it leaves
+    HOLDING["checkpoint"] = jax.checkpoint(tapped_sine)
 
 
 @pytest.mark.parametrize("name", HOLDING)

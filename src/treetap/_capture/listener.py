@@ -145,10 +145,10 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
-        batched_branches.refuse_hoisted(params["label"])
         name_stack = current_name_stack()
         spot = spot_of(primitive, params, values, name_stack)
         refuse_copies(name_stack, [spot])
+        batched_branches.refuse_hoisted([spot])
         ticket = len(values) - 1
         flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
         spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
@@ -168,6 +168,7 @@ class Listener(Through):
     ) -> Any:
         """Runs an operation with taps inside, and keeps what comes out."""
         session = self.session
+        batched_branches.refuse_hoisted(inner[0].spots or seen)
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
         spots = self._seen_here(seen)

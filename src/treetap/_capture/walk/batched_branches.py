@@ -25,6 +25,7 @@ the backward pass, where its taps would be heard once more. So what is staged ha
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ from treetap._capture.walk.jax_compat import body_of
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.plans import Choice, Guarding, Part
 from treetap._capture.walk.run import Walk
-from treetap._capture.walk.spots import MARKS
+from treetap._capture.walk.spots import MARKS, Spot
 from treetap._capture.walk.survey import taps_in
 from treetap._capture.walk.witness import tell_branches, witness_p
 from treetap._core.errors import CaptureError
@@ -106,11 +107,11 @@ def _stay_whole(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
     return rule(trace, *tracers, **params)
 
 
-def refuse_hoisted(label: Label) -> None:
-    """Refuses a tap that leaves its loop unasked."""
+def refuse_hoisted(spots: Sequence[Spot]) -> None:
+    """Refuses taps that leave their loop unasked."""
     if jax_compat.is_hoisting():
         raise CaptureError(
-            f"The tap {label.name!r} is in a function with its own rule for "
+            f"The tap {spots[0].name!r} is in a function with its own rule for "
             "derivatives, and is the same in all iterations of a loop that is "
             "differentiated. JAX computes it once, before the loop, so it cannot be "
             "told where it belongs. Tap the function's result instead, or call it "
