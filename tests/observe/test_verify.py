@@ -12,7 +12,13 @@ from treetap._capture.session import Session
 from verified_programs import PROGRAMS, ROWS, counted, looped, loss
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if number % 3 else ())
+        for number, name in enumerate(PROGRAMS)
+    ],
+)
 def test_what_is_right_is_stamped(name):
     fn, args, options = PROGRAMS[name]
     out, record = tt.observe(fn, verify=True, **options)(*args)
