@@ -697,3 +697,20 @@ def test_a_compiled_stage_passes_by_the_cached_calls_of_other_programs():
 
 def test_a_function_without_a_signature_has_static_arguments_by_number():
     assert int(tt.jit(max, static_argnums=(0, 1))(2, 3)) == 3
+
+
+def test_what_a_call_keeps_goes_with_the_model_without_a_search_for_cycles():
+    class Model(tt.Module):
+        def __init__(self):
+            self.w, self.scale = tt.Param(jnp.ones(3)), 2
+
+    model, call = Model(), tt.jit(lambda model: model.w[...] * model.scale)
+    for _ in range(3):
+        call(model)
+    held = weakref.ref(model), weakref.ref(model.w)
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()

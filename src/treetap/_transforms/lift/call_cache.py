@@ -65,6 +65,7 @@ MAX_VERIFIED = 16  # sets of objects that a cached call remembers
 MAX_PACKED_PROGRAMS = 16  # of a cached call, one for each layout of packs
 MAX_MISFITS = 8  # calls that could not be packed, before it is tried no more
 NOT_APPLICABLE = object()  # in place of a result: these arguments need a longer way
+END = object()  # after the attributes of all objects, where they are compared
 # What JAX raises for a tree of another structure.
 OTHER_TREE = (ValueError, TypeError, KeyError)
 
@@ -167,10 +168,7 @@ class VerifiedArguments:
                 return False
         attributes = chain.from_iterable(self.attributes)
         if not all(map(is_, attributes, self.held)):  # behind somebody's `__setattr__`
-            for node in (
-                *(outermost[number] for number, *_ in self.roots),
-                *self.nodes,
-            ):
+            for node in [outermost[number] for number, *_ in self.roots] + self.nodes:
                 look_behind(node)
             return False
         return not self.watches or all(map(Watch.holds, self.watches))
@@ -421,8 +419,8 @@ class CachedCall:
         looked = [verified.look_into(root, nodes) for _, root, nodes in found]
         if not all(looked) or last_change[0] is not change:
             return verified
-        verified.attributes.append((self,))
-        verified.held.append(self)
+        verified.attributes.append((END,))
+        verified.held.append(END)
         key, cache = id(found[0][1]), self._verified
         values = last_values  # the room itself may be gone when Python ends
 
