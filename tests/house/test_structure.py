@@ -36,7 +36,7 @@ ORDER = {
     """,
     "_capture.walk": """
         jax_compat jaxpr_cache spots plans steps custom_rules operations survey run
-        witness batched_branches self_check
+        witness hoisting batched_branches self_check
     """,
     "_capture.statistics": "arithmetic figures reducers reduced measures",
     "_modules": "methods module containers random_streams random_rules views",

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-import coming_jax
 import treetap as tt
 
 ROWS = jnp.arange(3.0)
@@ -209,31 +209,68 @@ def tapped_sine(x):
     return tt.tap(jnp.sin(x), "v")
 
 
-def counted_sine(x):
-    def turn(carry):
-        return carry[0] + 1, tapped_sine(carry[1])
+def with_jvp(fn):
+    ruled = jax.custom_jvp(fn)
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), 7.0 * tangents[0]))
+    return ruled
 
-    return jax.lax.while_loop(lambda carry: carry[0] < 1, turn, (0, x))[1]
+
+def with_vjp(fn):
+    ruled = jax.custom_vjp(fn)
+    ruled.defvjp(lambda x: (ruled(x), None), lambda _, cotangent: (7.0 * cotangent,))
+    return ruled
+
+
+def with_root(fn):
+    solve = lambda f, guess: fn(guess)
+    tangent = lambda g, y: y / g(1.0)
+    return lambda x: jax.lax.custom_root(lambda y: y - x, x, solve, tangent)
+
+
+def in_branch(fn):
+    return lambda x: jax.lax.cond(x > -9, fn, lambda x: x, x)
+
+
+def in_loop(fn):
+    turn = lambda carry: (carry[0] + 1, fn(carry[1]))
+    return lambda x: jax.lax.while_loop(lambda carry: carry[0] < 1, turn, (0, x))[1]
 
 
 HOLDING = {
-    "jit": jax.jit(tapped_sine),
-    "cond": lambda x: jax.lax.cond(x > -9, tapped_sine, lambda x: x, x),
-    "while": counted_sine,
-    "jit of while": jax.jit(counted_sine),
+    "jit": jax.jit,
+    "cond": in_branch,
+    "jit of cond": lambda fn: jax.jit(in_branch(fn)),
+    "cond of cond": lambda fn: in_branch(in_branch(fn)),
+    "while": in_loop,
+    "jit of while": lambda fn: jax.jit(in_loop(fn)),
+    "custom_vjp": with_vjp,
+    "jit of custom_vjp": lambda fn: jax.jit(with_vjp(fn)),
+    "cond of custom_vjp": lambda fn: in_branch(with_vjp(fn)),
+    "checkpoint": jax.checkpoint,
 }
+RULED = {
+    "custom_jvp": with_jvp,
+    "jit of custom_jvp": lambda fn: jax.jit(with_jvp(fn)),
+    "custom_root": with_root,
+}
+if jax.__version_info__ >= (0, 12):  # where a rule is kept, see `hoisting`
+    HOLDING |= RULED
 
 
-if not coming_jax.HAS_NEW_REMAT:  # nobody is asked of such a one before it leaves
-    HOLDING["checkpoint"] = jax.checkpoint(tapped_sine)
+def unused_sine(x):
+    tt.tap(jnp.sin(x), "v")
+    return jnp.sin(x)
 
 
+@pytest.mark.parametrize("tapped", [tapped_sine, unused_sine])
 @pytest.mark.parametrize("name", HOLDING)
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_operations_with_taps_stay_in_their_loop(wrap, name):
+def test_operations_with_taps_stay_in_their_loop(wrap, name, tapped):
+    held = HOLDING[name](tapped)
+
     def fn(x):
         same = jax.lax.stop_gradient(x)
-        step = lambda carry, _: (carry * HOLDING[name](same), None)
+        step = lambda carry, _: (carry * held(same), None)
         return jax.lax.scan(step, x, None, length=3)[0]
 
     _, record = tt.observe(WRAPS[wrap](fn))(0.5)
@@ -241,17 +278,62 @@ def test_operations_with_taps_stay_in_their_loop(wrap, name):
     assert record["v"].value == pytest.approx(np.full(3, np.sin(0.5)))
 
 
-def test_a_tap_in_a_rule_that_leaves_its_loop_is_refused():
-    ruled = jax.custom_jvp(tapped_sine)
-    ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[0]))
+@pytest.mark.parametrize(
+    "name", ["custom_vjp", *(RULED if jax.__version_info__ >= (0, 12) else ())]
+)
+def test_a_rule_is_kept_in_its_loop(name):
+    """What stays is still differentiated by its rule, from further out."""
+    held = HOLDING[name](tapped_sine)
+
+    def slope(y):
+        step = lambda carry, _: (carry * held(y), None)
+        return jax.grad(lambda x: jax.lax.scan(step, x, None, length=3)[0])(0.5)
+
+    expected = jax.jit(jax.grad(slope))(0.3)
+    found, record = tt.observe(jax.jit(jax.grad(slope)))(0.3)
+    assert found == pytest.approx(expected)
+    assert kinds_of(record["v"]) == [("scan", 3)]
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX keeps the rule")
+@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_tap_in_a_rule_that_leaves_its_loop_is_refused(wrap, name):
+    held = RULED[name](tapped_sine)
 
     def fn(x):
         same = jax.lax.stop_gradient(x)
-        step = lambda carry, _: (carry * ruled(same), None)
+        step = lambda carry, _: (carry * held(same), None)
         return jax.lax.scan(step, x, None, length=3)[0]
 
-    with pytest.raises(tt.CaptureError, match="'v' is in a function with its own rule"):
-        tt.observe(jax.grad(fn))(0.5)
+    with pytest.raises(tt.CaptureError, match="'v' is the same in all iterations"):
+        tt.observe(WRAPS[wrap](fn))(0.5)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_tap_on_shards_stays_in_its_loop(wrap):
+    mesh = jax.make_mesh((1,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+    held = jax.shard_map(tapped_sine, mesh=mesh, in_specs=P("s"), out_specs=P("s"))
+
+    def fn(x):
+        same = jax.lax.stop_gradient(x)
+        step = lambda carry, _: (carry * held(same), None)
+        return jax.lax.scan(step, x, None, length=3)[0].sum()
+
+    _, record = tt.observe(WRAPS[wrap](fn))(jnp.ones(2))
+    assert kinds_of(record["v"]) == [("scan", 3), ("shard_map", 1)]
+
+
+def test_a_function_without_arguments_cannot_stay_in_its_loop():
+    ruled = jax.custom_vjp(lambda: tt.tap(jnp.ones(()), "v"))
+    ruled.defvjp(lambda: (ruled(), None), lambda _, cotangent: ())
+
+    def fn(x):
+        step = lambda carry, _: (carry * ruled(), None)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    with pytest.raises(tt.CaptureError, match="'v' is the same in all iterations"):
+        tt.observe(jax.jit(jax.grad(fn)))(0.5)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

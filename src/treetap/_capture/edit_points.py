@@ -37,7 +37,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from treetap._capture.marks import Label, Maps, batch_mark, moving, tap_p
+from treetap._capture.marks import Label, Maps, batch_mark, bind_new, moving
 
 edit_p = Primitive("tap_edit")
 edit_p.multiple_results = True
@@ -140,7 +140,7 @@ def unedited(values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
 def editable(label: Label, values: Sequence[Any]) -> list[Any]:
     """Marks values that flow on, so that they may be edited; gives those to use."""
     label = label._replace(is_edit=True, reduce=None)
-    *held, ticket = tap_p.bind(*values, label=label, moved=(), maps=(), branches=())
+    *held, ticket = bind_new(label, values)
     return edit_p.bind(*held, ticket, label=label, maps=(), branches=(), recipe=())
 
 

@@ -20,7 +20,8 @@ from treetap._capture.marks import Label, linear_p
 from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
-from treetap._capture.walk import batched_branches, jax_compat
+from treetap._capture.walk import batched_branches, hoisting, jax_compat
+from treetap._capture.walk.hoisting import refuse_hoisted
 from treetap._capture.walk.operations import Step, operation_at
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
@@ -36,7 +37,8 @@ from treetap._capture.walk.survey import (
 )
 from treetap._core.trace_level import Through
 
-batched_branches.register()  # before the first mark goes through a transform
+batched_branches.register()
+hoisting.register()  # both before the first mark goes through a transform
 
 
 def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +150,8 @@ class Listener(Through):
         name_stack = current_name_stack()
         spot = spot_of(primitive, params, values, name_stack)
         refuse_copies(name_stack, [spot])
-        batched_branches.refuse_hoisted([spot])
+        if jax_compat.is_hoisting():
+            refuse_hoisted(spot.name)
         ticket = len(values) - 1
         flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
         spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
@@ -168,7 +171,8 @@ class Listener(Through):
     ) -> Any:
         """Runs an operation with taps inside, and keeps what comes out."""
         session = self.session
-        batched_branches.refuse_hoisted(inner[0].spots or seen)
+        if jax_compat.is_hoisting():
+            refuse_hoisted(seen[0].name)
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
         spots = self._seen_here(seen)

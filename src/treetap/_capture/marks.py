@@ -43,7 +43,16 @@ TICKET = np.zeros((), np.uint16)  # of a type that few other values have
 
 def bind_tap(label: "Label", values: Sequence[Any]) -> list[Any]:
     """Marks values; gives the marked ones."""
-    return tap_p.bind(*values, label=label, moved=(), maps=(), branches=())[:-1]
+    return bind_new(label, values)[:-1]
+
+
+def bind_new(label: "Label", values: Sequence[Any]) -> list[Any]:
+    """Marks values; gives the marked ones, and the ticket.
+
+    `tap_p.bind` is for JAX, which binds again what is in a jaxpr: see `walk.hoisting`.
+    """
+    params = {"label": label, "moved": (), "maps": (), "branches": ()}
+    return Primitive.bind(tap_p, *values, **params)
 
 
 class Label(NamedTuple):

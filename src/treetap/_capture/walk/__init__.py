@@ -20,6 +20,7 @@ The files, in the order in which they stand on each other:
 - `survey`: the spots of a jaxpr.
 - `run`: a jaxpr run by a plan.
 - `witness`: values told in a second way, for who compares.
+- `hoisting`: taps that are the same in all iterations stay in their loop.
 - `batched_branches`: what JAX is asked to do differently with programs that have marks.
 - `self_check`: what all this relies on, tried on a JAX that is newer than those tested.
 """

@@ -3,6 +3,7 @@
 
 Some rules of JAX would lose what a mark is to tell, and each has an addition here. They
 do nothing where there are no marks. They are in force once `listener` is imported.
+(Loops whose taps are the same in all iterations have a file of their own, `hoisting`.)
 
 *Branches under `vmap`.* With a condition for each row JAX runs all branches for all
 rows and selects: there is no branch any more, and nothing says which rows took it. So
@@ -11,47 +12,37 @@ the condition as one more operand: the mask of the rows that took it. Cotangents
 other rows are zeros: what JAX computes for them is of no meaning, as branches share
 what they keep for the way back.
 
-*Loops that are differentiated.* JAX computes what is the same for all iterations once,
-before the loop. A tap among it would lose the loop's axis and the scopes around. So a
-tap says that it cannot be computed there, and so do `while` and `checkpoint`. Functions
-with a rule of their own for derivatives are not asked: what leaves its loop while the
-capture runs it is refused. (In a program that is compiled it cannot be told from what
-was there before the loop.)
-
 *Loops that are computed again.* Under `jax.checkpoint` JAX stages a whole `while` for
 the backward pass, where its taps would be heard once more. So what is staged has none.
 
 *Taylor series.* `jet` has no rule for marks, and would say so with a `KeyError`.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, remat_p, while_p
+from jax.extend.core.primitives import cond_p, while_p
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as pe
 
-from treetap._capture.marks import Label, tap_p
+from treetap._capture.marks import Label
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import body_of
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.plans import Choice, Guarding, Part
 from treetap._capture.walk.run import Walk
-from treetap._capture.walk.spots import MARKS, Spot
+from treetap._capture.walk.spots import MARKS
 from treetap._capture.walk.survey import taps_in
-from treetap._capture.walk.witness import tell_branches, witness_p
+from treetap._capture.walk.witness import tell_branches
 from treetap._core.errors import CaptureError
 
 _guarded: JaxprCache[Any] = JaxprCache()
 _unmarked: JaxprCache[Any] = JaxprCache()
 _batch_cond = batching.fancy_primitive_batchers[cond_p]
 _stage_while = pe.partial_eval_jaxpr_custom_rules[while_p]
-_in_trace = {x: pe.custom_partial_eval_rules[x] for x in (while_p, remat_p)}
 
 
 def _with_guards(branch: Any, number: int, count: int) -> Any:
@@ -90,33 +81,6 @@ def _batch_branches(
         values, dims = [*values, *masks], [*dims, *[dims[0]] * count]
         branches = tuple(_with_guards(x, n, count) for n, x in enumerate(branches))
     return _batch_cond(axis, values, dims, branches=branches, **params)
-
-
-def _stay_in_loop(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Partial evaluation of a tap: known if its operands are, but in its loop."""
-    if jax_compat.is_hoisting():
-        tracers = tuple(map(trace.instantiate_const, tracers))
-    return trace.default_process_primitive(primitive, tracers, params)
-
-
-def _stay_whole(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    """The same of an operation that holds taps."""
-    held = map(body_of, jax_compat.jaxprs_of(params))
-    if jax_compat.is_hoisting() and any(taps_in(body.jaxpr).spots for body in held):
-        tracers = tuple(map(trace.instantiate_const, tracers))
-    return rule(trace, *tracers, **params)
-
-
-def refuse_hoisted(spots: Sequence[Spot]) -> None:
-    """Refuses taps that leave their loop unasked."""
-    if jax_compat.is_hoisting():
-        raise CaptureError(
-            f"The tap {spots[0].name!r} is in a function with its own rule for "
-            "derivatives, and is the same in all iterations of a loop that is "
-            "differentiated. JAX computes it once, before the loop, so it cannot be "
-            "told where it belongs. Tap the function's result instead, or call it "
-            "before the loop."
-        )
 
 
 def _without_marks(jaxpr: Any) -> Any:
@@ -170,9 +134,3 @@ def register() -> None:
     jet_rules.update(dict.fromkeys(MARKS, _refuse_jet))
     batching.fancy_primitive_batchers[cond_p] = _batch_branches
     pe.partial_eval_jaxpr_custom_rules[while_p] = _tell_while_once
-    for primitive, rule in _in_trace.items():
-        whole = functools.partial(_stay_whole, rule)
-        pe.custom_partial_eval_rules[primitive] = whole
-    for primitive in (tap_p, witness_p):
-        rule = functools.partial(_stay_in_loop, primitive)
-        pe.custom_partial_eval_rules[primitive] = rule

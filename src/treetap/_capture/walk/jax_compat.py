@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Primitive,
+    find_top_trace,
+    jaxprs_in_params,
+)
+from jax.extend.core.primitives import custom_jvp_call_p
 
 
 class Body(NamedTuple):
@@ -308,6 +316,14 @@ def zeros_like_aval(aval: Any) -> Any:
 
 
 _HOISTING = ("_scan_known_hoisting", "_scan_partial_eval_custom")
+_LEAVING = ("process_custom_jvp_call", "process_custom_vjp_call", "process_shard_map")
+
+
+def _callers() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_hoisting() -> bool:
@@ -316,12 +332,46 @@ def is_hoisting() -> bool:
     Nothing public says so. One of the two functions of JAX that do it is among the
     callers. Should they have other names one day, tests of such loops fail.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in _HOISTING:
-            return True
-        frame = frame.f_back
+    return any(frame.f_code.co_name in _HOISTING for frame in _callers())
+
+
+def is_hoisted() -> bool:
+    """Whether what is bound now leaves its loop, inside an operation that is known."""
+    if sorting_trace() is not None:
+        return False
+    is_inside = False
+    for frame in _callers():
+        name = frame.f_code.co_name
+        if name in _HOISTING:
+            return is_inside
+        is_inside = is_inside or (name in _LEAVING and _sorts(frame.f_locals["self"]))
     return False
+
+
+def sorting_trace() -> Any:
+    """The trace of partial evaluation, if what is bound now goes to it; or None."""
+    trace = find_top_trace(None)
+    return trace if _sorts(trace) else None
+
+
+def _sorts(trace: Any) -> bool:
+    return type(trace).__name__ == "JaxprTrace"
+
+
+def keeps_rules(bind: Any) -> bool:
+    """Whether a function that is not known keeps its rule, from `bind` of its kind."""
+    return bind.__self__ is not custom_jvp_call_p or jax.__version_info__ >= (0, 12)
+
+
+@functools.cache
+def primitives_of_objects() -> list[Primitive]:
+    """The primitives that hold operations as objects, if JAX has any: see `kind_of`."""
+
+    def fn(x: Any) -> Any:
+        return jax.lax.custom_root(lambda y: y - x, x, lambda _, y: y, lambda _, y: y)
+
+    eqns = jax.make_jaxpr(fn)(0.0).eqns
+    return [eqn.primitive for eqn in eqns if "_prim" in eqn.params]
 
 
 def zero_tangent(value: Any) -> Any:
