@@ -21,7 +21,7 @@ level; and the array of a leaf has some of the levels as its first axes.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -43,7 +43,13 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.operations import SHARD_MAP, WHILE
 from treetap._capture.walk.spots import UNKEPT, VMAP, Has
-from treetap._capture.walk.witness import Branching, Row, Told, witness_p
+from treetap._capture.walk.witness import (
+    Branching,
+    Row,
+    Told,
+    equations_in,
+    witness_p,
+)
 from treetap._core.errors import CaptureError
 from treetap._observe.handlers import Handler, PureCall
 
@@ -111,21 +117,24 @@ class Reference:
     """
 
     def __init__(self, closed: Any, values: Sequence[Any]):
-        body = body_of(closed)
         self.skipped: dict[tuple[Branching, tuple[Row, ...]], frozenset[Told]] = {}
         self._at: dict[tuple[int, ...], Telling] = {}
+        self._holders: set[int] = set()  # the operations with witnesses inside
         known: dict[Any, Telling] = {}
         seen: Counter[Any] = Counter()
         # Of one call of `tap` there is a witness for each row, and all are one telling.
-        for (*around, eqn), (told, rows) in _witnesses(body.jaxpr):
-            one = (*around, told)
-            seen[one, rows] += 1
-            key = one, seen[one, rows]
-            self._at[*around, eqn] = known.setdefault(key, Telling(told))
+        for eqn, around in equations_in(closed):
+            if eqn.primitive is witness_p and not any(map(_has_told, around)):
+                holders, told = tuple(map(id, around)), eqn.params["told"]
+                key = holders, told, eqn.params["rows"]
+                seen[key] += 1
+                telling = known.setdefault((*key[:2], seen[key]), Telling(told))
+                self._at[*holders, id(eqn)] = telling
+                self._holders.update(holders)
         tellings = [one for one in known.values() if isinstance(one.told, Told)]
         self.values = [one for one in tellings if one.told.gradient_of is None]
         self.gradients = [one for one in tellings if one.told.gradient_of is not None]
-        self._evaluate(body, values, ())
+        self._evaluate(body_of(closed), values, ())
 
     def is_told_by_a_rule(self, value: Telling) -> bool:
         """Whether a value in a branch was told by a rule for derivatives."""
@@ -159,7 +168,7 @@ class Reference:
         if eqn.primitive is witness_p:
             self._note(frame, eqn, ins)
             return []
-        if not _tells(eqn):
+        if id(eqn) not in self._holders:
             return _rebound(eqn, ins)
         bodies, loops = _bodies(eqn), {scan_p: self._scan, while_p: self._while}
         if loop := loops.get(eqn.primitive):
@@ -182,7 +191,10 @@ class Reference:
         if _runs(frame, rows) and not is_skipped:
             outermost_first = tuple(row.number for row in reversed(rows))
             turns = tuple(one.turn for one in frame if one.turn is not None)
-            leaves = [_plain(x, atom.aval.dtype) for x, atom in zip(ins, eqn.invars)]
+            pairs = zip(
+                ins, eqn.invars
+            )  # literals are of the type that the program says
+            leaves = [_plain(jnp.asarray(x, atom.aval.dtype)) for x, atom in pairs]
             telling = self._at[*(one.eqn for one in frame), id(eqn)]
             telling.notes.append(Note(outermost_first, turns, leaves))
 
@@ -212,15 +224,10 @@ class Reference:
         return carry
 
 
-def _witnesses(jaxpr: Any, around: Any = ()) -> Iterator[tuple[Any, tuple[Any, Any]]]:
-    """Where there are witnesses, whether or not they will see something."""
-    for eqn in jaxpr.eqns:
-        place = (*around, id(eqn))
-        if eqn.primitive is witness_p:
-            yield place, (eqn.params["told"], eqn.params["rows"])
-        elif _tells(eqn):
-            for body in _bodies(eqn):
-                yield from _witnesses(body.jaxpr, place)
+def _has_told(eqn: Any) -> bool:
+    """Whether it is a `while` that is computed again, under `jax.checkpoint`."""
+    stack = eqn.source_info.name_stack
+    return eqn.primitive is while_p and is_computed_again(stack)
 
 
 def _rebound(eqn: Any, ins: list[Any]) -> list[Any]:
@@ -237,25 +244,10 @@ def _where(again: Any, new: Any, old: Any) -> Any:
     return jnp.where(flags, new, old) if again.ndim else new
 
 
-def _plain(value: Any, dtype: Any = None) -> np.ndarray:
-    """A value as an array of numpy, of the type that the program says."""
-    dtype = dtype or value.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(value))
-    return np.asarray(value, dtype)
-
-
-def _tells(eqn: Any) -> bool:
-    """Whether a witness is inside an operation.
-
-    A `while` that JAX computes again, under `jax.checkpoint`, has told before.
-    """
-    if eqn.primitive is while_p and is_computed_again(eqn.source_info.name_stack):
-        return False
-    return any(
-        jax_compat.holds(jax_compat.opened(jaxpr)[0], witness_p)
-        for jaxpr in jax_compat.jaxprs_of(eqn.params)
-    )
+def _plain(value: Any) -> np.ndarray:
+    """A value as an array of numpy."""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value)
 
 
 def _bodies(eqn: Any) -> list[Body]:
@@ -373,7 +365,8 @@ def compare(reference: Reference, calls: Sequence[Call], grads: bool) -> None:
                 seen.compare_gradient(leaf, reference.gradient_of(value, leaf))
 
 
-Place = dict[int, int]  # of levels, where along them
+Place = dict[int, int]  # by level, where along it
+Found = Sequence[tuple[Place, np.ndarray]]
 
 
 class _Seen:
@@ -384,7 +377,7 @@ class _Seen:
         self.text = site_text(call.where.path, call.label.name, call.index)
         axes = list(enumerate(self.levels))
         self.loops = [n for n, axis in axes if axis.kind == WHILE.name]
-        self.unkept = {n for n, axis in axes if axis.size == UNKEPT}
+        self.kept = [n for n, axis in axes if axis.size != UNKEPT]
 
     def fail(self, how: str) -> NoReturn:
         """Says what differs."""
@@ -410,26 +403,32 @@ class _Seen:
 
     def compare_values(self, notes: Sequence[Note]) -> None:
         """Compares values, and whether and how often each was there."""
-        call = self.call
-        places = list(map(self.place, notes))
-        taken, count = call.flags.get("taken"), call.flags.get("count")
-        if taken is not None and not self.loops:
-            was = _turns_at(places, taken) > 0
-            if not np.array_equal(was, taken.array):
-                self.fail(f"has taken={np.asarray(taken.array)}, and was taken {was}")
-        is_clear = taken is None or (
-            self.unkept and count is not None and taken.levels == count.levels
-        )
-        if count is not None and len(self.loops) == 1 and is_clear:
-            times, ran = _turns_at(places, count, *self.loops), np.asarray(count.array)
-            # Where a branch was not taken in the last turn there is no note of that.
-            is_last = (ran == 0) | (True if taken is None else np.asarray(taken.array))
-            if not np.all(np.where(is_last, times == ran, times < ran)):
-                self.fail(f"has count={ran}, and ran {times} times")
-        is_partial = bool(call.flags)
+        call, places = self.call, list(map(self.place, notes))
+        self.compare_flags(places)
         for n, (value, has) in enumerate(zip(call.values, call.spot.has)):
             found = [(at, note.leaves[n]) for at, note in zip(places, notes)]
-            self.compare(_plain(value), has, found, "value", is_partial)
+            self.compare(_plain(value), has, found, "value")
+
+    def compare_flags(self, places: Sequence[Place]) -> None:
+        """Compares whether a value was there, in the last of how many turns.
+
+        It is only known of branches, of one loop, and of branches in a loop of which
+        the last turn is kept.
+        """
+        flags = self.call.flags
+        levels = {flag.levels for flag in flags.values()}
+        is_clear = len(flags) == 1 or len(self.kept) < len(self.levels)
+        if len(levels) != 1 or len(self.loops) != ("count" in flags) or not is_clear:
+            return
+        found = {name: np.asarray(flag.array) for name, flag in flags.items()}
+        taken, ran = found.get("taken", np.True_), found.get("count", np.int_(1))
+        times = np.zeros(np.broadcast_shapes(taken.shape, ran.shape), int)
+        for place in places:
+            at = tuple(place[n] for n in next(iter(levels)))
+            times[at] = max(times[at], 1 + sum(place[n] for n in self.loops))
+        # Where a branch was not taken in the last turn there is no note of that.
+        if not np.all(np.where(taken | (ran == 0), times == ran, times < ran)):
+            self.fail(f"has taken={taken} and count={ran}, and was there {times} times")
 
     def compare_states(self) -> None:
         """Compares statistics with those of the values, which were compared before."""
@@ -458,9 +457,8 @@ class _Seen:
                 f"observe: `verify=True` compares first derivatives, and {self.text!r} "
                 "has higher ones. Observe it without `grads`, or without `verify`."
             )
-        found = call.gradients.get(1, {}).get(leaf)
-        if found is None:
-            found = jax_compat.zeros_of(call.spot.avals[leaf])
+        zeros = jax_compat.zeros_of(call.spot.avals[leaf])
+        found = call.gradients.get(1, {}).get(leaf, zeros)
         axes = call.gradient_axes.get(1, {}).get(leaf, call.spot.axes()[leaf])
         has = call.spot.has[leaf]
         if tuple(self.levels[n] for n in has) != axes:
@@ -469,19 +467,13 @@ class _Seen:
         placed = [(self.place(note, has), note.leaves[0]) for note in notes]
         self.compare(_plain(found), has, placed, "gradient")
 
-    def compare(
-        self,
-        array: np.ndarray,
-        has: Has,
-        found: Sequence[tuple[Place, np.ndarray]],
-        what: str,
-        is_partial: bool = True,
-    ) -> None:
+    def compare(self, array: np.ndarray, has: Has, found: Found, what: str) -> None:
         """Compares an array with what was seen at its places."""
         is_seen = np.zeros([self.levels[n].size for n in has], bool)
         tolerance = max((_tolerance(one) for _, one in found), default=0.0)
-        if self.unkept:  # of a `while` the last iteration counts, which was noted last
-            last = {_without(place, self.unkept): (place, one) for place, one in found}
+        if len(self.kept) < len(self.levels):
+            # Of a `while` the last iteration counts, which was noted last.
+            last = {tuple(map(x.get, self.kept)): (x, one) for x, one in found}
             found = list(last.values())
         for place, one in found:
             at = tuple(place[n] for n in has)
@@ -496,21 +488,8 @@ class _Seen:
                 )
         if what == "gradient" and np.any(array[~is_seen]):
             self.fail("has a gradient where none was seen")
-        if not (is_partial or np.all(is_seen)):
+        if what == "value" and not (self.call.flags or np.all(is_seen)):
             self.fail("has values where none was seen")
-
-
-def _without(place: Place, levels: set[int]) -> tuple[tuple[int, int], ...]:
-    return tuple((n, at) for n, at in place.items() if n not in levels)
-
-
-def _turns_at(places: Sequence[Place], flag: Placed, loop: int = -1) -> np.ndarray:
-    """How many turns there were of a loop by what was seen, at each place of a flag."""
-    times = np.zeros(np.shape(flag.array), int)
-    for place in places:
-        at = tuple(place[n] for n in flag.levels)
-        times[at] = max(times[at], place.get(loop, 0) + 1)
-    return times
 
 
 def _tolerance(value: np.ndarray) -> float:

@@ -196,27 +196,24 @@ class _Suspect:
     """A function as a program, for arguments of some structure."""
 
     def __init__(self, call: PureCall, types: Sequence[Any]):
-        handler = Handler(QUIET)
-        known: list[Roots] = []
+        handler, self.known = Handler(QUIET), Roots(())
 
         def pure(*inputs: Any) -> list[Any]:
             fn, args, kwargs, leaves = call.with_inputs(inputs)
             given = raw_values(leaves)
             with handler.around(fn, args, kwargs) as out:
-                known.append(handler.session.known)
+                self.known = handler.session.known
             written = map(is_not, left := raw_values(leaves), given)
             results = jax.tree.leaves((out, list(compress(left, written))))
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
         self.body = jax_compat.body_of(jax_compat.traced(pure, types))
-        self.known = known[0]
         self.check = jax.jit(self._all_finite)
         self.search = jax.jit(functools.partial(search, self.body))
 
     def _all_finite(self, *values: Any) -> Any:
         outs = jax_compat.evaluate(*self.body[:2], values)
-        flags = [jnp.all(jnp.isfinite(value)) for value in outs]
-        return jnp.all(jnp.array(flags, bool))
+        return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in outs], bool))
 
     def blame(
         self, values: list[Any], path_of: Callable[[int], str], everywhere: bool
@@ -281,15 +278,9 @@ def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     return {"iterations": tuple(loops), "shard": shard}
 
 
-NOT_USERS = tuple(
-    os.path.join(path, "")
-    for path in (
-        os.path.dirname(jax.__file__),
-        str(pathlib.Path(__file__).resolve().parents[2]),
-        sysconfig.get_paths()["stdlib"],
-    )
-)
-_PACKAGES = sysconfig.get_paths()["purelib"]
+_PATHS = sysconfig.get_paths()
+_OWN = os.path.dirname(jax.__file__), pathlib.Path(__file__).resolve().parents[2]
+NOT_USERS = tuple(os.path.join(path, "") for path in (*_OWN, _PATHS["stdlib"]))
 
 
 def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
@@ -311,7 +302,7 @@ def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
 def _is_users(file: str) -> bool:
     if file.startswith(("<frozen", *NOT_USERS[:2])):
         return False
-    return file.startswith(_PACKAGES) or not file.startswith(NOT_USERS)
+    return file.startswith(_PATHS["purelib"]) or not file.startswith(NOT_USERS)
 
 
 def _path(call: PureCall, number: int) -> str:

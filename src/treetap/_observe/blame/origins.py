@@ -18,6 +18,7 @@ the first iteration in which it was bad, and can only come from what was bad by 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, product
 from operator import is_
@@ -28,6 +29,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from treetap._capture.name_stacks import is_transposed
+from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_at
 from treetap._capture.walk.survey import survey
@@ -45,9 +47,7 @@ Turns = tuple[int | None, ...]
 H = TypeVar("H", bound=Hashable)
 
 
-def _reached(
-    starts: Iterable[H], onward: Callable[[H], Iterable[H]]
-) -> dict[H, list[H]]:
+def _reached(starts: list[H], onward: Callable[[H], Iterable[H]]) -> dict[H, list[H]]:
     """All that one comes to from some, with these; of each, what is next to it."""
     found: dict[H, list[H]] = {}
     waiting = list(starts)
@@ -171,9 +171,8 @@ class Findings:
             held = self.found[frame.base + place.spot][place.which]
             at = tuple(turn for turn in turns if turn is not None)
             return Finiteness(*(np.asarray(part)[at] for part in held))
-        consts = dict(zip(frame.body.jaxpr.constvars, frame.body.consts))
-        is_literal = isinstance(atom, Literal)
-        return _finiteness_of(atom.val if is_literal else consts.get(atom, 0))
+        consts = defaultdict(int, zip(frame.body.jaxpr.constvars, frame.body.consts))
+        return _finiteness_of(jax_compat.read(consts, atom))
 
     def code(self, value: ValueAt) -> int:
         """Whether a value has infinities or NaNs, at this moment."""
