@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.interpreters import ad, batching, mlir
@@ -24,6 +23,7 @@ from jax.interpreters import partial_eval as pe
 
 from treetap._capture.marks import Label, debug_effect
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.plans import is_inexact
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,7 @@ mlir.register_lowering(
 )
 
 
-def _each_row(
-    axis: Any, values: Any, dims: Any, *, told: Any, rows: tuple[Row, ...]
-) -> Any:
+def _each_row(axis: Any, values: Any, dims: Any, *, told: Any, rows: Any) -> Any:
     """The rule of `vmap`: a witness for each row, the innermost mapping first."""
     for number in range(axis.size):
         given = [
@@ -109,9 +107,7 @@ def witnessed(label: Label, leaves: Sequence[Any], gradients: bool) -> list[Any]
     if not gradients:
         return list(leaves)
     return [
-        _with_gradient(Told(label, told, n), leaf)
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        else leaf
+        _with_gradient(Told(label, told, n), leaf) if is_inexact(leaf) else leaf
         for n, leaf in enumerate(leaves)
     ]
 

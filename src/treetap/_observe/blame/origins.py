@@ -245,21 +245,17 @@ class Findings:
         """
         if any(map(is_transposed, equations)):
             return True
-
-        def onward(place: tuple[Frame, Any]) -> Iterator[tuple[Frame, Any]]:
-            (frame, atom), jaxpr = place, place[0].body.jaxpr
+        frame, made = value.frame, {id(value.atom)}
+        while True:
+            jaxpr = frame.body.jaxpr
             for eqn in jaxpr.eqns:
-                if atom in eqn.invars and not is_transposed(eqn):
-                    yield from ((frame, var) for var in eqn.outvars)
-            if frame.above is not None and atom in jaxpr.outvars:
-                which = jaxpr.outvars.index(atom)
-                yield frame.above, frame.equation.outvars[which]
-
-        for frame, atom in _reached([(value.frame, value.atom)], onward):
-            count = None if frame.above is None else len(frame.carried)
-            if atom in frame.body.jaxpr.outvars[:count]:
-                return False
-        return True
+                if not (is_transposed(eqn) or made.isdisjoint(map(id, eqn.invars))):
+                    made.update(map(id, eqn.outvars))
+            held = [n for n, atom in enumerate(jaxpr.outvars) if id(atom) in made]
+            if frame.above is None or any(n < len(frame.carried) for n in held):
+                return not held
+            made = {id(frame.equation.outvars[n]) for n in held}
+            frame = frame.above
 
     def all_bad(self) -> Iterator[ValueAt]:
         """Every bad value there is."""
