@@ -92,6 +92,27 @@ def test_rows_of_a_branch_with_a_rule_are_not_judged():
         tt.observe(jax.grad(fn), verify=True)(1.0, x)
 
 
+def test_branches_that_are_taken_twice_are_told_apart():
+    first, second = lambda x: tt.tap(x * 2, "a"), lambda x: tt.tap(x + 1, "b")
+
+    def fn(x, y):
+        either = lambda x: jax.lax.cond(x > 0, first, second, x)
+        return either(x) + either(y)
+
+    x = jnp.array([1.0, -1.0, 1.0])
+    _, record = tt.observe(jax.vmap(fn), verify=True)(x, -x)
+    assert [site.text for site in record] == ["b", "a", "b#1", "a#1"]
+
+
+def test_of_a_gradient_in_a_while_the_last_turn_counts():
+    def fn(x):
+        grad = jax.grad(lambda x: tt.tap(x * x, "g") ** 2)
+        return jax.lax.while_loop(lambda c: c < 100, lambda c: c + grad(c), x)
+
+    _, record = tt.observe(fn, grads=True, verify=True)(1.0)
+    assert float(record["g"].grad) == 50.0
+
+
 def test_a_missing_site_is_named(monkeypatch):
     is_heard = Session.is_heard
     deaf = lambda self, label: label.name != "y" and is_heard(self, label)

@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -42,30 +43,32 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.operations import SHARD_MAP, WHILE
 from treetap._capture.walk.spots import UNKEPT, VMAP, Has
-from treetap._capture.walk.witness import Branching, Row, Told, witness_p
+from treetap._capture.walk.witness import (
+    Branching,
+    Row,
+    Told,
+    equations_in,
+    witness_p,
+)
 from treetap._core.errors import CaptureError
 from treetap._observe.handlers import Handler, PureCall
 
-Key = tuple[Any, ...]  # the operations around a witness, who told, and which time
 
-
-class Frame(NamedTuple):
-    """Where in the program an operation is.
+class Inside(NamedTuple):
+    """An operation around what runs.
 
     Attributes:
-        around: The operations around it.
-        turns: The turn of each loop around it, outermost first.
-        active: For each loop whose rows end one by one, which of them still run.
+        eqn: The operation, by its `id`.
+        turn: Of a loop, the turn.
+        active: Of a loop whose rows end one by one, which of them still run.
     """
 
-    around: tuple[int, ...] = ()
-    turns: tuple[int, ...] = ()
-    active: tuple[np.ndarray, ...] = ()
+    eqn: int
+    turn: int | None = None
+    active: Any = np.True_
 
-    def inside(self, eqn: Any, turn: int | None = None) -> "Frame":
-        """The frame of what an operation holds."""
-        turns = self.turns if turn is None else (*self.turns, turn)
-        return self._replace(around=(*self.around, id(eqn)), turns=turns)
+
+Frame = tuple[Inside, ...]  # the operations around, outermost first
 
 
 class Note(NamedTuple):
@@ -82,162 +85,157 @@ class Note(NamedTuple):
     leaves: list[np.ndarray]
 
 
-@dataclass
+@dataclass(eq=False)
+class Telling:
+    """A value, or a gradient, that could be told somewhere in the program.
+
+    Attributes:
+        told: What it tells.
+        notes: What was seen of it.
+    """
+
+    told: Any
+    notes: list[Note] = field(default_factory=list)
+
+    def numbers(self, leaf: int) -> set[bytes]:
+        """What a leaf was, each time."""
+        return {note.leaves[leaf].tobytes() for note in self.notes}
+
+
 class Reference:
     """A program run in the slow way.
 
+    Args:
+        closed: The program.
+        values: Its inputs.
+
     Attributes:
-        told: All values that could be told, in order.
-        notes: What was seen of each, and of each leaf of its gradient.
-        branch: The branch each row takes, where a mapping has one for each.
+        values: All values that could be told, in order.
+        gradients: The same of gradients of their leaves.
+        skipped: Where a mapping has a branch for each row: by these branches and a row,
+            all that is told in others than the one it takes.
     """
 
-    told: list[Key] = field(default_factory=list)
-    notes: dict[Key, list[Note]] = field(default_factory=dict)
-    branch: dict[tuple[Branching, tuple[Row, ...]], int] = field(default_factory=dict)
-    keys: dict[tuple[tuple[int, ...], int], Key] = field(default_factory=dict)
-
-    def run(self, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """Runs a program; gives its results."""
-        body = body_of(closed)
-        self._list(body.jaxpr, ())
-        return self._evaluate(body, values, Frame())
-
-    def _list(self, jaxpr: Any, around: tuple[int, ...]) -> None:
-        """Lists what could be told, in order, whether or not it will be."""
+    def __init__(self, closed: Any, values: Sequence[Any]):
+        self.skipped: dict[tuple[Branching, tuple[Row, ...]], frozenset[Told]] = {}
+        self._at: dict[tuple[int, ...], Telling] = {}
+        self._holders: set[int] = set()  # the operations with witnesses inside
+        known: dict[Any, Telling] = {}
         seen: Counter[Any] = Counter()
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is witness_p:
-                told, rows = eqn.params["told"], eqn.params["rows"]
-                key = (*around, told, seen[told, rows])
-                seen[told, rows] += 1
-                self.keys[around, id(eqn)] = key
-                is_value = isinstance(told, Told) and told.gradient_of is None
-                if is_value and key not in self.notes:
-                    self.told.append(key)
-                self.notes.setdefault(key, [])
-            elif _tells(eqn):
-                for body in _bodies(eqn):
-                    self._list(body.jaxpr, (*around, id(eqn)))
+        # Of one call of `tap` there is a witness for each row, and all are one telling.
+        for eqn, around in equations_in(closed):
+            if eqn.primitive is witness_p and not any(map(_has_told, around)):
+                holders, told = tuple(map(id, around)), eqn.params["told"]
+                key = holders, told, eqn.params["rows"]
+                seen[key] += 1
+                telling = known.setdefault((*key[:2], seen[key]), Telling(told))
+                self._at[*holders, id(eqn)] = telling
+                self._holders.update(holders)
+        tellings = [one for one in known.values() if isinstance(one.told, Told)]
+        self.values = [one for one in tellings if one.told.gradient_of is None]
+        self.gradients = [one for one in tellings if one.told.gradient_of is not None]
+        self._evaluate(body_of(closed), values, ())
 
-    def is_told_by_a_rule(self, key: Key) -> bool:
+    def is_told_by_a_rule(self, value: Telling) -> bool:
         """Whether a value in a branch was told by a rule for derivatives."""
-        told, branchings = key[-2], [one for one, _ in self.branch]
-        is_inside = any(told in each for one in branchings for each in one.inside)
+        told, branchings = value.told, [one for one, _ in self.skipped]
+        is_inside = any(told in inside for one in branchings for inside in one.inside)
         return not is_inside and any(told.label.name in x.ruled for x in branchings)
 
-    def gradient_of(self, key: Key, leaf: int) -> list[Note]:
+    def gradient_of(self, value: Telling, leaf: int) -> list[Note]:
         """What was seen of the gradient of a leaf of a value.
 
         Where JAX takes a function again that it has traced, one `tap` tells several
         values. Then a gradient is of that with which it was told; of equal ones the
         last has the first, as the way back goes.
         """
-        told = key[-2]
-        found = [
-            notes
-            for (*_, one, _), notes in self.notes.items()
-            if isinstance(one, Told) and (one.gradient_of, one.leaf) == (told, leaf)
-        ]
-        same = [one for one in self.told if one[-2] is told]
+        of = value.told, leaf
+        found = [x for x in self.gradients if (x.told.gradient_of, x.told.leaf) == of]
+        same = [one for one in self.values if one.told is value.told]
         if len(same) > 1:
-            values = {one: _numbers(self.notes[one], leaf) for one in same}
-            equal = [one for one in same if values[one] == values[key]]
-            found = [one for one in found if one and _numbers(one, 1) <= values[key]]
+            own = value.numbers(leaf)
+            equal = [one for one in same if one.numbers(leaf) == own]
+            found = [one for one in found if one.notes and one.numbers(1) <= own]
             if len(found) > 1:
-                found = found[::-1][equal.index(key) :][:1]
-        return list(itertools.chain(*found))
+                found = found[::-1][equal.index(value) :][:1]
+        return [note for one in found for note in one.notes]
 
     def _evaluate(self, body: Body, values: Sequence[Any], frame: Frame) -> list[Any]:
-        def run(eqn: Any, ins: list[Any]) -> list[Any]:
-            if eqn.primitive is witness_p:
-                self._note(eqn, ins, frame)
-                return []
-            if not _tells(eqn):
-                return _rebound(eqn, ins)
-            steps = {scan_p: self._scan, while_p: self._while, cond_p: self._cond}
-            step = steps.get(eqn.primitive, self._once)
-            return step(eqn, ins, frame)
-
+        run = partial(self._run, frame)
         return jax_compat.evaluate(body.jaxpr, body.consts, values, run)
 
-    def _note(self, eqn: Any, values: list[Any], frame: Frame) -> None:
+    def _run(self, frame: Frame, eqn: Any, ins: list[Any]) -> list[Any]:
+        if eqn.primitive is witness_p:
+            self._note(frame, eqn, ins)
+            return []
+        if id(eqn) not in self._holders:
+            return _rebound(eqn, ins)
+        bodies, loops = _bodies(eqn), {scan_p: self._scan, while_p: self._while}
+        if loop := loops.get(eqn.primitive):
+            return loop(frame, eqn, bodies[0], ins)
+        if eqn.primitive is cond_p:
+            number, *ins = ins
+            bodies = bodies[int(number) :]
+        return self._evaluate(bodies[0], ins, (*frame, Inside(id(eqn))))
+
+    def _note(self, frame: Frame, eqn: Any, ins: list[Any]) -> None:
         told, rows = eqn.params["told"], eqn.params["rows"]
         if isinstance(told, Branching):
-            self.branch[told, rows] = int(values[0])
-        elif self._is_taken(told, rows) and _runs(frame.active, rows):
-            outermost_first = tuple(row.number for row in reversed(rows))
-            key = self.keys[frame.around, id(eqn)]
-            avals = (atom.aval for atom in eqn.invars)
-            leaves = [_plain(value, aval.dtype) for value, aval in zip(values, avals)]
-            self.notes[key].append(Note(outermost_first, frame.turns, leaves))
-
-    def _is_taken(self, told: Any, rows: tuple[Row, ...]) -> bool:
-        return all(
-            told in branching.inside[number]
-            for (branching, at), number in self.branch.items()
-            if rows[len(rows) - len(at) :] == at
-            and any(told in inside for inside in branching.inside)
+            taken = told.inside[int(ins[0])]
+            self.skipped[told, rows] = frozenset().union(*told.inside) - taken
+            return
+        is_skipped = any(
+            told in skipped and rows[len(rows) - len(at) :] == at
+            for (_, at), skipped in self.skipped.items()
         )
+        if _runs(frame, rows) and not is_skipped:
+            outermost_first = tuple(row.number for row in reversed(rows))
+            turns = tuple(one.turn for one in frame if one.turn is not None)
+            pairs = zip(
+                ins, eqn.invars
+            )  # literals are of the type that the program says
+            leaves = [_plain(jnp.asarray(x, atom.aval.dtype)) for x, atom in pairs]
+            telling = self._at[*(one.eqn for one in frame), id(eqn)]
+            telling.notes.append(Note(outermost_first, turns, leaves))
 
-    def _once(self, eqn: Any, ins: list[Any], frame: Frame) -> list[Any]:
-        (body,) = _bodies(eqn)
-        return self._evaluate(body, ins, frame.inside(eqn))
-
-    def _cond(self, eqn: Any, ins: list[Any], frame: Frame) -> list[Any]:
-        body = _bodies(eqn)[int(ins[0])]
-        return self._evaluate(body, ins[1:], frame.inside(eqn))
-
-    def _scan(self, eqn: Any, ins: list[Any], frame: Frame) -> list[Any]:
-        (body,) = _bodies(eqn)
+    def _scan(self, frame: Frame, eqn: Any, body: Body, ins: list[Any]) -> list[Any]:
         num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        first = num_consts + num_carry
-        consts, carry, mapped = ins[:num_consts], ins[num_consts:first], ins[first:]
-        given: dict[int, list[Any]] = {}
-        turns = range(eqn.params["length"])
+        first, turns = num_consts + num_carry, range(eqn.params["length"])
+        carry = ins[num_consts:first]
+        stacked = [jax_compat.zeros_of(var.aval) for var in eqn.outvars[num_carry:]]
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
-            slices = [value[turn] for value in mapped]
-            inside = frame.inside(eqn, turn)
-            outs = self._evaluate(body, [*consts, *carry, *slices], inside)
-            carry, given[turn] = outs[:num_carry], outs[num_carry:]
-        columns = zip(*(given[turn] for turn in turns))
-        stacked = [jnp.stack(column) for column in columns]
-        if not given:
-            avals = [var.aval for var in eqn.outvars[num_carry:]]
-            stacked = list(map(jax_compat.zeros_of, avals))
+            values = [*ins[:num_consts], *carry, *(each[turn] for each in ins[first:])]
+            outs = self._evaluate(body, values, (*frame, Inside(id(eqn), turn)))
+            carry, new = outs[:num_carry], outs[num_carry:]
+            stacked = [old.at[turn].set(value) for old, value in zip(stacked, new)]
         return [*carry, *stacked]
 
-    def _while(self, eqn: Any, ins: list[Any], frame: Frame) -> list[Any]:
-        (body,) = _bodies(eqn)
+    def _while(self, frame: Frame, eqn: Any, body: Body, ins: list[Any]) -> list[Any]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        first = num_cond + num_body
-        consts, carry = ins[num_cond:first], ins[first:]
+        consts, carry = ins[num_cond:][:num_body], ins[num_cond + num_body :]
         cond = jax_compat.opened(eqn.params["cond_jaxpr"])
-        turn = 0
-        while True:
+        for turn in itertools.count():
             (again,) = jax_compat.evaluate(*cond, [*ins[:num_cond], *carry])
             if not np.any(again):
-                return carry
-            inside = frame.inside(eqn, turn)
-            if again.ndim:
-                inside = inside._replace(active=(*frame.active, np.asarray(again)))
-            outs = self._evaluate(body, [*consts, *carry], inside)
-            carry = [_where(again, *pair) for pair in zip(outs, carry)]
-            turn += 1
+                break
+            around = (*frame, Inside(id(eqn), turn, np.asarray(again)))
+            outs = self._evaluate(body, [*consts, *carry], around)
+            carry = [_where(again, new, old) for new, old in zip(outs, carry)]
+        return carry
 
 
-def _numbers(notes: Sequence[Note], leaf: int) -> set[bytes]:
-    """What a leaf was, each time."""
-    return {note.leaves[leaf].tobytes() for note in notes}
+def _has_told(eqn: Any) -> bool:
+    """Whether it is a `while` that is computed again, under `jax.checkpoint`."""
+    stack = eqn.source_info.name_stack
+    return eqn.primitive is while_p and is_computed_again(stack)
 
 
 def _rebound(eqn: Any, ins: list[Any]) -> list[Any]:
     """Runs an operation as it is, but gives no operand away."""
-    params = eqn.params
-    if "donated_invars" in params:
-        params = {**params, "donated_invars": (False,) * len(ins)}
-    with jax_compat.in_context_of(eqn):
-        return jax_compat.bind(eqn.primitive, ins, params)
+    if "donated_invars" in eqn.params:
+        params = {**eqn.params, "donated_invars": (False,) * len(ins)}
+        eqn = eqn.replace(params=params)
+    return jax_compat.rebind(eqn, ins)
 
 
 def _where(again: Any, new: Any, old: Any) -> Any:
@@ -246,25 +244,10 @@ def _where(again: Any, new: Any, old: Any) -> Any:
     return jnp.where(flags, new, old) if again.ndim else new
 
 
-def _plain(value: Any, dtype: Any = None) -> np.ndarray:
-    """A value as an array of numpy, of the type that the program says."""
-    dtype = dtype or value.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(value))
-    return np.asarray(value, dtype)
-
-
-def _tells(eqn: Any) -> bool:
-    """Whether a witness is inside an operation.
-
-    A `while` that JAX computes again, under `jax.checkpoint`, has told before.
-    """
-    if eqn.primitive is while_p and is_computed_again(eqn.source_info.name_stack):
-        return False
-    return any(
-        jax_compat.holds(jax_compat.opened(jaxpr)[0], witness_p)
-        for jaxpr in jax_compat.jaxprs_of(eqn.params)
-    )
+def _plain(value: Any) -> np.ndarray:
+    """A value as an array of numpy."""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value)
 
 
 def _bodies(eqn: Any) -> list[Body]:
@@ -286,9 +269,9 @@ def _bodies(eqn: Any) -> list[Body]:
     return found
 
 
-def _runs(active: Sequence[np.ndarray], rows: tuple[Row, ...]) -> bool:
+def _runs(frame: Frame, rows: tuple[Row, ...]) -> bool:
     """Whether rows still run in all loops around whose rows end one by one."""
-    for flags in active:
+    for _, _, flags in frame:
         some = itertools.combinations(reversed(rows), flags.ndim)
         fits = [at for at in some if tuple(row.size for row in at) == flags.shape]
         if len(fits) != 1:
@@ -328,10 +311,9 @@ def run_slowly(
             pass
 
     values = list(map(jnp.asarray, call.inputs))
-    reference = Reference()
     try:
         program = jax_compat.traced(pure, list(map(jax.typeof, values)))
-        reference.run(program, values)
+        return Reference(program, values)
     except TypeError as error:
         if grads and "custom_vjp" in str(error):
             raise CaptureError(
@@ -340,15 +322,16 @@ def run_slowly(
                 "Observe it without `grads`, or without `verify`."
             ) from error
         raise
-    return reference
 
 
 # The comparison.
 
-_REPORT = (
-    "One of the two is wrong. Do not trust these numbers, and please report the "
-    "program that led here."
-)
+
+def _failed(what: str) -> CaptureError:
+    return CaptureError(
+        f"observe: verification failed. {what}. One of the two is wrong. Do not trust "
+        "these numbers, and please report the program that led here."
+    )
 
 
 def compare(reference: Reference, calls: Sequence[Call], grads: bool) -> None:
@@ -359,29 +342,31 @@ def compare(reference: Reference, calls: Sequence[Call], grads: bool) -> None:
         calls: All calls that were heard, with what was recorded of them.
         grads: Whether gradients were asked for.
     """
-    told = [key[-2].label.name for key in reference.told]
+    told = [value.told.label.name for value in reference.values]
     heard = [call.label.name for call in calls]
     if told != heard:
-        raise CaptureError(
-            f"observe: verification failed. The capture heard {heard}; run in a slow "
-            f"way the call tells {told}. {_REPORT}"
-        )
-    for key, call in zip(reference.told, calls):
+        told_slowly = f"run in a slow way the call tells {told}"
+        raise _failed(f"The capture heard {heard}; {told_slowly}")
+    for value, call in zip(reference.values, calls):
         if not call.values:
             continue  # nobody asked for it
         seen = _Seen(call)
-        if "taken" in call.flags and reference.is_told_by_a_rule(key):
+        if "taken" in call.flags and reference.is_told_by_a_rule(value):
             raise CaptureError(
                 f"observe: `verify=True` cannot tell in which rows {seen.text!r} was "
                 "taken: it is in a branch, in a function with a rule of its own for "
                 "derivatives. Observe it without."
             )
-        seen.compare_values(reference.notes[key])
+        seen.compare_values(value.notes)
         if call.states is not None:
             seen.compare_states()
         if grads and call.spot.order and call.label.how != "sow":
             for leaf in call.spot.moved[0]:
-                seen.compare_gradient(leaf, reference.gradient_of(key, leaf))
+                seen.compare_gradient(leaf, reference.gradient_of(value, leaf))
+
+
+Place = dict[int, int]  # by level, where along it
+Found = Sequence[tuple[Place, np.ndarray]]
 
 
 class _Seen:
@@ -390,17 +375,15 @@ class _Seen:
     def __init__(self, call: Call):
         self.call, self.levels = call, call.spot.levels
         self.text = site_text(call.where.path, call.label.name, call.index)
-        loops = [n for n, axis in enumerate(self.levels) if axis.kind == WHILE.name]
-        self.last_of = {n for n in loops if self.levels[n].size == UNKEPT}
-        self.loops = loops
+        axes = list(enumerate(self.levels))
+        self.loops = [n for n, axis in axes if axis.kind == WHILE.name]
+        self.kept = [n for n, axis in axes if axis.size != UNKEPT]
 
     def fail(self, how: str) -> NoReturn:
         """Says what differs."""
-        raise CaptureError(
-            f"observe: verification failed. {self.text!r} {how}. {_REPORT}"
-        )
+        raise _failed(f"{self.text!r} {how}")
 
-    def place(self, note: Note, held: Sequence[int]) -> dict[int, int]:
+    def place(self, note: Note, held: Has = ()) -> Place:
         """Where along each level a note was made.
 
         Args:
@@ -420,33 +403,32 @@ class _Seen:
 
     def compare_values(self, notes: Sequence[Note]) -> None:
         """Compares values, and whether and how often each was there."""
-        call = self.call
-        placed = [(self.place(note, ()), note.leaves) for note in notes]
-        taken, count = call.flags.get("taken"), call.flags.get("count")
-        if taken is not None and not self.loops:
-            was = np.zeros(np.shape(taken.array), bool)
-            for place, _ in placed:
-                was[tuple(place[n] for n in taken.levels)] = True
-            if not np.array_equal(was, np.asarray(taken.array)):
-                self.fail(f"has taken={np.asarray(taken.array)}, and was taken {was}")
-        of_both = {one.levels for one in (taken, count) if one is not None}
-        is_clear = len(of_both) == 1 and (taken is None or self.last_of)
-        if count is not None and len(self.loops) == 1 and is_clear:
-            times = np.zeros(np.shape(count.array), int)
-            for place, _ in placed:
-                at = tuple(place[n] for n in count.levels)
-                times[at] = max(times[at], place[self.loops[0]] + 1)
-            ran = np.asarray(count.array)
-            # Where a branch was not taken in the last turn there is no note of that.
-            is_last = (ran == 0) | (True if taken is None else np.asarray(taken.array))
-            if not np.all(np.where(is_last, times == ran, times < ran)):
-                self.fail(f"has count={ran}, and ran {times} times")
-        is_partial = taken is not None or count is not None
-        # Of a `while` the last iteration counts, which was noted last.
-        last = {_without(place, self.last_of): leaves for place, leaves in placed}
+        call, places = self.call, list(map(self.place, notes))
+        self.compare_flags(places)
         for n, (value, has) in enumerate(zip(call.values, call.spot.has)):
-            found = [(dict(place), leaves[n]) for place, leaves in last.items()]
-            self.compare(_plain(value), has, found, is_partial, "value")
+            found = [(at, note.leaves[n]) for at, note in zip(places, notes)]
+            self.compare(_plain(value), has, found, "value")
+
+    def compare_flags(self, places: Sequence[Place]) -> None:
+        """Compares whether a value was there, in the last of how many turns.
+
+        It is only known of branches, of one loop, and of branches in a loop of which
+        the last turn is kept.
+        """
+        flags = self.call.flags
+        levels = {flag.levels for flag in flags.values()}
+        is_clear = len(flags) == 1 or len(self.kept) < len(self.levels)
+        if len(levels) != 1 or len(self.loops) != ("count" in flags) or not is_clear:
+            return
+        found = {name: np.asarray(flag.array) for name, flag in flags.items()}
+        taken, ran = found.get("taken", np.True_), found.get("count", np.int_(1))
+        times = np.zeros(np.broadcast_shapes(taken.shape, ran.shape), int)
+        for place in places:
+            at = tuple(place[n] for n in next(iter(levels)))
+            times[at] = max(times[at], 1 + sum(place[n] for n in self.loops))
+        # Where a branch was not taken in the last turn there is no note of that.
+        if not np.all(np.where(taken | (ran == 0), times == ran, times < ran)):
+            self.fail(f"has taken={taken} and count={ran}, and was there {times} times")
 
     def compare_states(self) -> None:
         """Compares statistics with those of the values, which were compared before."""
@@ -457,18 +439,15 @@ class _Seen:
                 f"{self.text!r}, which is in a branch or a `while` loop. Observe its "
                 "values, without `reduce`."
             )
-        pairs = [*zip(call.states or (), call.values, call.spot.has)]
+        cases = [*zip(call.states or (), call.values, call.spot.has)]
         for leaf, state in call.gradient_states.get(1, {}).items():
-            pairs.append((state, call.gradients[1][leaf], call.spot.has[leaf]))
-        for state, value, has in pairs:
-            if state is None:
-                continue
-            again = measured(state.reducers, Placed(value, has), list(flags.values()))
-            stats, wanted = state.total().stats, again.stats
-            for mine, right in zip(jax.tree.leaves(stats), jax.tree.leaves(wanted)):
-                one, two = _plain(mine), _plain(right)
-                if not _is_near(one, two, max(_largest(one), _largest(two))):
-                    self.fail(f"has statistics {stats}, those of its values {wanted}")
+            cases.append((state, call.gradients[1][leaf], call.spot.has[leaf]))
+        for state, value, has in cases:
+            if state is not None:
+                again = measured(state.reducers, Placed(value, has), [*flags.values()])
+                both = map(jax.tree.leaves, (state.total().stats, again.stats))
+                for mine, right in zip(*both):
+                    self.compare(_plain(mine), (), [({}, _plain(right))], "statistic")
 
     def compare_gradient(self, leaf: int, notes: Sequence[Note]) -> None:
         """Compares the gradient of a leaf; where none was seen it must be zero."""
@@ -478,56 +457,48 @@ class _Seen:
                 f"observe: `verify=True` compares first derivatives, and {self.text!r} "
                 "has higher ones. Observe it without `grads`, or without `verify`."
             )
-        found = call.gradients.get(1, {}).get(leaf)
-        if found is None:
-            found = jax_compat.zeros_of(call.spot.avals[leaf])
+        zeros = jax_compat.zeros_of(call.spot.avals[leaf])
+        found = call.gradients.get(1, {}).get(leaf, zeros)
         axes = call.gradient_axes.get(1, {}).get(leaf, call.spot.axes()[leaf])
         has = call.spot.has[leaf]
         if tuple(self.levels[n] for n in has) != axes:
             levels = iter(enumerate(self.levels))
             has = tuple(next(n for n, one in levels if one == axis) for axis in axes)
         placed = [(self.place(note, has), note.leaves[0]) for note in notes]
-        self.compare(_plain(found), has, placed, True, "gradient")
+        self.compare(_plain(found), has, placed, "gradient")
 
-    def compare(
-        self,
-        array: np.ndarray,
-        has: Has,
-        found: Sequence[tuple[dict[int, int], np.ndarray]],
-        is_partial: bool,
-        what: str,
-    ) -> None:
+    def compare(self, array: np.ndarray, has: Has, found: Found, what: str) -> None:
         """Compares an array with what was seen at its places."""
         is_seen = np.zeros([self.levels[n].size for n in has], bool)
-        largest = max((_largest(one) for _, one in found), default=0.0)
+        tolerance = max((_tolerance(one) for _, one in found), default=0.0)
+        if len(self.kept) < len(self.levels):
+            # Of a `while` the last iteration counts, which was noted last.
+            last = {tuple(map(x.get, self.kept)): (x, one) for x, one in found}
+            found = list(last.values())
         for place, one in found:
             at = tuple(place[n] for n in has)
             if any(n >= size for n, size in zip(at, is_seen.shape)):
                 continue  # an iteration of a `while` that is not kept
-            is_seen[at] = True
-            if not _is_near(array[at], one, largest):
+            is_seen[at], off = True, _difference(array[at], one)
+            if not off <= tolerance:
                 where = f" at {list(at)} of its first axes" if at else ""
-                off = _difference(array[at], one)
                 self.fail(
                     f"has a {what} that differs{where} by {off:.3g}: {array[at]} was "
                     f"recorded, {one} was seen"
                 )
         if what == "gradient" and np.any(array[~is_seen]):
             self.fail("has a gradient where none was seen")
-        if not (is_partial or np.all(is_seen)):
+        if what == "value" and not (self.call.flags or np.all(is_seen)):
             self.fail("has values where none was seen")
 
 
-def _without(place: dict[int, int], levels: set[int]) -> tuple[tuple[int, int], ...]:
-    return tuple((n, at) for n, at in place.items() if n not in levels)
-
-
-def _largest(value: np.ndarray) -> float:
-    """The largest magnitude that is finite."""
+def _tolerance(value: np.ndarray) -> float:
+    """How far off a number may be that is computed in another way."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return 0.0
     sizes = np.abs(value.astype(np.complex128))
-    return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
+    largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
+    return 2 * math.sqrt(float(jnp.finfo(value.dtype).eps)) * float(largest)
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> float:
@@ -540,11 +511,3 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
     is_same = (one == two) | (np.isnan(one) & np.isnan(two))
     with np.errstate(invalid="ignore"):
         return float(np.max(np.abs(one - two), where=~is_same, initial=0.0))
-
-
-def _is_near(first: np.ndarray, second: np.ndarray, largest: float) -> bool:
-    """Whether two arrays may be the same, computed in two ways; and how large it is."""
-    off = _difference(first, second)
-    if not jnp.issubdtype(second.dtype, jnp.inexact):
-        return off == 0.0
-    return off <= 2 * math.sqrt(float(jnp.finfo(second.dtype).eps)) * largest

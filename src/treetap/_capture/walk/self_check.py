@@ -9,7 +9,7 @@ few lines, and says which of them does not hold.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from treetap._capture.name_stacks import (
     scopes_in,
 )
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.witness import equations_in
 from treetap._core.errors import CaptureError
 
 NEWEST_TESTED = (0, 12, 0)
@@ -39,32 +40,17 @@ def _unused(x: Any) -> Any:
     return jnp.sin(x)
 
 
-def _equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, int]]:
-    """The equations of a differentiated function, with how many are around each."""
-
-    def below(jaxpr: Any, depth: int) -> Iterator[tuple[Any, int]]:
-        for eqn in jax_compat.opened(jaxpr)[0].eqns:
-            yield eqn, depth
-            for body in jax_compat.jaxprs_of(eqn.params):
-                yield from below(body, depth + 1)
-
-    return list(below(jax.make_jaxpr(jax.grad(fn))(*args), 0))
+def _equations(fn: Callable[..., Any], x: Any = 1.0) -> list[tuple[Any, Any]]:
+    """The equations of a differentiated function, and in which others each is."""
+    return list(equations_in(jax.make_jaxpr(jax.grad(fn))(x)))
 
 
-def _count(primitive: Any, fn: Callable[..., Any]) -> int:
-    found = _equations(fn, 1.0)
-    return sum(eqn.primitive is primitive for eqn, _ in found)
+def _found(primitive: Any, fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
+    return [one for one in _equations(fn) if one[0].primitive is primitive]
 
 
 def _loop(x: Any) -> Any:
     return jax.lax.scan(lambda c, _: (_unused(c), None), x, length=2)[0]
-
-
-def _same_in_all_iterations(x: Any) -> Any:
-    def step(carry: Any, _: Any) -> Any:
-        return carry * _tapped(jnp.sin(x)), None
-
-    return jax.lax.scan(step, x, length=2)[0]
 
 
 def _is_kept_once() -> bool:
@@ -72,24 +58,26 @@ def _is_kept_once() -> bool:
     ways = [jax.jit(_unused), _loop]
     if not jax_compat.has_new_remat():
         ways += [jax.checkpoint(_unused), jax.checkpoint(_loop)]
-    return all(_count(tap_p, fn) == 1 for fn in ways)
+    return all(len(_found(tap_p, fn)) == 1 for fn in ways)
 
 
 def _is_marked_again() -> bool:
     """A tap that is computed again for the way back has `again_p` in its place."""
     if jax_compat.has_new_remat():  # such taps are refused
         return True
-
-    def fn(x: Any) -> Any:
-        return jnp.sin(_tapped(jnp.sin(x)))
-
-    return _count(tap_p, jax.checkpoint(fn)) == _count(again_p, jax.checkpoint(fn)) == 1
+    fn = jax.checkpoint(lambda x: jnp.sin(_tapped(jnp.sin(x))))
+    return [len(_found(x, fn)) for x in (tap_p, again_p)] == [1, 1]
 
 
 def _stays_in_its_loop() -> bool:
     """A tap of what is the same in all iterations is not taken out of the loop."""
-    found = _equations(_same_in_all_iterations, 1.0)
-    return [depth > 0 for eqn, depth in found if eqn.primitive is tap_p] == [True]
+
+    def fn(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c * _tapped(jnp.sin(x)), None), x, length=2)[
+            0
+        ]
+
+    return [bool(around) for _, around in _found(tap_p, fn)] == [True]
 
 
 def _sees_mappings() -> bool:
@@ -98,30 +86,27 @@ def _sees_mappings() -> bool:
     def fn(x: Any) -> Any:
         return jnp.sum(jax.vmap(lambda y: y * _tapped(x))(jnp.ones(3)))
 
-    maps = [e.params["maps"] for e, _ in _equations(fn, 1.0) if e.primitive is tap_p]
-    return [[one.size for one in each] for each in maps] == [[3]]
+    ((tap, _),) = _found(tap_p, fn)
+    return [one.size for one in tap.params["maps"]] == [3]
 
 
 def _has_scopes() -> bool:
     """Scopes are in name stacks as they were opened, apart from transforms."""
-    scope = ModuleScope("shown", "where")
 
     def fn(x: Any) -> Any:
-        with jax.named_scope(scope), jax.named_scope("vmap"):
+        with jax.named_scope(ModuleScope("shown", "where")), jax.named_scope("vmap"):
             return jnp.sum(jax.vmap(jnp.sin)(x))
 
     stacks = [eqn.source_info.name_stack for eqn, _ in _equations(fn, jnp.ones(3))]
     named = [stack for stack in stacks if scopes_in(stack) == ("where",)]
-    scopes = [x for stack in named for x in stack.stack if not is_transform(x)]
-    return {mappings_in(stack) for stack in named} >= {1} and "vmap" in {
-        part.name for part in scopes
-    }
+    scopes = {x.name for one in named for x in one.stack if not is_transform(x)}
+    return "vmap" in scopes and 1 in map(mappings_in, named)
 
 
 def _tells_the_way_back() -> bool:
     """Operations of the way back are told from those of the way forward."""
-    found = _equations(lambda x: jnp.sin(x) * 2, 1.0)
-    return 0 < sum(is_transposed(eqn) for eqn, _ in found) < len(found)
+    found = [is_transposed(eqn) for eqn, _ in _equations(lambda x: jnp.sin(x) * 2)]
+    return any(found) and not all(found)
 
 
 CHECKS = (
@@ -136,15 +121,14 @@ CHECKS = (
 
 def failures() -> list[str]:
     """What does not hold in this version of JAX."""
-    found: list[str] = []
-    for check in CHECKS:
+
+    def failure(check: Callable[[], bool]) -> str:
         try:
-            holds = check()
+            return "" if check() else str(check.__doc__)
         except Exception as error:  # a program that no longer runs is told, too
-            found.append(f"{check.__doc__} ({type(error).__name__}: {error})")
-        else:
-            found += [] if holds else [str(check.__doc__)]
-    return found
+            return f"{check.__doc__} ({type(error).__name__}: {error})"
+
+    return list(filter(None, map(failure, CHECKS)))
 
 
 @functools.cache

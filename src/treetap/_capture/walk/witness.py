@@ -12,10 +12,10 @@ before them tells which branch each row takes, and which witnesses are inside it
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.interpreters import ad, batching, mlir
@@ -23,8 +23,10 @@ from jax.interpreters import partial_eval as pe
 
 from treetap._capture.marks import Label, debug_effect
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.plans import is_inexact
 
 
+@dataclass(frozen=True, eq=False)
 class Told:
     """What one call of `tap` told; each is one of its own.
 
@@ -34,23 +36,22 @@ class Told:
         leaf: For a gradient, which leaf of the value it is of.
     """
 
-    def __init__(
-        self, label: Label, gradient_of: "Told | None" = None, leaf: int | None = None
-    ):
-        self.label, self.gradient_of, self.leaf = label, gradient_of, leaf
+    label: Label
+    gradient_of: "Told | None" = None
+    leaf: int | None = None
 
 
-class Branching:
+class Branching(NamedTuple):
     """Which branches there are, and who is in each.
 
     Attributes:
         inside: By branch, all that is told in it.
-        ruled: Names of what is told in functions with a rule for derivatives. Their
-            rules tell it anew, and nobody knows in which branch.
+        ruled: What of it is told in functions with a rule for derivatives. Their rules
+            tell it anew, and nobody knows in which branch.
     """
 
-    def __init__(self, inside: Sequence[set[Any]], ruled: set[str]):
-        self.inside, self.ruled = inside, ruled
+    inside: tuple[frozenset[Told], ...]
+    ruled: frozenset[str]
 
 
 class Row(NamedTuple):
@@ -69,9 +70,7 @@ mlir.register_lowering(
 )
 
 
-def _each_row(
-    axis: Any, values: Any, dims: Any, *, told: Any, rows: tuple[Row, ...]
-) -> Any:
+def _each_row(axis: Any, values: Any, dims: Any, *, told: Any, rows: Any) -> Any:
     """The rule of `vmap`: a witness for each row, the innermost mapping first."""
     for number in range(axis.size):
         given = [
@@ -95,12 +94,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return witness_p.bind(*primals, **params), []
 
 
-def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
-    return [None] * len(values)
-
-
 ad.primitive_jvps[witness_p] = _jvp
-ad.primitive_transposes[witness_p] = _transpose
+ad.primitive_transposes[witness_p] = lambda _, *values, **how: [None] * len(values)
 batching.fancy_primitive_batchers[witness_p] = _each_row
 pe.partial_eval_jaxpr_custom_rules[witness_p] = _in_forward_pass
 
@@ -112,9 +107,7 @@ def witnessed(label: Label, leaves: Sequence[Any], gradients: bool) -> list[Any]
     if not gradients:
         return list(leaves)
     return [
-        _with_gradient(Told(label, told, n), leaf)
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        else leaf
+        _with_gradient(Told(label, told, n), leaf) if is_inexact(leaf) else leaf
         for n, leaf in enumerate(leaves)
     ]
 
@@ -125,16 +118,12 @@ def _with_gradient(told: Told, value: Any) -> Any:
     return value
 
 
-def _forward(told: Told, value: Any) -> Any:
-    return value, value
-
-
 def _backward(told: Told, value: Any, cotangent: Any) -> Any:
     witness_p.bind(cotangent, value, told=told, rows=())
     return (cotangent,)
 
 
-_with_gradient.defvjp(_forward, _backward)
+_with_gradient.defvjp(lambda told, value: (value, value), _backward)
 
 
 def tell_branches(axis: Any, index: Any, branches: Sequence[Any]) -> None:
@@ -145,26 +134,25 @@ def tell_branches(axis: Any, index: Any, branches: Sequence[Any]) -> None:
         index: The number of the branch, the rows first.
         branches: Their jaxprs.
     """
-    inside = [set(_told_in(jax_compat.opened(branch)[0])) for branch in branches]
-    if any(inside):
-        ruled = {name for x in branches for name in _ruled_in(jax_compat.opened(x)[0])}
-        branching = Branching(inside, ruled)
-        _each_row(axis, [index], [0], told=branching, rows=())
+    found = [list(_told_in(branch)) for branch in branches]
+    if any(found):
+        inside = tuple(frozenset(told for told, _ in each) for each in found)
+        ruled = frozenset(told.label.name for each in found for told, x in each if x)
+        _each_row(axis, [index], [0], told=Branching(inside, ruled), rows=())
 
 
-def _told_in(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is witness_p:
-            yield eqn.params["told"]
+def _told_in(jaxpr: Any) -> Iterator[tuple[Told, bool]]:
+    """All that is told in a jaxpr, and whether that is in a function with a rule."""
+    ruled = custom_jvp_call_p, custom_vjp_call_p
+    for eqn, around in equations_in(jaxpr):
+        if eqn.primitive is witness_p and isinstance(eqn.params["told"], Told):
+            is_ruled = any(x.primitive in ruled or "_prim" in x.params for x in around)
+            yield eqn.params["told"], is_ruled
+
+
+def equations_in(jaxpr: Any, around: Any = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """All equations in a jaxpr, open or closed, and in which others each is."""
+    for eqn in jax_compat.opened(jaxpr)[0].eqns:
+        yield eqn, around
         for inner in jax_compat.jaxprs_of(eqn.params):
-            yield from _told_in(jax_compat.opened(inner)[0])
-
-
-def _ruled_in(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.eqns:
-        has_rule = eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
-        for inner in jax_compat.jaxprs_of(eqn.params):
-            opened = jax_compat.opened(inner)[0]
-            if has_rule or "_prim" in eqn.params:
-                yield from (told.label.name for told in _told_in(opened))
-            yield from _ruled_in(opened)
+            yield from equations_in(inner, (*around, eqn))

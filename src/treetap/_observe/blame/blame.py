@@ -30,10 +30,9 @@ from treetap._capture.callee import (
 )
 from treetap._capture.listening import listening
 from treetap._capture.module_paths import Roots, resolve
-from treetap._capture.name_stacks import is_transposed, scopes_in
+from treetap._capture.name_stacks import scopes_in
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.operations import while_rows
 from treetap._capture.walk.plans import is_inexact
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path, show_path
@@ -42,7 +41,7 @@ from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._observe.blame.origins import Findings, ValueAt
-from treetap._observe.blame.search import NAN, Found, search
+from treetap._observe.blame.search import NAN, search
 from treetap._observe.handlers import QUIET, Handler, PureCall
 from treetap._observe.observe import observe
 from treetap._transforms.lift.program import MAX_PROGRAMS
@@ -106,40 +105,40 @@ class Blame:
         """A paragraph for people."""
         if not self:
             return "All is finite."
-        article, what = ("A", "NaN") if self.kind == "nan" else ("An", "infinity")
-        if self.argument:
-            text = f"{article} {what} came in with the argument {self.argument}"
-        elif not self.operation:
-            text = f"{article} {what} is among the function's own constants"
-        else:
-            text = f"The first {what} was made by `{self.operation}`"
-            text += " in the backward pass" if self.backward else ""
-        text += f", at {self.file}:{self.line} in {self.function}" if self.file else ""
-        text += f" (`{self.source}`)" if self.source else ""
-        text += f", in the Module {self.site}" if self.path else ""
-        for loop, turn in self.iterations:
-            text += f", in iteration {turn} of a {loop}"
-        text += f", on shard {self.shard}" if self.shard is not None else ""
-        text += ". "
+        what = "NaN" if self.kind == "nan" else "infinity"
+        one = f"A {what}" if self.kind == "nan" else f"An {what}"
+        is_given, by = bool(self.argument), self.operation
+        parts = [
+            (is_given, f"{one} came in with the argument {self.argument}"),
+            (by, f"The first {what} was made by `{by}`"),
+            (not (is_given or by), f"{one} is among the function's own constants"),
+            (self.backward, " in the backward pass"),
+            (self.file, f", at {self.file}:{self.line} in {self.function}"),
+            (self.source, f" (`{self.source}`)"),
+            (self.path, f", in the Module {self.site}"),
+            *((loop, f", in iteration {n} of a {loop}") for loop, n in self.iterations),
+            (self.shard is not None, f", on shard {self.shard}"),
+        ]
+        text = "".join(text for is_so, text in parts if is_so) + ". "
         if self.count:
-            size = int(np.prod(self.shape))
-            text += f"{self.count} of {size} numbers are bad"
             where = "" if self.index is None else f", the first at {list(self.index)}"
-            text += f"{where}. "
-        if self.operation and self.inputs_finite:
+            size = int(np.prod(self.shape))
+            text += f"{self.count} of {size} numbers are bad{where}. "
+        if by and self.inputs_finite:
             text += "What went into it was finite, and at most "
             text += f"{self.largest_input:.4g} in magnitude. "
         elif self.arguments:
             text += f"What went into it comes from {first_few(self.arguments)}, which "
             text += "was not finite. "
-        elif self.operation:
+        elif by:
             text += "Constants of the program that are not finite went into it. "
-        if not self.reaches_result:
-            text += (
-                "The results are finite, all the same: a `where`, or a branch that was "
-                "not taken, may have masked it. "
-            )
-        return text.rstrip()
+        return text.rstrip() if self.reaches_result else text + MASKED
+
+
+MASKED = (
+    "The results are finite, all the same: a `where`, or a branch that was not taken, "
+    "may have masked it."
+)
 
 
 def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Blame]:
@@ -174,20 +173,13 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
         with listening(listening.value), listening(None):  # twice: see `listening`
-            return unheard(args, kwargs)
-
-    def unheard(args: Any, kwargs: Any) -> Blame:
-        call = PureCall(fn, args, kwargs, "blame", _is_traced)
-        values = list(map(jnp.asarray, call.inputs))
-        rest = exact(tuple(value for value in call.values if not _is_traced(value)))
-        types = tuple(map(jax.typeof, values))
-        key = call.definition, call.tree, rest, types, tuple(call.places)
-        suspect = known.made(key, functools.partial(_Suspect, call, types))
-
-        def name_of(n: int) -> str:
-            return _argument(call, call.inputs[n])
-
-        return suspect.blame(values, name_of, everywhere)
+            call = PureCall(fn, args, kwargs, "blame", _is_traced)
+            values = list(map(jnp.asarray, call.inputs))
+            rest = exact(tuple(value for value in call.values if not _is_traced(value)))
+            types = tuple(map(jax.typeof, values))
+            key = call.definition, call.tree, rest, types, tuple(call.places)
+            suspect = known.made(key, functools.partial(_Suspect, call, types))
+            return suspect.blame(values, functools.partial(_path, call), everywhere)
 
     return keep_name(blamed, fn)
 
@@ -204,34 +196,29 @@ class _Suspect:
     """A function as a program, for arguments of some structure."""
 
     def __init__(self, call: PureCall, types: Sequence[Any]):
-        handler = Handler(QUIET)
-        known: list[Roots] = []
+        handler, self.known = Handler(QUIET), Roots(())
 
         def pure(*inputs: Any) -> list[Any]:
             fn, args, kwargs, leaves = call.with_inputs(inputs)
             given = raw_values(leaves)
             with handler.around(fn, args, kwargs) as out:
-                known.append(handler.session.known)
+                self.known = handler.session.known
             written = map(is_not, left := raw_values(leaves), given)
             results = jax.tree.leaves((out, list(compress(left, written))))
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
         self.body = jax_compat.body_of(jax_compat.traced(pure, types))
-        self.known = known[0]
         self.check = jax.jit(self._all_finite)
-
-    @functools.cached_property
-    def search(self) -> Callable[..., Found]:
-        """The program that says of every value whether it is finite."""
-        return search(self.body)
+        self.search = jax.jit(functools.partial(search, self.body))
 
     def _all_finite(self, *values: Any) -> Any:
         outs = jax_compat.evaluate(*self.body[:2], values)
-        flags = [jnp.all(jnp.isfinite(value)) for value in outs]
-        return jnp.all(jnp.array(flags, bool))
+        return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in outs], bool))
 
-    def blame(self, values: list[Any], name_of: Any, everywhere: bool) -> Blame:
-        """The verdict for some values; `name_of` gives the path of an argument."""
+    def blame(
+        self, values: list[Any], path_of: Callable[[int], str], everywhere: bool
+    ) -> Blame:
+        """The verdict for some values; `path_of` gives the path of an argument."""
         if not everywhere and self.check(*values):
             return Blame()
         findings = Findings(self.body, jax.device_get(self.search(*values)))
@@ -240,27 +227,28 @@ class _Suspect:
         reaches = origin is not None
         if origin is None and everywhere:
             origin = findings.origin(list(findings.all_bad()))
-        if origin is None or (not reaches and findings.is_argument(origin)):
+        if origin is None or (not reaches and origin.is_argument):
             return Blame()
-        found = self._described(findings, origin, name_of)
+        found = self._described(findings, origin, path_of)
         return Blame(**found, reaches_result=reaches)
 
     def _described(
-        self, findings: Findings, origin: ValueAt, name_of: Any
+        self, findings: Findings, origin: ValueAt, path_of: Callable[[int], str]
     ) -> dict[str, Any]:
         """All there is to say of the value where it began."""
-        about = {"kind": "nan" if findings.code(origin) == NAN else "inf"}
-        frame, number = origin.frame, origin.number
-
-        def path_of(argument: ValueAt) -> str:
-            return name_of(self.body.jaxpr.invars.index(argument.atom))
-
-        if number is None:
-            if not findings.is_argument(origin):
-                return about
-            numbers = _numbers(findings, origin)
-            return {**about, "argument": path_of(origin), **numbers}
-        eqn = frame.body.jaxpr.eqns[number]
+        frame, place, found = origin.frame, origin.place, findings.finiteness(origin)
+        shape = tuple(origin.atom.aval.shape)
+        index = tuple(map(int, np.unravel_index(int(found.index), shape)))
+        arguments = tuple(map(path_of, findings.arguments_behind(origin)))
+        about = {
+            "kind": "nan" if found.code == NAN else "inf",
+            "shape": shape,
+            "count": int(found.bad),
+            "index": None if any(one.rows for one in frame.around) else index,
+        }
+        if place is None or place.number is None:  # a constant, or an argument
+            return {**about, "argument": "".join(arguments)}
+        eqn = frame.body.jaxpr.eqns[place.number]
         equations = [*(one.equation for one in frame.around), eqn]
         stacks = [one.source_info.name_stack for one in equations]
         scopes = [scope for stack in stacks for scope in scopes_in(stack)]
@@ -270,82 +258,56 @@ class _Suspect:
             **about,
             "operation": eqn.primitive.name,
             "path": resolve(scopes, self.known).path,
-            "backward": is_transposed(eqn) or findings.is_derivative(origin),
+            "backward": findings.is_backward(origin, equations),
             "inputs_finite": not findings.before(origin),
-            "arguments": tuple(map(path_of, findings.arguments_behind(origin))),
+            "arguments": arguments,
             "largest_input": max(largest, default=0.0),
             **_turns(findings, origin),
             **_written(equations[::-1]),
-            **_numbers(findings, origin),
         }
-
-
-def _numbers(findings: Findings, value: ValueAt) -> dict[str, Any]:
-    """How many numbers of a bad value are bad, and where the first of them is."""
-    found, shape = findings.finiteness(value), tuple(value.atom.aval.shape)
-    index = map(int, np.unravel_index(int(found.index), shape))
-    loops = (frame for frame in value.frame.around if frame.is_merged)
-    has_rows = any(while_rows(frame.equation.params) for frame in loops)
-    return {
-        "shape": shape,
-        "count": int(found.bad),
-        "index": None if has_rows else tuple(index),
-    }
 
 
 def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     """The iterations and the shard of a value."""
     loops, shard = [], None
-    for frame, turn in value.steps:
-        name = frame.operation.name
+    for frame, turn in findings.steps(value):
         if frame.operation.is_at_once:
             shard = turn
-        elif turn is not None:
-            loops.append((name, turn))
-        elif frame.is_merged and not while_rows(frame.equation.params):
-            # Of a mapped loop the rows would end one by one.
-            loops.append((name, findings.turn_in(frame, value)))
+        elif turn is not None and not frame.rows:  # which would end one by one
+            loops.append((frame.operation.name, turn))
     return {"iterations": tuple(loops), "shard": shard}
 
 
-NOT_USERS = tuple(
-    os.path.join(path, "")
-    for path in (
-        os.path.dirname(jax.__file__),
-        str(pathlib.Path(__file__).resolve().parents[2]),
-        sysconfig.get_paths()["stdlib"],
-    )
-)
-_PACKAGES = sysconfig.get_paths()["purelib"]
+_PATHS = sysconfig.get_paths()
+_OWN = os.path.dirname(jax.__file__), pathlib.Path(__file__).resolve().parents[2]
+NOT_USERS = tuple(os.path.join(path, "") for path in (*_OWN, _PATHS["stdlib"]))
 
 
 def _written(equations: list[JaxprEqn]) -> dict[str, Any]:
     """The user's line of code that the first equation comes from, or the next, ..."""
-    for one in equations:
-        traceback = one.source_info.traceback
-        for found in traceback.frames if traceback is not None else ():
-            if not _is_users(found.file_name):
-                continue
-            line = linecache.getline(found.file_name, found.line_num).strip()
+    tracebacks = [one.source_info.traceback for one in equations]
+    frames = [found for one in tracebacks if one is not None for found in one.frames]
+    for found in frames:
+        if _is_users(found.file_name):
+            line = linecache.getline(found.file_name, found.line_num)
             return {
                 "file": found.file_name,
                 "line": found.line_num,
                 "function": found.function_name.rpartition(".")[2],
-                "source": line,
+                "source": line.strip(),
             }
     return {}
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith("<frozen"):
+    if file.startswith(("<frozen", *NOT_USERS[:2])):
         return False
-    own = file.startswith(_PACKAGES) and not file.startswith(NOT_USERS[:2])
-    return own or not file.startswith(NOT_USERS)
+    return file.startswith(_PATHS["purelib"]) or not file.startswith(NOT_USERS)
 
 
-def _argument(call: PureCall, value: Any) -> str:
-    """The path of a value among the arguments."""
-    named = named_arguments(call.fn, call.args, call.kwargs)
+def _path(call: PureCall, number: int) -> str:
+    """The path of an input among the arguments."""
+    value, named = call.inputs[number], named_arguments(call.fn, call.args, call.kwargs)
     for name, tree in [*named, ((), call.owner)]:
         for path, leaf in iter_graph(tree, graph=True):
             held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf

@@ -17,19 +17,21 @@ A value is told apart by the iterations of scans and by shards. The iterations o
 the first iteration in which it was bad, and can only come from what was bad by then.
 """
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain, product
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from treetap._capture.name_stacks import is_transposed
+from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.operations import Operation, operation_at
+from treetap._capture.walk.operations import operation_at
 from treetap._capture.walk.survey import survey
 from treetap._observe.blame.search import (
     FINITE,
@@ -38,85 +40,87 @@ from treetap._observe.blame.search import (
     EveryValue,
     Finiteness,
     Found,
+    Place,
 )
 
-Turns = tuple[int, ...]
+Turns = tuple[int | None, ...]
+H = TypeVar("H", bound=Hashable)
 
 
-@dataclass(frozen=True, eq=False)
+def _reached(starts: list[H], onward: Callable[[H], Iterable[H]]) -> dict[H, list[H]]:
+    """All that one comes to from some, with these; of each, what is next to it."""
+    found: dict[H, list[H]] = {}
+    waiting = list(starts)
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found[one] = list(onward(one))
+            waiting += found[one]
+    return found
+
+
 class Frame:
     """A jaxpr where it stands: in an equation of another, or as the whole program.
 
     There is one object for each place (see `inner`), so that identity tells them apart.
 
-    Attributes:
+    Args:
         body: The jaxpr.
         base: Its first spot among all of the program.
-        above: The frame around, or None.
-        number: The equation there that it belongs to.
-        branch: Which of the equation's bodies it is.
+        above: The frame around, if it is in an equation.
+        equation: That equation.
+
+    Attributes:
+        values: Its values as spots.
+        inner: The bodies of its equations, by number.
+        around: The frames that are in an equation, this one the last, outermost first.
+        operation: What the operation around is.
+        turns: The turns of it that are told apart, as they run; or None.
+        carried: The inputs that are results of the turn before.
+        rows: Of a loop whose rows end one by one: how many there are.
+        loops: The frames around that are loops whose turns are not told apart.
     """
 
-    body: Body
-    base: int = 0
-    above: "Frame | None" = None
-    number: int = 0
-    branch: int = 0
+    around: "tuple[Frame, ...]" = ()
+    turns: range | None = None
+    carried = range(0)
+    rows: tuple[int, ...] = ()
 
-    @property
-    def values(self) -> EveryValue:
-        """Its values as spots."""
-        return survey(self.body.jaxpr, EveryValue)
-
-    @cached_property
-    def inner(self) -> dict[int, list["Frame"]]:
-        """The bodies of its equations, by number."""
-        return {
-            number: [
-                Frame(one.body, self.base + one.start, self, number, branch)
-                for branch, one in enumerate(bodies)
-            ]
-            for number, bodies in self.values.inner.items()
+    def __init__(
+        self, body: Body, base: int = 0, above: Any = None, equation: Any = None
+    ):
+        self.body, self.base, self.above = body, base, above
+        self.values = survey(body.jaxpr, EveryValue)
+        if above is not None:
+            self.equation, params = equation, equation.params
+            self.around = (*above.around, self)
+            self.operation = operation_at(equation.primitive, params)
+            find = self.operation.turns
+            self.turns = None if find is None else find(params)
+            self.carried = self.operation.carried(params)
+            self.rows = self.operation.rows(params)
+        self.loops = [x for x in self.around if x.carried and x.turns is None]
+        self.inner = {
+            n: [Frame(x.body, base + x.start, self, body.jaxpr.eqns[n]) for x in bodies]
+            for n, bodies in self.values.inner.items()
         }
 
-    @property
-    def equation(self) -> JaxprEqn:
-        """The equation around."""
-        assert self.above is not None
-        return self.above.body.jaxpr.eqns[self.number]
-
-    @property
-    def operation(self) -> Operation:
-        """What the operation around is."""
-        eqn = self.equation
-        return operation_at(eqn.primitive, eqn.params)
-
-    @cached_property
-    def turns(self) -> range | None:
-        """The turns of the operation around that are told apart, as they run."""
-        find = self.operation.turns
-        return None if find is None else find(self.equation.params)
-
-    @cached_property
-    def carried(self) -> range:
-        """The inputs that are results of the turn before."""
-        return self.operation.carried(self.equation.params)
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the turns of a loop around are not told apart."""
-        return self.turns is None and bool(self.carried)
-
-    @cached_property
-    def around(self) -> list["Frame"]:
-        """The frames that are in an equation, this one the last, outermost first."""
-        return [] if self.above is None else [*self.above.around, self]
-
     def outside(self, turns: Turns, which: int) -> "ValueAt":
-        """What an input is outside the operation around."""
-        assert self.above is not None
-        outer = turns if self.turns is None else turns[:-1]
-        return ValueAt(self.above, outer, self.equation.invars[self.body.first + which])
+        """What an input is outside the operation around, which is in some turns."""
+        return ValueAt(self.above, turns, self.equation.invars[self.body.first + which])
+
+    def after(self, turns: Turns, which: int, count: int) -> "ValueAt":
+        """What is carried, after so many turns."""
+        if not count:
+            return self.outside(turns, self.carried[which])
+        turn = None if self.turns is None else self.turns[count - 1]
+        return ValueAt(self, (*turns, turn), self.body.jaxpr.outvars[which])
+
+    def number_of(self, turn: int | None) -> int:
+        """How many turns were before one; of turns at the same time, none."""
+        if turn is None or self.operation.is_at_once:
+            return 0
+        return turn if self.turns is None else self.turns.index(turn)
 
 
 class ValueAt(NamedTuple):
@@ -124,8 +128,8 @@ class ValueAt(NamedTuple):
 
     Attributes:
         frame: The jaxpr it is in.
-        turns: In which iteration of each scan around, and on which shard, outermost
-            first.
+        turns: For each frame around, outermost first, the iteration or shard it is in;
+            None if these are not told apart, or there are none.
         atom: The variable, or a literal.
     """
 
@@ -133,30 +137,19 @@ class ValueAt(NamedTuple):
     turns: Turns
     atom: Any
 
-    @property
-    def key(self) -> Any:
-        """What tells values apart."""
-        return self.frame, self.turns, id(self.atom)
+    def __hash__(self) -> int:
+        return hash((self.frame, self.turns, id(self.atom)))  # literals have none
 
     @property
-    def number(self) -> int | None:
-        """The equation it comes from, if it does from one."""
+    def place(self) -> Place | None:
+        """Where in its jaxpr it is; None of constants, and what is always finite."""
         is_literal = isinstance(self.atom, Literal)
-        return None if is_literal else self.frame.values.makers.get(self.atom)
+        return None if is_literal else self.frame.values.places.get(self.atom)
 
     @property
-    def loops(self) -> list[Frame]:
-        """The while loops it is in, whose turns are not apart."""
-        return [frame for frame in self.frame.around if frame.is_merged]
-
-    @property
-    def steps(self) -> list[tuple[Frame, int | None]]:
-        """The frames around it, outermost first, with its turn in each; or None."""
-        turns = iter(self.turns)
-        return [
-            (frame, None if frame.turns is None else next(turns))
-            for frame in self.frame.around
-        ]
+    def is_argument(self) -> bool:
+        """Whether it is an argument of the program."""
+        return self.place is not None and self.place.number is None and not self.turns
 
 
 class Findings:
@@ -173,157 +166,106 @@ class Findings:
 
     def finiteness(self, value: ValueAt) -> Finiteness:
         """Whether a value is finite."""
-        frame, turns, atom = value
-        if isinstance(atom, Literal):
-            return _finiteness_of(atom.val)
-        if atom in frame.values.places:
-            spot, which = frame.values.places[atom]
-            held = self.found[frame.base + spot][which]
-            return Finiteness(*(np.asarray(part)[turns] for part in held))
-        consts = dict(zip(frame.body.jaxpr.constvars, frame.body.consts))
-        return _finiteness_of(consts.get(atom, 0))
+        (frame, turns, atom), place = value, value.place
+        if place is not None:
+            held = self.found[frame.base + place.spot][place.which]
+            at = tuple(turn for turn in turns if turn is not None)
+            return Finiteness(*(np.asarray(part)[at] for part in held))
+        consts = defaultdict(int, zip(frame.body.jaxpr.constvars, frame.body.consts))
+        return _finiteness_of(jax_compat.read(consts, atom))
 
     def code(self, value: ValueAt) -> int:
         """Whether a value has infinities or NaNs, at this moment."""
         return int(self.finiteness(value).code)
 
+    def steps(self, value: ValueAt) -> Iterator[tuple[Frame, int | None]]:
+        """The frames around a value, outermost first, with its turn in each; or None.
+
+        Of a `while` it is the first turn in which the value was bad.
+        """
+        since = iter(self.finiteness(value).since)
+        for frame, turn in zip(value.frame.around, value.turns):
+            yield frame, int(next(since, 0)) if frame in frame.loops else turn
+
     def before(self, value: ValueAt) -> list[ValueAt]:
         """The bad values that a bad value was made from."""
-        since = self.finiteness(value).since
+        since, loops = self.finiteness(value).since, value.frame.loops
 
         def was_bad(one: ValueAt) -> bool:
             own = self.finiteness(one)
-            pairs = zip(one.loops, value.loops)
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-            shared = len(list(same))
-            is_later = [*own.since[:shared]] > [*since[:shared]]
-            return bool(own.code) and not is_later
+            shared = sum(map(is_, one.frame.loops, loops))
+            return bool(own.code) and [*own.since[:shared]] <= [*since[:shared]]
 
-        return [one for one in self._sources(value) if was_bad(one)]
+        return list(filter(was_bad, self._sources(value)))
 
-    def _sources(self, value: ValueAt) -> Iterator[ValueAt]:
-        """What a value was made from, bad or not."""
-        frame, turns, atom = value
-        number = value.number
-        if number is None:
-            yield from self._sources_of_input(value)
-            return
-        eqn = frame.body.jaxpr.eqns[number]
-        inside = frame.inner.get(number)
-        if not inside:
-            for when in self._moments(value, eqn):
-                yield from (ValueAt(frame, when, one) for one in eqn.invars)
-            return
-        which = eqn.outvars.index(atom)
-        for body in inside:
-            yield from self._results_of(body, turns, which)
+    def _sources(self, value: ValueAt) -> list[ValueAt]:
+        """What a value was made from, bad or not; a constant comes from nowhere."""
+        (frame, turns, atom), place = value, value.place
+        jaxpr = frame.body.jaxpr
+        if place is None or value.is_argument:
+            return []
+        if place.number is None:
+            which, outer = jaxpr.invars.index(atom), turns[:-1]
+            if which not in frame.carried:
+                return [frame.outside(outer, which)]
+            *_, (_, turn) = self.steps(value)
+            count = frame.number_of(turn)
+            return [frame.after(outer, frame.carried.index(which), count)]
+        eqn = jaxpr.eqns[place.number]
+        if place.number not in frame.inner:
+            whens = _moments(value, eqn)
+            return [ValueAt(frame, when, x) for when in whens for x in eqn.invars]
+        which, inner = eqn.outvars.index(atom), frame.inner[place.number]
+        return [one for body in inner for one in self._results_of(body, turns, which)]
 
-    def _results_of(self, frame: Frame, turns: Turns, which: int) -> Iterator[ValueAt]:
+    def _results_of(self, frame: Frame, turns: Turns, which: int) -> list[ValueAt]:
         """What gave a result of an operation, inside it; or before it began."""
-        atom, carried = frame.body.jaxpr.outvars[which], frame.carried
-        if frame.turns is None:
-            yield ValueAt(frame, turns, atom)
-            if carried:
-                yield frame.outside(turns, carried[which])
-            return
-        last = frame.turns[-1:] if which < len(carried) else frame.turns
-        values = [ValueAt(frame, (*turns, n), atom) for n in last]
-        yield from [value for value in values if self.code(value)][:1]
+        if which < len(frame.carried):  # nobody knows how often a `while` ran
+            counts = (1, 0) if frame.turns is None else (len(frame.turns),)
+            return [frame.after(turns, which, count) for count in counts]
+        own, atom = frame.turns, frame.body.jaxpr.outvars[which]
+        whens = [(*turns, turn) for turn in ([None] if own is None else own)]
+        values = [ValueAt(frame, when, atom) for when in whens]
+        return [value for value in values if self.code(value)][:1]
 
-    def _moments(self, value: ValueAt, eqn: Any) -> Iterator[Turns]:
-        """When and where what an equation reads was: on its own shard, or on several.
-
-        A sum over shards, and all that brings shards together, names their axes.
-        """
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = set(named if isinstance(named, tuple | list) else (named,))
-        looped = [one for one in value.frame.around if one.turns is not None]
-        meshes = [one.operation.mesh(one.equation.params) for one in looped]
-        around = [(n, mesh) for n, mesh in enumerate(meshes) if names & mesh.keys()]
-        if not around:
-            yield value.turns
-            return
-        place, mesh = around[-1]
-        sizes = list(mesh.values())
-        shards = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
-        own = np.unravel_index(value.turns[place], sizes)
-        group = tuple(slice(None) if a in names else n for a, n in zip(mesh, own))
-        for shard in np.ravel(shards[group]):
-            yield (*value.turns[:place], int(shard), *value.turns[place + 1 :])
-
-    def _sources_of_input(self, value: ValueAt) -> Iterator[ValueAt]:
-        """Where an input of a jaxpr comes from; a constant comes from nowhere."""
-        frame, turns, atom = value
-        if frame.above is None or not self._is_input(value):
-            return
-        which = frame.body.jaxpr.invars.index(atom)
-        before = self._turns_before(value) if which in frame.carried else None
-        if before is None:
-            yield frame.outside(turns, which)
-        else:
-            result = frame.body.jaxpr.outvars[frame.carried.index(which)]
-            yield ValueAt(frame, before, result)
-
-    def _turns_before(self, value: ValueAt) -> Turns | None:
-        """The turns with the last one before its own; None where there was none."""
-        frame, turns, _ = value
-        if frame.turns is None:
-            return turns if self.turn_in(frame, value) > 0 else None
-        number = frame.turns.index(turns[-1])
-        return (*turns[:-1], frame.turns[number - 1]) if number else None
-
-    def turn_in(self, loop: Frame, value: ValueAt) -> int:
-        """The first turn of a while loop around in which a value was bad."""
-        since = self.finiteness(value).since
-        place = value.loops.index(loop)
-        return int(since[place]) if place < len(since) else 0
-
-    def order(self, value: ValueAt) -> tuple[float, ...]:
+    def order(self, value: ValueAt) -> tuple[int, ...]:
         """When a value is made, relative to others; shards work at the same time."""
-        when: list[int] = []
-        shards: list[int] = []
-        for frame, turn in value.steps:
-            at = self.turn_in(frame, value) if frame.is_merged else 0
-            if turn is not None and frame.operation.is_at_once:
-                shards.append(turn)
-            elif turn is not None and frame.turns is not None:
-                at = frame.turns.index(turn)
-            when += [frame.number, frame.branch, at]
-        number = value.number
-        last = (-1,) if number is None else (number, np.inf)
-        return (*when, *last, *shards)
+        steps, place = list(self.steps(value)), value.place
+        when = [(frame.base, frame.number_of(turn)) for frame, turn in steps]
+        last = -1 if place is None else value.frame.base + place.spot
+        shards = [turn or 0 for frame, turn in steps if frame.operation.is_at_once]
+        return (*chain(*when), last, *shards)
 
-    def is_derivative(self, value: ValueAt) -> bool:
-        """Whether a value is of use only to a backward pass."""
-        waiting, seen = [value], set[Any]()
-        while waiting:
-            frame, _, atom = waiting.pop()
-            if any(is_transposed(one.equation) for one in frame.around):
-                continue
+    def is_backward(self, value: ValueAt, equations: Iterable[JaxprEqn]) -> bool:
+        """Whether a value is made in a backward pass, or of use only to one.
+
+        Args:
+            value: The value.
+            equations: The one that makes it, and those around.
+        """
+        if any(map(is_transposed, equations)):
+            return True
+        frame, made = value.frame, {id(value.atom)}
+        while True:
             jaxpr = frame.body.jaxpr
-            if atom in jaxpr.outvars:
-                which = jaxpr.outvars.index(atom)
-                if frame.above is None or which < len(frame.carried):
-                    return False
-                waiting.append(ValueAt(frame.above, (), frame.equation.outvars[which]))
             for eqn in jaxpr.eqns:
-                if id(eqn) in seen or atom not in eqn.invars:
-                    continue
-                seen.add(id(eqn))
-                if not is_transposed(eqn):
-                    waiting += [ValueAt(frame, (), var) for var in eqn.outvars]
-        return True
+                if not (is_transposed(eqn) or made.isdisjoint(map(id, eqn.invars))):
+                    made.update(map(id, eqn.outvars))
+            held = [n for n, atom in enumerate(jaxpr.outvars) if id(atom) in made]
+            if frame.above is None or any(n < len(frame.carried) for n in held):
+                return not held
+            made = {id(frame.equation.outvars[n]) for n in held}
+            frame = frame.above
 
     def all_bad(self) -> Iterator[ValueAt]:
         """Every bad value there is."""
-        waiting = [self.top]
-        while waiting:
-            frame = waiting.pop()
-            for var, (spot, which) in frame.values.places.items():
-                code = np.asarray(self.found[frame.base + spot][which].code)
-                for turns in np.argwhere(code > 0):
-                    yield ValueAt(frame, tuple(map(int, turns)), var)
-            waiting += itertools.chain(*frame.inner.values())
+        for frame in _reached([self.top], lambda one: chain(*one.inner.values())):
+            for var, place in frame.values.places.items():
+                code = np.asarray(self.found[frame.base + place.spot][place.which].code)
+                for at in map(iter, np.argwhere(code > 0).tolist()):
+                    is_apart = [one.turns is not None for one in frame.around]
+                    turns = [next(at) if flag else None for flag in is_apart]
+                    yield ValueAt(frame, tuple(turns), var)
 
     def origin(self, ends: list[ValueAt]) -> ValueAt | None:
         """The first bad value behind some, or among them, that comes from no other.
@@ -335,53 +277,54 @@ class Findings:
         well, and so is what is bad because of it: an operation that makes something
         bad by itself comes first. If there is none, the argument is the origin.
         """
-        found: dict[Any, tuple[ValueAt, list[ValueAt]]] = {}
-        waiting = list(ends)
-        while waiting:
-            value = waiting.pop()
-            if value.key not in found:
-                sources = self.before(value)
-                found[value.key] = value, sources
-                waiting += sources
-        on_purpose: set[Any] = set()
-        given: set[Any] = set()  # bad arguments, and what is bad because of them
-        is_end = {value.key for value in ends}
-        in_order = sorted(found.values(), key=lambda pair: self.order(pair[0]))
-        for value, sources in in_order:
-            key, behind = value.key, [one for one in sources if one.key in given]
-            meant = all(one.key in on_purpose for one in sources)
-            is_argument = self.is_argument(value)
-            is_input = self._is_input(value) and not (sources and meant)
-            is_written = value.number is None and not is_input
-            is_infinite = self.code(value) == INFINITE and (sources or is_written)
-            passes = is_infinite or any(self.code(one) == NAN for one in behind)
-            if is_argument or behind:
-                given.add(key)
-            if (passes and meant) or is_argument or (is_written and key not in is_end):
-                on_purpose.add(key)
-            elif meant:
+        sources_of = _reached(ends, self.before)
+        in_order = sorted(sources_of, key=self.order)
+        on_purpose: set[ValueAt] = set()
+        given: set[ValueAt] = set()  # bad arguments, and what is bad because of them
+        for value in in_order:
+            sources = sources_of[value]
+            because = given.intersection(sources)
+            if because or value.is_argument:
+                given.add(value)
+            if not on_purpose.issuperset(sources):
+                continue
+            is_made = value.place is not None and value.place.number is not None
+            is_meant = bool(sources or value.place is None) and (
+                self.code(value) == INFINITE
+                or any(self.code(one) == NAN for one in because)
+                or not (is_made or value in ends)
+            )
+            if not (is_meant or value.is_argument):
                 return value
+            on_purpose.add(value)
+        arguments = [value for value in in_order if value.is_argument]
         worst = max(map(self.code, ends), default=FINITE)
-        arguments = [value for value, _ in in_order if self.is_argument(value)]
-        alike = [value for value in arguments if self.code(value) == worst]
-        return next(iter(alike or arguments), None)
+        return min(arguments, key=lambda one: self.code(one) != worst, default=None)
 
-    def arguments_behind(self, value: ValueAt) -> list[ValueAt]:
-        """The bad arguments that a bad value was made from."""
-        found: dict[Any, ValueAt] = {}
-        waiting = [value]
-        while waiting:
-            sources = [x for x in self.before(waiting.pop()) if x.key not in found]
-            found.update((one.key, one) for one in sources)
-            waiting += sources
-        return [one for one in found.values() if self.is_argument(one)]
+    def arguments_behind(self, value: ValueAt) -> list[int]:
+        """Which bad arguments a bad value was made from, or is."""
+        behind, inputs = _reached([value], self.before), self.top.body.jaxpr.invars
+        return [n for n, x in enumerate(inputs) if ValueAt(self.top, (), x) in behind]
 
-    def is_argument(self, value: ValueAt) -> bool:
-        """Whether a value is an argument of the program."""
-        return value.frame.above is None and self._is_input(value)
 
-    def _is_input(self, value: ValueAt) -> bool:
-        return value.atom in value.frame.body.jaxpr.invars
+def _moments(value: ValueAt, eqn: JaxprEqn) -> Iterator[Turns]:
+    """When and where what an equation reads was: on its own shard, or on several.
+
+    A sum over shards, and all that brings shards together, names their axes.
+    """
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = set(named if isinstance(named, tuple | list) else (named,))
+
+    def read(frame: Frame, turn: Any) -> list[Any]:
+        if not frame.operation.is_at_once:
+            return [turn]
+        mesh = frame.operation.mesh(frame.equation.params)
+        sizes = tuple(mesh.values())
+        own = zip(mesh, np.unravel_index(turn, sizes))
+        group = tuple(slice(None) if axis in names else n for axis, n in own)
+        return np.arange(math.prod(sizes)).reshape(sizes)[group].flatten().tolist()
+
+    return product(*map(read, value.frame.around, value.turns))
 
 
 def _finiteness_of(value: Any) -> Finiteness:
@@ -389,5 +332,6 @@ def _finiteness_of(value: Any) -> Finiteness:
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return Finiteness(FINITE)
     numbers = np.asarray(value).astype(np.complex128)
-    worst = NAN if np.isnan(numbers).any() else int(np.isinf(numbers).any())
-    return Finiteness(worst)
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    code = NAN if np.isnan(numbers).any() else INFINITE if bad.size else FINITE
+    return Finiteness(code, (), bad.size, bad[0] if bad.size else 0)

@@ -8,7 +8,7 @@ what is to be told of these (`Finiteness`). `origins` finds out from this where 
 bad began.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._capture.marks import Label
-from treetap._capture.name_stacks import mappings_in, scopes_in
 from treetap._capture.statistics.arithmetic import as_real, zeroed
 from treetap._capture.statistics.reduced import Reduction, on_each
 from treetap._capture.statistics.reducers import flat_places
@@ -24,57 +23,60 @@ from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.plans import Choice, Part, is_inexact
 from treetap._capture.walk.run import Walk
-from treetap._capture.walk.spots import Flow, Wrap, plain_spot
+from treetap._capture.walk.spots import Wrap, plain_spot
 from treetap._capture.walk.survey import Inner, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 DEPTH = 4  # of loops inside one another whose turns are told
 
 
+class Place(NamedTuple):
+    """Where in a jaxpr a value is.
+
+    Attributes:
+        spot: Its spot.
+        which: Which of the spot's values it is.
+        number: The equation it comes from; None of an input.
+    """
+
+    spot: int
+    which: int
+    number: int | None
+
+
+LABEL = Label("", None, "equation", jax.tree.structure(0))
+
+
 class EveryValue(Survey):
     """All values of a jaxpr as spots.
 
     Attributes:
-        places: By variable, its spot and which of the spot's values it is.
-        makers: By variable, the equation it comes from.
+        places: Where each variable is.
     """
 
     def __init__(self, jaxpr: Any):
         super().__init__(jaxpr)
-        self.places: dict[Any, tuple[int, int]] = {}
-        self.makers: dict[Any, int] = {}
-        self.entry = self._add("", jaxpr.invars, ())
+        self.places: dict[Any, Place] = {}
+        self.entry = self._add(jaxpr.invars, None)
         for n, eqn in enumerate(jaxpr.eqns):
             operation = operation_of(eqn.primitive, eqn.params)
             if operation is not None:
                 wrap = operation.wrap(eqn.params)
                 bodies = operation.bodies(eqn.params)
-                self.inner[n] = [self._enter(eqn, body, wrap) for body in bodies]
-            scopes = scopes_in(eqn.source_info.name_stack)
-            place = self._add(eqn.primitive.name, eqn.outvars, scopes)
-            if place is not None:
-                self.results[n] = place
-            self.makers.update((var, n) for var in eqn.outvars)
+                self.inner[n] = [self._enter(body, wrap) for body in bodies]
+            self.results[n] = self._add(eqn.outvars, n)
 
-    def _add(self, name: str, variables: Any, scopes: tuple[str, ...]) -> int | None:
+    def _add(self, variables: Sequence[Any], number: int | None) -> int:
         found = [var for var in variables if is_inexact(var.aval)]
-        if not found:
-            return None
-        place = len(self.spots)
-        self.places.update((var, (place, k)) for k, var in enumerate(found))
-        label = Label(name, None, "equation", jax.tree.structure(0))
-        own = tuple(var.aval for var in found)
-        self.spots.append(plain_spot(label, scopes, own))
-        return place
+        spot = len(self.spots)
+        self.places |= {var: Place(spot, k, number) for k, var in enumerate(found)}
+        self.spots.append(plain_spot(LABEL, (), tuple(var.aval for var in found)))
+        return spot
 
-    def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Inner:
-        base, stack = len(self.spots), eqn.source_info.name_stack
-        scopes, mappings = scopes_in(stack), mappings_in(stack)
-        own = survey(body.jaxpr, EveryValue).spots
-        for spot in own:
-            seen = spot if wrap is None else spot.wrapped(wrap)
-            self.spots.append(seen.seen_from(scopes, mappings, Flow()))
-        return Inner(body, own, base)
+    def _enter(self, body: Body, wrap: Wrap | None) -> Inner:
+        start, own = len(self.spots), survey(body.jaxpr, EveryValue).spots
+        self.spots += [spot.wrapped(wrap) for spot in own]
+        return Inner(body, own, start)
 
 
 class Finiteness(NamedTuple):
@@ -142,17 +144,9 @@ MEASURED = Choice(False, reduce=Reduction((("finiteness", _Finiteness()),)))
 Found = list[list[Finiteness | None]]
 
 
-def search(body: Body) -> Callable[..., Found]:
-    """A compiled function from a program's inputs to the `Finiteness` of all values.
-
-    It gives a list for each spot, with that of each value there.
-    """
+def search(body: Body, *values: Any) -> Found:
+    """Runs a program; gives for each spot a list, with that of each value there."""
     spots = survey(body.jaxpr, EveryValue).spots
     part = Part(body, spots, (MEASURED,) * len(spots), [None] * len(spots))
-
-    def run(*values: Any) -> Found:
-        _, found = Walk(look=EveryValue).run(part, list(values))
-        states = [one and one.states for one in found]
-        return on_each(lambda each: each.states[0], states)
-
-    return jax.jit(run)
+    _, found = Walk(look=EveryValue).run(part, list(values))
+    return on_each(lambda one: one.states[0], [one and one.states for one in found])
