@@ -28,6 +28,7 @@ from treetap._capture.module_paths import (
     Root,
     Roots,
     Where,
+    is_of_argument,
     open_scopes,
     resolve,
 )
@@ -89,7 +90,7 @@ class Session:
     known: Roots = field(default_factory=lambda: Roots(()))
     depth: int = 0
 
-    def scopes(self) -> tuple[str, ...]:
+    def scopes(self) -> tuple[Any, ...]:
         """The scopes that are open, inside the capture."""
         return scopes_in(current_name_stack())[self.depth :]
 
@@ -325,4 +326,4 @@ def _of_its_own(ticket: Any) -> Any:
 
 def _is_open(spot: Spot) -> bool:
     """Whether a spot is in a Module that came into a function as an argument."""
-    return any("~" in scope for scope in spot.scopes)
+    return any(map(is_of_argument, spot.scopes))

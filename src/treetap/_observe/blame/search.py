@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treetap._capture.marks import Label
-from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.name_stacks import Scope, mappings_in, scopes_in
 from treetap._capture.statistics.arithmetic import as_real, zeroed
 from treetap._capture.statistics.reduced import Reduction, on_each
 from treetap._capture.statistics.reducers import flat_places
@@ -56,7 +56,7 @@ class EveryValue(Survey):
                 self.results[n] = place
             self.makers.update((var, n) for var in eqn.outvars)
 
-    def _add(self, name: str, variables: Any, scopes: tuple[str, ...]) -> int | None:
+    def _add(self, name: str, variables: Any, scopes: tuple[Scope, ...]) -> int | None:
         found = [var for var in variables if is_inexact(var.aval)]
         if not found:
             return None
