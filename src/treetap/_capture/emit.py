@@ -5,7 +5,6 @@ While nobody listens nothing is emitted: the program is the same as without.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from jax.extend.core import find_top_trace, set_current_trace
 from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
-from treetap._capture.module_paths import inside, is_inside
+from treetap._capture.module_paths import inside_once
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.trace_level import Through, set_on_purpose
@@ -183,18 +182,13 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
         return False
     leaves, tree = _flattened(value)
     label = Label(name, kind, "sow", tree, reduce)
-    with _scope_of(module):
+    with inside_once(module):
         if asked.edits and leaves and all(map(_is_carried, leaves)):
             # It does not flow on: it is marked so that an edit of it can be refused.
-            marked = label._replace(reduce=None, is_edit=True)
-            bind_tap(marked, _as_arrays(leaves))
+            editable(label, _as_arrays(leaves))
         if is_heard:
             _told(label, leaves)
     return is_heard
-
-
-def _scope_of(module: Any) -> AbstractContextManager[None]:
-    return nullcontext() if is_inside(module) else inside(module)
 
 
 def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
@@ -216,7 +210,7 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
             f"{type(value).__name__}; only arrays can be perturbed."
         )
     label = Label(name, kind, "perturb", tree)
-    with _scope_of(module):
+    with inside_once(module):
         leaves = _flowing(label, leaves, asked.edits > 0, is_heard)
         return jax.tree.unflatten(tree, leaves)
 

@@ -22,7 +22,7 @@ below the scope around.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any, NamedTuple
@@ -149,15 +149,11 @@ def scope_below(path: Path) -> Scope:
     return Scope(((None, path),), "")
 
 
-def is_inside(module: Any) -> bool:
-    """Whether the innermost scope is that of a Module."""
+def inside_once(module: Any) -> AbstractContextManager[None]:
+    """The scope of a Module; nothing if it is the innermost one."""
     frames = _frames.get()
-    return bool(frames) and frames[-1][0] is module._pytree__place
-
-
-def open_scopes(known: Roots) -> tuple[Scope, ...]:
-    """The scopes that are open in one of the captures around."""
-    return tuple([scope for _, scope in _frames.get()[known.start :]])
+    is_open = bool(frames) and frames[-1][0] is module._pytree__place
+    return nullcontext() if is_open else inside(module)
 
 
 @contextmanager

@@ -21,21 +21,19 @@ from typing import Any
 import jax
 from jax.extend.source_info_util import current_name_stack
 
-from treetap._capture.calls import Call, Planned, Ticket
+from treetap._capture.calls import Call, Ticket
 from treetap._capture.listening import Listening
-from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
+from treetap._capture.marks import PLAIN_TAPS, Label
 from treetap._capture.module_paths import (
     Root,
     Roots,
     Where,
     is_of_argument,
-    open_scopes,
     resolve,
 )
 from treetap._capture.name_stacks import scopes_in
-from treetap._capture.walk.plans import Adding, Choice, Fed, Found, Recorded
-from treetap._capture.walk.run import recorded
-from treetap._capture.walk.spots import Spot, plain_spot
+from treetap._capture.walk.plans import Choice, Fed, Found
+from treetap._capture.walk.spots import Spot
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
@@ -62,6 +60,7 @@ class Session:
         counts: How many calls there were, by path and name.
         places: Where scopes led to.
         tickets: What is known of tickets, by `id`.
+        arrays: The tickets themselves.
         edited: Names of values that are edited.
         unmatched: Names of gradients whose values were not found.
         is_forward: Whether something is differentiated forward.
@@ -83,6 +82,7 @@ class Session:
     counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
     places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
     tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    arrays: list[Any] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
     unmatched: set[str] = field(default_factory=set)
     is_forward: bool = False
@@ -90,22 +90,17 @@ class Session:
     known: Roots = field(default_factory=lambda: Roots(()))
     depth: int = 0
 
-    def scopes(self) -> tuple[Any, ...]:
-        """The scopes that are open, inside the capture."""
-        return scopes_in(current_name_stack())[self.depth :]
-
     def roots_among(self, values: Sequence[Any]) -> tuple[Path, ...]:
         """Paths of the roots that may have come into a function with these operands.
 
         A Module that was handed over brought its arrays along.
         """
         given = set(map(id, values))
-
-        def may_be(root: Root) -> bool:
-            arrays = raw_values(variables_below(root.node))
-            return not arrays or any(id(array) in given for array in arrays)
-
-        return tuple(root.path for root in self.roots if may_be(root))
+        held = [
+            (path, {*map(id, raw_values(variables_below(node)))})
+            for path, node in self.roots
+        ]
+        return tuple(path for path, ids in held if not ids or ids & given)
 
     def sparing(self, params: dict[str, Any], operands: Sequence[Any]) -> Any:
         """The parameters of a jit that gives no recorded value away."""
@@ -121,7 +116,7 @@ class Session:
 
         They refer to one another, and would keep arrays until Python looks for such.
         """
-        self.calls, self.tickets = [], {}
+        self.calls, self.tickets, self.arrays = [], {}, []
         self.roots, self.known = (), Roots(())
         self.wants, self.feeds = (lambda call: False), (lambda call: None)
 
@@ -138,25 +133,6 @@ class Session:
         self.counts[key] += 1
         return Call(spot, label, where, self.counts[key] - 1)
 
-    def add(self, call: Call | None, found: Recorded | None) -> None:
-        """Keeps a call, complete but for its gradients, if it is wanted."""
-        if call is not None and found is not None:
-            call.fill(found)
-            self.calls.append(call)
-            self.on_call(call)
-
-    def heard_here(self, label: Label, leaves: list[Any]) -> list[Any]:
-        """Does at once what a tap at the capture's own level leads to."""
-        if not self.is_heard(label):
-            return leaves
-        call = self.heard(plain_spot(label, open_scopes(self.known), tuple(leaves)))
-        fed = self.feeds(call)
-        if fed is not None and isinstance(fed.how, Adding):
-            leaves = fed.how.added(leaves, fed.arrays)
-        if self.wants(call):
-            self.add(call, recorded(tap_p, leaves, self.taking, call.spot))
-        return leaves
-
     def is_heard(self, label: Label) -> bool:
         """Whether taps of this sort are asked for; they may be for another capture."""
         if label.is_edit or self.edits:
@@ -168,21 +144,23 @@ class Session:
         return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
 
     def planned(
-        self, spots: list[Spot], ins: Sequence[Any], values: Any = None
-    ) -> Planned:
-        """The calls (or None) at some spots, the plan, and what to feed.
+        self, spots: Sequence[Spot], ins: Sequence[Any], is_handed: bool = False
+    ) -> list[Ticket]:
+        """What is to be done at some spots.
 
         Args:
-            spots: Where taps are.
-            ins: The operands of the operation they are in.
-            values: The operands of the jit they are in, if they are in one. (Other
-                operations do not get arrays as they were handed over.)
+            spots: Where taps are, as seen from outside of the operation they are in.
+            ins: The operands of the operation.
+            is_handed: Whether it is a jit. (Other operations do not get arrays as they
+                were handed over.)
         """
+        here = scopes_in(current_name_stack())[self.depth :]
+        spots = [spot.seen_from(here, 0, spot.flow) for spot in spots]
         roots = None
-        if values is not None and any(map(_is_open, spots)):
-            roots = self.roots_among(values)
+        scopes = (scope for spot in spots for scope in spot.scopes)
+        if is_handed and any(map(is_of_argument, scopes)):
+            roots = self.roots_among(ins)
         tickets: list[Ticket] = []  # what is fed, there or where the ticket goes
-        plan: list[Choice] = []
         for spot in spots:
             call, choice, fed = None, Choice(False), None
             if spot.hidden_in:
@@ -201,11 +179,10 @@ class Session:
                 if self.wants(heard):
                     call, choice = heard, self.taking
                     heard.spot = spot.keeping(choice.iterations)
-            tickets.append(Ticket(spot, call, fed))
             if fed is not None and spot.is_edit == self.edits:
                 choice = choice._replace(feed=fed.how)
-            plan.append(choice)
-        return Planned(tickets, tuple(plan))
+            tickets.append(Ticket(spot, call, choice, fed))
+        return tickets
 
     def tap_of(
         self, spot: Spot, ins: Sequence[Any], here: Sequence[Ticket]
@@ -240,7 +217,7 @@ class Session:
 
     def settle(
         self,
-        planned: Planned,
+        planned: Sequence[Ticket],
         found: Found,
         outs: list[Any],
         ins: Sequence[Any],
@@ -256,8 +233,11 @@ class Session:
             handed_on: Results that may be operands, as tickets: the numbers of both.
         """
         given: dict[int, list[Ticket]] = {}
-        for ticket, one in zip(planned.tickets, found):
-            self.add(ticket.call, one)
+        for ticket, one in zip(planned, found):
+            if ticket.call is not None and one is not None:
+                ticket.call.fill(one)
+                self.calls.append(ticket.call)  # complete but for its gradients
+                self.on_call(ticket.call)
             if ticket.spot.order or ticket.spot.label.is_edit:
                 for n in ticket.spot.flow.tickets:
                     given.setdefault(n, []).append(ticket)
@@ -265,9 +245,9 @@ class Session:
             if not self.keep:  # who listens further out has done so, and knows it
                 outs[n] = _of_its_own(outs[n])
             self.remember(outs[n], tickets)
-        for (spot, *_), one in zip(planned.tickets, found):
+        for (spot, *_), one in zip(planned, found):
             if spot.is_gradient and one is not None:
-                tap = self.tap_of(spot, ins, planned.tickets)
+                tap = self.tap_of(spot, ins, planned)
                 if tap is None:
                     self.unmatched.add(spot.name)
                 elif tap.call is not None:
@@ -277,10 +257,11 @@ class Session:
 
     def remember(self, ticket: Any, known: Sequence[Ticket]) -> None:
         """Knows from now on what a value stands for, which is a ticket."""
-        held = self.tickets.setdefault(id(ticket), [])
+        self.arrays.append(ticket)
+        held = self.tickets.get(id(ticket), ())
         # One may come on several ways: both operands of a `select` may bring it.
         own = {(id(x.spot), id(x.call), id(x.fed)): x for x in (*held, *known)}
-        held[:] = [one._replace(value=ticket) for one in own.values()]
+        self.tickets[id(ticket)] = list(own.values())
 
     def follow(
         self, handed_on: Iterable[tuple[int, int]], ins: Any, outs: list[Any]
@@ -322,8 +303,3 @@ def _of_its_own(ticket: Any) -> Any:
     Its numbers stay, as JAX may keep other values of a branch in the place of a ticket.
     """
     return jax.lax.bitwise_not(jax.lax.bitwise_not(ticket))
-
-
-def _is_open(spot: Spot) -> bool:
-    """Whether a spot is in a Module that came into a function as an argument."""
-    return any(map(is_of_argument, spot.scopes))
