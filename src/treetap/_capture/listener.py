@@ -17,7 +17,7 @@ from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.calls import plan_of
 from treetap._capture.listening import Listening, listening
-from treetap._capture.marks import Label, linear_p, tap_p
+from treetap._capture.marks import Label, linear_p
 from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
@@ -26,7 +26,7 @@ from treetap._capture.walk.operations import Step, operation_at
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
-from treetap._capture.walk.spots import MARKS, Flow, Spot, plain_spot, spot_of
+from treetap._capture.walk.spots import MARKS, Flow, spot_of
 from treetap._capture.walk.survey import (
     Inner,
     handed_on,
@@ -102,10 +102,7 @@ class Listener(Through):
 
     def hear(self, label: Label, leaves: list[Any]) -> list[Any]:
         """Does at once what a mark of these leads to."""
-        if not self.session.is_heard(label):
-            return leaves
-        spot = plain_spot(label, (), tuple(leaves))
-        return self._at_spot(spot, Walk(), Step(tap_p, {}, leaves, Walk()))[:-1]
+        return self.session.heard_here(label, leaves)
 
     def invalidate(self) -> None:
         """Nothing is held that could go stale."""
@@ -152,15 +149,11 @@ class Listener(Through):
         last = len(values)
         flow = Flow(tickets=(last,)) if spot.is_tap else Flow(sources=(last - 1,))
         spot = spot._replace(scopes=(), outer=0, flow=flow)
-        step = Step(primitive, params, values, self.walk)
-        return self._at_spot(spot, self.walk, step)
-
-    def _at_spot(self, spot: Spot, walk: Walk, step: Step) -> list[Any]:
-        """Runs a mark by the plan for its spot, and keeps what comes out."""
-        planned = self.session.planned([spot], step.values)
+        planned = self.session.planned([spot], values)
         (choice,), (fed,) = plan_of(planned)
-        outs, found = walk.at_spot(step, choice, spot, fed)
-        self.session.settle(planned, [found], outs, step.values)
+        step = Step(primitive, params, values, self.walk)
+        outs, found = self.walk.at_spot(step, choice, spot, fed)
+        self.session.settle(planned, [found], outs, values)
         return outs
 
     def _enter(

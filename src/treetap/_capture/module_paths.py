@@ -36,6 +36,7 @@ from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import adopt, opened
 from treetap._core.trees.traverse import nodes_below
+from treetap._core.variables.variable import Variable
 
 
 class Root(NamedTuple):
@@ -68,13 +69,8 @@ class Roots:
         self.tops = [Where(root.path, kind_text(root.node)) for root in roots]
         self.paths: dict[int, Path] = {}
         for root in roots:
-            for path, node in _nodes_in(root.node):
+            for path, node in nodes_below(root.node, Node, True, "capture"):
                 self.paths.setdefault(id(node._pytree__place), (*root.path, *path))
-
-
-def _nodes_in(value: Any, kind: type = Node) -> list[tuple[Path, Any]]:
-    """The objects in a value, each with its first path."""
-    return nodes_below(value, kind, graph=True, name="capture")
 
 
 # The places of the Modules whose methods run, with what their scopes say.
@@ -107,8 +103,15 @@ def _class_text(cls: type) -> str:
 def kind_text(module: Any) -> str:
     """The class of a Module, with `!` if none of that class is inside it."""
     cls = type(module)
-    alike = [node for _, node in _nodes_in(module, cls) if type(node) is cls]
-    return _class_text(cls) + "!" * (len(alike) == 1)
+    waiting, seen = [module], set[int]()
+    for value in waiting:  # without paths, as each call of a method asks for it
+        for child in (opened(value) or ((), ()))[1]:
+            if type(child) is cls:
+                return _class_text(cls)
+            if not isinstance(child, Variable) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return _class_text(cls) + "!"
 
 
 def _place_in(
@@ -128,20 +131,25 @@ def _place_in(
         place, keys = parent, (*(key if isinstance(key, tuple) else (key,)), *keys)
 
 
-@contextmanager
-def inside(module: Any) -> Iterator[None]:
+class inside:
     """Runs a method of a Module in its scope."""
-    frames, captures = _frames.get(), _captures.get()
-    places = tuple([_place_in(c, module, frames[c.start :]) for c in captures])
-    scope = Scope(places, kind_text(module))
-    keys = places[0][1]
-    shown = str(keys[-1]) if keys else type(module).__name__
-    token = _frames.set((*frames, (module._pytree__place, scope)))
-    try:
-        with jax.named_scope(ModuleScope(shown, scope)):
-            yield
-    finally:
-        _frames.reset(token)
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self, module: Any):
+        frames, captures = _frames.get(), _captures.get()
+        places = tuple([_place_in(c, module, frames[c.start :]) for c in captures])
+        scope, keys = Scope(places, kind_text(module)), places[0][1]
+        shown = str(keys[-1]) if keys else type(module).__name__
+        self._scope = jax.named_scope(ModuleScope(shown, scope))
+        self._token = _frames.set((*frames, (module._pytree__place, scope)))
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _frames.reset(self._token)
+        self._scope.__exit__(*exception)
 
 
 def scope_below(path: Path) -> Scope:
@@ -154,6 +162,11 @@ def inside_once(module: Any) -> AbstractContextManager[None]:
     frames = _frames.get()
     is_open = bool(frames) and frames[-1][0] is module._pytree__place
     return nullcontext() if is_open else inside(module)
+
+
+def open_scopes(known: Roots) -> tuple[Scope, ...]:
+    """The scopes that are open in one of the captures around."""
+    return tuple([scope for _, scope in _frames.get()[known.start :]])
 
 
 @contextmanager
@@ -234,7 +247,7 @@ def put_in_place(original: Any, copy: Any) -> None:
 
 def name_shared(tree: Any) -> None:
     """Lets rebuilt objects that stand twice be where they are met first."""
-    found = dict(_nodes_in(tree))
+    found = dict(nodes_below(tree, Node, True, "capture"))
     for path, node in found.items():
         for end in reversed(range(len(path))):
             if path[:end] in found:

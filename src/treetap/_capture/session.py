@@ -23,23 +23,25 @@ from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.calls import Call, Ticket
 from treetap._capture.listening import Listening
-from treetap._capture.marks import PLAIN_TAPS, Label
+from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
     Where,
     is_of_argument,
+    open_scopes,
     resolve,
 )
 from treetap._capture.name_stacks import scopes_in
-from treetap._capture.walk.plans import Choice, Fed, Found
-from treetap._capture.walk.spots import Spot
+from treetap._capture.walk.plans import Adding, Choice, Fed, Found, Recorded
+from treetap._capture.walk.run import recorded
+from treetap._capture.walk.spots import Spot, plain_spot
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.variable import raw_values
 
-WHOLE = Choice(True)
+WHOLE, NOTHING = Choice(True), Choice(False)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +135,25 @@ class Session:
         self.counts[key] += 1
         return Call(spot, label, where, self.counts[key] - 1)
 
+    def add(self, call: Call | None, found: Recorded | None) -> None:
+        """Keeps a call, complete but for its gradients, if it is wanted."""
+        if call is not None and found is not None:
+            call.fill(found)
+            self.calls.append(call)
+            self.on_call(call)
+
+    def heard_here(self, label: Label, leaves: list[Any]) -> list[Any]:
+        """Does at once, and quickly, what a tap at the capture's own level leads to."""
+        if not self.is_heard(label):
+            return leaves
+        call = self.heard(plain_spot(label, open_scopes(self.known), tuple(leaves)))
+        fed = self.feeds(call)
+        if fed is not None and isinstance(fed.how, Adding):
+            leaves = fed.how.added(leaves, fed.arrays)
+        if self.wants(call):
+            self.add(call, recorded(tap_p, leaves, self.taking, call.spot))
+        return leaves
+
     def is_heard(self, label: Label) -> bool:
         """Whether taps of this sort are asked for; they may be for another capture."""
         if label.is_edit or self.edits:
@@ -157,12 +178,11 @@ class Session:
         here = scopes_in(current_name_stack())[self.depth :]
         spots = [spot.seen_from(here, 0, spot.flow) for spot in spots]
         roots = None
-        scopes = (scope for spot in spots for scope in spot.scopes)
-        if is_handed and any(map(is_of_argument, scopes)):
+        if is_handed and any(is_of_argument(x) for spot in spots for x in spot.scopes):
             roots = self.roots_among(ins)
         tickets: list[Ticket] = []  # what is fed, there or where the ticket goes
         for spot in spots:
-            call, choice, fed = None, Choice(False), None
+            call, choice, fed = None, NOTHING, None
             if spot.hidden_in:
                 if self.is_heard(spot.label):
                     self.on_hidden(self.heard(spot, roots))
@@ -234,10 +254,7 @@ class Session:
         """
         given: dict[int, list[Ticket]] = {}
         for ticket, one in zip(planned, found):
-            if ticket.call is not None and one is not None:
-                ticket.call.fill(one)
-                self.calls.append(ticket.call)  # complete but for its gradients
-                self.on_call(ticket.call)
+            self.add(ticket.call, one)
             if ticket.spot.order or ticket.spot.label.is_edit:
                 for n in ticket.spot.flow.tickets:
                     given.setdefault(n, []).append(ticket)
