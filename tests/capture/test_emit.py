@@ -146,6 +146,21 @@ def test_other_values_are_an_error_in_a_traced_function(wrap):
         tt.observe(wrap(fn))(jnp.ones(2))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint])
+@pytest.mark.parametrize("value", [None, (), {"a": None}])
+def test_what_has_no_leaves_is_kept_at_any_level(wrap, value):
+    class Empty(tt.Module):
+        def __call__(self, x):
+            self.sow(I, "sown", value)
+            assert tt.tap(value, "tapped") == value
+            return x
+
+    _, record = tt.observe(wrap(lambda x: Empty()(x)), "**/*pe*")(jnp.ones(2))
+    _, state = tt.capture(wrap(lambda m, x: m(x)), I)(Empty(), jnp.ones(2))
+    assert record[0].value == value
+    assert state["sown"][...] == (value,)
+
+
 def test_numbers_stay_numbers():
     def fn(x):
         flag = tt.tap(True, "flag")

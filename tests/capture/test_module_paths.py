@@ -219,6 +219,21 @@ def test_a_shared_module_is_called_by_its_first_path_under_jit(wrap):
     assert found == ["first:__call__", "first:__call__#1", "__call__"]
 
 
+class TiedInLists(tt.Module):
+    def __init__(self):
+        self.layers = tt.data([Layer(), {"deep": (Layer(),)}])
+        self.again = tt.data([self.layers[1]["deep"][0], self.layers[0]])
+
+    def __call__(self, x):
+        return self.again[1](self.again[0](x))
+
+
+@pytest.mark.parametrize("wrap", ["eager", "graph", "updates"])
+def test_a_module_shared_by_plain_containers_is_called_by_its_first_path(wrap):
+    found = texts_of(WRAPS[wrap](forward), TiedInLists(), ONE)
+    assert found == ["again/0:__call__", "again/1:__call__", "__call__"]
+
+
 class Holder(tt.Module):
     def __init__(self, held):
         self.held = tt.data(held)

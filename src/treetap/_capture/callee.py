@@ -10,7 +10,6 @@ wraps.
 
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,15 +47,14 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     One Module is the root itself; several are called by their arguments.
     """
     callee, given = callee_of(fn)
-    found = [[*find_roots(value)] for value in (*given, *args, *kwargs.values())]
     roots = [] if callee is None else [Root((), callee)]
-    if sum(map(bool, (roots, *found))) <= 1:
-        return tuple(itertools.chain(roots, *found))
-    names = [(f"fixed{n}",) for n in range(len(given))]
-    names += (name for name, _ in named_arguments(fn, args, kwargs))
-    for name, inner in zip(names, found):
-        named = (root._replace(path=(*name, *root.path)) for root in inner)
-        roots += (root for root in named if root.node is not callee)
+    named = [((f"fixed{n}",), value) for n, value in enumerate(given)]
+    named += named_arguments(fn, args, kwargs)
+    found = [(name, root) for name, value in named for root in find_roots(value)]
+    if len({name for name, _ in found}) + len(roots) <= 1:
+        return (*roots, *(root for _, root in found))
+    for name, (path, node) in found:
+        roots += [Root((*name, *path), node)] if node is not callee else []
     return tuple(roots)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from treetap._capture.marks import Label
 from treetap._capture.module_paths import Where
 from treetap._capture.statistics.reduced import Placed, arranged
-from treetap._capture.walk.plans import Fed, Feeds, Plan, Recorded
+from treetap._capture.walk.plans import Choice, Fed, Feeds, Plan, Recorded
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
 
@@ -107,34 +107,22 @@ def _both(first: Placed, second: Placed, levels: Sequence[Axis]) -> Placed:
 
 
 class Ticket(NamedTuple):
-    """What is known of a ticket at the level of the capture.
+    """What is known of a spot and its ticket, at the level of the capture.
 
     Attributes:
-        spot: The tap that gave it.
+        spot: The spot; where a ticket is kept, the tap that gave it.
         call: Its call; None if nobody wants it.
-        fed: What is fed there, or None.
-        value: The ticket, once it is there.
+        choice: What is done there.
+        fed: What is fed there, or where the ticket goes; or None.
     """
 
     spot: Spot
     call: Call | None
+    choice: Choice
     fed: Fed | None
-    value: Any = None
 
 
-class Planned(NamedTuple):
-    """What is to be done at some spots.
-
-    Attributes:
-        tickets: What there is to know of each spot.
-        plan: What is done there.
-    """
-
-    tickets: list[Ticket]
-    plan: Plan
-
-    @property
-    def feeds(self) -> Feeds:
-        """The arrays that are fed at each."""
-        pairs = zip(self.plan, self.tickets)
-        return [one.fed.arrays if one.fed and x.feed else None for x, one in pairs]
+def plan_of(tickets: Sequence[Ticket]) -> tuple[Plan, Feeds]:
+    """What is to be done at some spots, and the arrays that are fed there."""
+    feeds = [x.fed.arrays if x.fed and x.choice.feed else None for x in tickets]
+    return tuple(one.choice for one in tickets), feeds

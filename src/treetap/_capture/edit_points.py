@@ -27,20 +27,15 @@ All operands of a recipe have the type of some leaf of the value, since tangents
 cotangents have (`Derived.ins`, `Derived.outs`): so a result's type is known unasked.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from treetap._capture.marks import Label, Maps, batch_mark, bind_new, moving
-
-edit_p = Primitive("tap_edit")
-edit_p.multiple_results = True
+from treetap._capture.marks import Label, Maps, bind_new, mark, moving
 
 Function = Callable[..., list[Any]]
 Places = tuple[int, ...]
@@ -131,7 +126,7 @@ def _identity(*values: Any) -> list[Any]:
     return list(values)
 
 
-def unedited(values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def unedited(*values: Any, **params: Any) -> list[Any]:
     """What `edit_p` gives where nothing is edited."""
     count = params["label"].tree.num_leaves
     return derived(_identity, params["recipe"], count).call(*values[:-1])
@@ -144,18 +139,9 @@ def editable(label: Label, values: Sequence[Any]) -> list[Any]:
     return edit_p.bind(*held, ticket, label=label, maps=(), branches=(), recipe=())
 
 
-def _type_of(*avals: Any, label: Label, recipe: Recipe, **params: Any) -> list[Any]:
+def _type_of(*avals: Any, label: Label, recipe: Recipe, **params: Any) -> Any:
     made = derived(_identity, recipe, label.tree.num_leaves)
-    return [avals[made.ins.index(leaf)] for leaf in made.outs]
-
-
-def _lowered(*values: Any, **params: Any) -> list[Any]:
-    return unedited(values, params)
-
-
-edit_p.def_impl(_lowered)
-edit_p.def_abstract_eval(_type_of)
-mlir.register_lowering(edit_p, mlir.lower_fun(_lowered, multiple_results=True))
+    return [avals[made.ins.index(leaf)] for leaf in made.outs], set()
 
 
 def rows_of(maps: Maps) -> int:
@@ -163,7 +149,7 @@ def rows_of(maps: Maps) -> int:
     return sum(one.mapped[0] for one in maps)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(edit_p: Any, primals: Any, tangents: Any, **params: Any) -> Any:
     out = edit_p.bind(*primals, **params)
     moved = moving(tangents[:-1])
     outs = tuple(n for n, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact))
@@ -184,6 +170,4 @@ def _transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return [found.get(n) for n in range(len(values))]
 
 
-batching.fancy_primitive_batchers[edit_p] = functools.partial(batch_mark, edit_p)
-ad.primitive_jvps[edit_p] = _jvp
-ad.primitive_transposes[edit_p] = _transpose
+edit_p = mark("tap_edit", unedited, _type_of, _jvp, _transpose)

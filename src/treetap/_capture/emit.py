@@ -5,7 +5,6 @@ While nobody listens nothing is emitted: the program is the same as without.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from jax.extend.core import find_top_trace, set_current_trace
 from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
-from treetap._capture.module_paths import inside, is_inside
+from treetap._capture.module_paths import inside_once
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.trace_level import Through, set_on_purpose
@@ -37,10 +36,6 @@ def check_name(name: Any, what: str) -> None:
         )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
 _CARRIED = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
@@ -49,72 +44,58 @@ def _is_carried(leaf: Any) -> bool:
     return isinstance(leaf, _CARRIED)
 
 
-def _bound(label: Label, leaves: list[Any]) -> list[Any]:
-    arrays, asked = _as_arrays(leaves), listening.value
-    if asked.witness:
-        arrays = witnessed(label, arrays, asked.witness > 1)
-        if not asked.marks:
-            return arrays
+def _told(label: Label, leaves: list[Any], partly: bool = False) -> list[Any]:
+    """Tells every capture of leaves; gives those that flow on.
+
+    A capture that runs at this very level hears leaves of any sort, without a way
+    through JAX. Those further out hear what JAX can carry to them.
+
+    Args:
+        label: What they are.
+        leaves: The leaves; where they flow on, arrays.
+        partly: Whether what cannot be carried is left out, instead of refused.
+    """
     trace = find_top_trace(None)
-    if isinstance(trace, Through) and trace.is_outermost:
-        return trace.hear(label, arrays)  # no need to go through JAX
-    return bind_tap(label, arrays)
+    while isinstance(trace, Through):
+        leaves = trace.hear(label, leaves)
+        if trace.is_outermost:
+            return leaves
+        trace = trace.parent_trace
+    if not all(map(_is_carried, leaves)):
+        value = jax.tree.unflatten(label.tree, leaves)
+        if not partly:
+            raise CaptureError(
+                f"{label.how}: the value {label.name!r} is a {type(value).__name__} "
+                "that JAX cannot carry out of a traced function. Give arrays."
+            )
+        kept = jax.tree.map(lambda x: x if _is_carried(x) else None, value)
+        leaves, tree = jax.tree.flatten(kept)
+        label = label._replace(tree=tree)
+    if partly and not leaves:
+        return leaves
+    arrays, asked = _as_arrays(leaves), listening.value
+    with set_current_trace(trace):
+        if asked.witness:
+            arrays = witnessed(label, arrays, asked.witness > 1)
+        return bind_tap(label, arrays) if asked.marks else arrays
 
 
 def _flowing(
     label: Label, leaves: list[Any], is_edited: bool, is_heard: bool
 ) -> list[Any]:
     """Marks leaves that flow on, as far as somebody asks; gives those to use."""
+    leaves = _as_arrays(leaves)
     if is_edited:
-        leaves = editable(label, _as_arrays(leaves))
-    return _bound(label, leaves) if is_heard else leaves
-
-
-def _note(label: Label, leaves: list[Any], partly: bool = False) -> bool:
-    """Keeps leaves of any sort, where a capture runs at this very level.
-
-    A capture further out, behind a transform, hears what JAX can carry to it.
-    """
-    trace = find_top_trace(None)
-    if not isinstance(trace, Through):
-        return False
-    heard_outside = False
-    while isinstance(trace, Through):
-        trace.hear(label, leaves)
-        heard_outside = not trace.is_outermost
-        trace = trace.parent_trace
-    if heard_outside:
-        with set_current_trace(trace):
-            _emit(label, leaves, partly)
-    return True
-
-
-def _emit(label: Label, leaves: list[Any], partly: bool) -> None:
-    """Marks leaves for a capture further out; `partly` leaves out what cannot go."""
-    carried = list(map(_is_carried, leaves))
-    if not all(carried) and not partly:
-        raise refuse_uncarried(label, leaves)
-    kept = [leaf if flag else None for leaf, flag in zip(leaves, carried)]
-    rest, shape = jax.tree.flatten(jax.tree.unflatten(label.tree, kept))
-    if rest:
-        _bound(label._replace(tree=shape), rest)
-
-
-def refuse_uncarried(label: Label, leaves: list[Any]) -> CaptureError:
-    """The error for a value that is not made of arrays, under a transform."""
-    kind = type(jax.tree.unflatten(label.tree, leaves)).__name__
-    return CaptureError(
-        f"{label.how}: the value {label.name!r} is a {kind} that JAX cannot carry out "
-        "of a traced function. Give arrays."
-    )
+        leaves = editable(label, leaves)
+    return _told(label, leaves) if is_heard else leaves
 
 
 def _as_arrays(leaves: list[Any]) -> list[Any]:
-    return [leaf if _is_array(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
 
 
 def _flattened(value: Any) -> tuple[list[Any], Any]:
-    return ([value], LEAF) if _is_array(value) else jax.tree.flatten(value)
+    return ([value], LEAF) if isinstance(value, jax.Array) else jax.tree.flatten(value)
 
 
 def tap(value: T, name: str) -> T:
@@ -139,17 +120,19 @@ def tap(value: T, name: str) -> T:
     asked = listening.value
     if asked is None or not (asked.taps or asked.edits):
         return value
-    if _is_array(value) and not asked.edits:  # the common case, made quickly
-        return _bound(Label(name, None, "tap", LEAF), [value])[0]
+    if isinstance(value, jax.Array) and not asked.edits:  # the common case, quickly
+        return _told(Label(name, None, "tap", LEAF), [value])[0]
     leaves, tree = _flattened(value)
     label = Label(name, None, "tap", tree)
     if leaves and all(map(_is_carried, leaves)):
         out = _flowing(label, leaves, asked.edits > 0, asked.taps)
         pairs = zip(leaves, out)
-        kept = [new if asked.edits or _is_array(old) else old for old, new in pairs]
+        kept = [
+            x if asked.edits or isinstance(old, jax.Array) else old for old, x in pairs
+        ]
         return jax.tree.unflatten(tree, kept)
-    if asked.taps and not _note(label, leaves):
-        raise refuse_uncarried(label, leaves)
+    if asked.taps:
+        _told(label, leaves)
     return value
 
 
@@ -163,7 +146,7 @@ def output(name: str, value: Any) -> Any:
     label = Label(name, None, "output", tree)
     flows = tree is LEAF or (
         bool(leaves)
-        and all(map(_is_array, leaves))
+        and all(isinstance(leaf, jax.Array) for leaf in leaves)
         and not any(map(is_object, jax.tree.leaves(value, is_leaf=is_object)))
     )
     is_heard = asked.outputs is not None
@@ -171,7 +154,7 @@ def output(name: str, value: Any) -> Any:
         leaves = _flowing(label, leaves, asked.edits > 1, is_heard)
         return jax.tree.unflatten(tree, leaves)
     if is_heard:
-        _record(label, leaves, partly=True)
+        _told(label, leaves, partly=True)
     return value
 
 
@@ -193,30 +176,21 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
     kind = kind_given(variable_type, "sow")
     asked = listening.value
     if asked is None:
+        if _outside[0] == "ignore":
+            return False
         return _sow_outside(module, kind, name, value, reduce)
     is_heard = asked.hears(kind)
     if not (is_heard or asked.edits):
         return False
     leaves, tree = _flattened(value)
     label = Label(name, kind, "sow", tree, reduce)
-    with _scope_of(module):
+    with inside_once(module):
         if asked.edits and leaves and all(map(_is_carried, leaves)):
             # It does not flow on: it is marked so that an edit of it can be refused.
-            marked = label._replace(reduce=None, is_edit=True)
-            bind_tap(marked, _as_arrays(leaves))
+            editable(label, _as_arrays(leaves))
         if is_heard:
-            _record(label, leaves)
+            _told(label, leaves)
     return is_heard
-
-
-def _scope_of(module: Any) -> AbstractContextManager[None]:
-    return nullcontext() if is_inside(module) else inside(module)
-
-
-def _record(label: Label, leaves: list[Any], partly: bool = False) -> None:
-    """Records leaves that do not flow on; `partly` leaves out what cannot go out."""
-    if not _note(label, leaves, partly):
-        _emit(label, leaves, partly)
 
 
 def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
@@ -225,6 +199,8 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
     kind = kind_given(variable_type, "perturb")
     asked = listening.value
     if asked is None:
+        if _outside[0] == "ignore":
+            return value
         return _perturb_outside(module, kind, name, value)
     is_heard = asked.hears(kind)
     if not (is_heard or asked.edits):
@@ -236,7 +212,7 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
             f"{type(value).__name__}; only arrays can be perturbed."
         )
     label = Label(name, kind, "perturb", tree)
-    with _scope_of(module):
+    with inside_once(module):
         leaves = _flowing(label, leaves, asked.edits > 0, is_heard)
         return jax.tree.unflatten(tree, leaves)
 
@@ -260,7 +236,25 @@ def set_sow_outside_capture(policy: Literal["store", "ignore"]) -> None:
     _outside[0] = policy
 
 
-def _warn(what: str) -> None:
+def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> bool:
+    held = _held_outside("sow", module, kind, name)
+    reduce_fn, init_fn = reduce
+    if held is None:
+        _store(module, name, kind(reduce_fn(init_fn(), value)))
+    else:
+        held.set_value(reduce_fn(held.get_value(), value))
+    return True
+
+
+def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
+    held = _held_outside("perturb", module, kind, name)
+    if held is None:
+        held = _store(module, name, kind(jax.tree.map(jnp.zeros_like, value)))
+    return jax.tree.map(jnp.add, held.get_value(), value)
+
+
+def _held_outside(what: str, module: Any, kind: Any, name: str) -> Any:
+    """The Variable that values are stored in, with a warning; None if there is none."""
     warnings.warn(
         f"`{what}` outside a capture is deprecated: it stores values in attributes of "
         "the Module. Call the model through `capture`, or say "
@@ -268,47 +262,22 @@ def _warn(what: str) -> None:
         DeprecationWarning,
         stacklevel=5,
     )
-
-
-def _store(module: Any, name: str, variable: Any) -> None:
-    noted = set_on_purpose.get()
-    if noted is not None:
-        noted.add((id(module), name))  # dropped by a transform, without a complaint
-    setattr(module, name, variable)
-
-
-def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> bool:
-    if _outside[0] == "ignore":
-        return False
-    _warn("sow")
-    reduce_fn, init_fn = reduce
     if not hasattr(module, name):
-        _store(module, name, kind(reduce_fn(init_fn(), value)))
-        return True
+        return None
     held = getattr(module, name)
-    _check_held(module, held, kind, name, type(held) is kind)
-    held.set_value(reduce_fn(held.get_value(), value))
-    return True
-
-
-def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
-    if _outside[0] == "ignore":
-        return value
-    _warn("perturb")
-    if not hasattr(module, name):
-        _store(module, name, kind(jax.tree.map(jnp.zeros_like, value)))
-    held = getattr(module, name)
-    _check_held(module, held, kind, name, isinstance(held, kind))
-    return jax.tree.map(jnp.add, held.get_value(), value)
-
-
-def _check_held(module: Any, held: Any, kind: Any, name: str, is_kind: bool) -> None:
-    """Refuses an attribute that is something else than what would be stored."""
-    if is_kind:
-        return
+    if type(held) is kind or (what == "perturb" and isinstance(held, kind)):
+        return held
     is_variable = isinstance(held, Variable)
     wanted = f"of type {kind.__name__}" if is_variable else "a Variable"
     raise StructureError(
         f"Expected {type(module).__name__}.{name} to be {wanted}, got "
         f"{type(held).__name__}. Choose another name."
     )
+
+
+def _store(module: Any, name: str, variable: Any) -> Any:
+    noted = set_on_purpose.get()
+    if noted is not None:
+        noted.add((id(module), name))  # dropped by a transform, without a complaint
+    setattr(module, name, variable)
+    return variable

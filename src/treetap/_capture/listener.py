@@ -7,7 +7,7 @@ eager. Where an operation holds a jaxpr with taps, the walk runs it by a plan th
 session makes, and the session keeps what comes out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import find_top_trace, set_current_trace
 from jax.extend.source_info_util import current_name_stack
 
+from treetap._capture.calls import plan_of
 from treetap._capture.listening import Listening, listening
 from treetap._capture.marks import Label, linear_p
 from treetap._capture.module_paths import rooted
@@ -26,7 +27,7 @@ from treetap._capture.walk.operations import Step, operation_at
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
-from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
+from treetap._capture.walk.spots import MARKS, Flow, spot_of
 from treetap._capture.walk.survey import (
     Inner,
     handed_on,
@@ -50,20 +51,12 @@ def listen(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) 
     an interrupt at its end would leave no trace at all.
     """
     check_newer_jax(jax.__version_info__)
-    outer = listening.value
+    outer, parent = listening.value, find_top_trace(None)
     session.keep = outer is not None
     session.depth = len(scopes_in(current_name_stack()))
-    parent = find_top_trace(None)
-    listener = Listener(parent, session)
     asked = session.asked if outer is None else _united(session.asked, outer)
-    with (
-        set_current_trace(parent),
-        listening(outer),
-        rooted(session.roots) as session.known,
-        set_current_trace(listener),
-        listening(asked),
-    ):
-        out = fn(*args, **kwargs)
+    with set_current_trace(parent), set_current_trace(Listener(parent, session)):
+        out = _marked(session, asked, fn, args, kwargs)
         session.left(out)
         return out
 
@@ -76,11 +69,13 @@ def leave_marked(
     For one who reads the jaxpr: marks are in it also where no walk can go, as in the
     condition of a `while`. Who listens further out hears nothing of them.
     """
-    with (
-        listening(listening.value),  # twice: see `listening`
-        rooted(session.roots) as session.known,
-        listening(session.asked),
-    ):
+    return _marked(session, session.asked, fn, args, kwargs)
+
+
+def _marked(session: Session, asked: Listening, fn: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function that emits its marks, in an open capture."""
+    again = listening(listening.value)  # twice: see `listening`
+    with again, rooted(session.roots) as session.known, listening(asked):
         return fn(*args, **kwargs)
 
 
@@ -104,6 +99,7 @@ class Listener(Through):
     def __init__(self, parent: Any, session: Session):
         super().__init__(parent)
         self.session = session
+        self.walk = Walk(session.keep)
         self.is_outermost = not session.keep
 
     def hear(self, label: Label, leaves: list[Any]) -> list[Any]:
@@ -120,76 +116,66 @@ class Listener(Through):
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         """Hands an operation on, or stops at it."""
-        parent = self.parent_trace
+        parent, session, values = self.parent_trace, self.session, list(tracers)
         with set_current_trace(parent):
             if primitive in MARKS:
-                return self._tap(primitive, list(tracers), params)
+                return self._tap(primitive, params, values)
             if primitive is linear_p:
-                self.session.is_forward = True
-                if not self.session.keep:
-                    return list(tracers[:-1])
+                session.is_forward = True
+                if not session.keep:
+                    return values[:-1]
             if "donated_invars" in params:
-                params = self.session.sparing(params, tracers)
+                params = session.sparing(params, values)
             if not is_spotless(primitive, params):
                 inner, seen = spots_below(primitive, params)
                 refuse_copies(current_name_stack(), seen)
                 if inner:
-                    return self._enter(primitive, list(tracers), params, inner, seen)
+                    outs = self._enter(primitive, params, values, inner, seen)
+                    return outs if primitive.multiple_results else outs[0]
                 # Those that cannot be come to: the session says what becomes of it.
-                self.session.planned(self._seen_here(seen), tracers)
-            out = parent.process_primitive(primitive, tracers, params)
-            if not self.session.are_tickets(tracers):
+                session.planned(seen, values)
+            out = parent.process_primitive(primitive, values, params)
+            if not session.are_tickets(values):
                 return out
             outs = list(out) if primitive.multiple_results else [out]
-            pairs = handed_on(primitive, params, len(tracers), outs)
-            self.session.follow(pairs, tracers, outs)
+            pairs = handed_on(primitive, params, len(values), outs)
+            session.follow(pairs, values, outs)
             return outs if primitive.multiple_results else outs[0]
 
-    def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
-        session = self.session
+    def _tap(self, primitive: Any, params: Any, values: list[Any]) -> list[Any]:
+        """Runs a mark that came by way of JAX."""
         name_stack = current_name_stack()
         spot = spot_of(primitive, params, values, name_stack)
         refuse_copies(name_stack, [spot])
         if jax_compat.is_hoisting():
             refuse_hoisted(spot.name)
-        ticket = len(values) - 1
-        flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
-        spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
-        planned = session.planned([spot], values)
-        walk, asked = Walk(session.keep), (planned.plan[0], spot, planned.feeds[0])
-        outs, found = walk.at_spot(Step(primitive, params, values, walk), *asked)
-        session.settle(planned, [found], outs, values)
+        last = len(values)
+        flow = Flow(tickets=(last,)) if spot.is_tap else Flow(sources=(last - 1,))
+        spot = spot._replace(scopes=(), outer=0, flow=flow)
+        planned = self.session.planned([spot], values)
+        (choice,), (fed,) = plan_of(planned)
+        step = Step(primitive, params, values, self.walk)
+        outs, found = self.walk.at_spot(step, choice, spot, fed)
+        self.session.settle(planned, [found], outs, values)
         return outs
 
     def _enter(
-        self,
-        primitive: Any,
-        values: list[Any],
-        params: Any,
-        inner: list[Inner],
-        seen: list[Spot],
-    ) -> Any:
+        self, primitive: Any, params: Any, values: Any, inner: list[Inner], seen: Any
+    ) -> list[Any]:
         """Runs an operation with taps inside, and keeps what comes out."""
         session = self.session
         if jax_compat.is_hoisting():
             refuse_hoisted(seen[0].name)
-        forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
-        session.is_forward = session.is_forward or any(forward)
-        spots = self._seen_here(seen)
+        if any(taps_in(one.body.jaxpr).is_forward for one in inner):
+            session.is_forward = True
         operation = operation_at(primitive, params)
-        handed = values if operation.is_handed else None
-        planned = session.planned(spots, values, handed)
-        parts = [one.part(planned.plan, planned.feeds) for one in inner]
-        step = Step(primitive, params, values, Walk(session.keep))
+        planned = session.planned(seen, values, operation.is_handed)
+        parts = [one.part(*plan_of(planned)) for one in inner]
+        step = Step(primitive, params, values, self.walk)
         outs, found = operation.run(step, *parts)
         pairs = handed_on(primitive, params, len(values), outs)
         session.settle(planned, found, outs, values, pairs)
-        return outs if primitive.multiple_results else outs[0]
-
-    def _seen_here(self, spots: Sequence[Spot]) -> list[Spot]:
-        """The spots of an operation as seen from the capture's own level."""
-        here = self.session.scopes()
-        return [spot.seen_from(here, 0, spot.flow) for spot in spots]
+        return outs
 
     def process_custom_jvp_call(
         self, primitive: Any, /, *funs_and_values: Any, **options: Any
@@ -208,16 +194,12 @@ class Listener(Through):
     process_custom_vjp_call = process_custom_jvp_call
 
     def process_call(
-        self, primitive: Any, fun: Any, tracers: Any, params: Any, /
+        self, primitive: Any, fun: Any, tracers: Any, given: Any = (), /, **named: Any
     ) -> Any:
-        """Runs a function that JAX hands over as a call."""
-        return self._bound(primitive, (fun,), tracers, params)
+        """Runs a function that JAX hands over as a call, or on shards."""
+        return self._bound(primitive, (fun,), tracers, {**dict(given), **named})
 
-    def process_shard_map(
-        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
-    ) -> Any:
-        """Runs a function on shards."""
-        return self._bound(primitive, (fun,), tracers, params)
+    process_shard_map = process_call
 
     def _bound(self, primitive: Any, funs: Any, values: Any, params: Any) -> Any:
         """Runs an operation of Python functions, whose jaxpr is made for that."""
@@ -229,13 +211,12 @@ class Listener(Through):
             shapes.append(jax_compat.with_values(out, [None] * len(flat)))
             return flat
 
-        session = self.session
         with set_current_trace(self.parent_trace):
             made = jax_compat.traced(bound, [jax.typeof(value) for value in values])
             body = jax_compat.body_of(made)
             taps = taps_in(body.jaxpr)
-            planned = session.planned(self._seen_here(taps.spots), values)
-            part = Part(body, taps.spots, planned.plan, planned.feeds)
-            outs, found = Walk(session.keep).run(part, list(values))
-            session.settle(planned, found, outs, values, taps.handed_on())
+            planned = self.session.planned(taps.spots, values)
+            part = Part(body, taps.spots, *plan_of(planned))
+            outs, found = self.walk.run(part, list(values))
+            self.session.settle(planned, found, outs, values, taps.handed_on())
             return jax_compat.with_values(shapes[0], outs)

@@ -82,16 +82,26 @@ def is_like_ticket(aval: Any) -> bool:
     return getattr(aval, "dtype", None) == TICKET.dtype
 
 
-def _primitive(name: str) -> Primitive:
+def mark(name: str, impl: Any, type_of: Any, jvp: Any, transpose: Any) -> Primitive:
+    """A primitive that marks values, with all its rules.
+
+    Args:
+        name: What it is called.
+        impl: What it computes, as plain JAX.
+        type_of: The types of its results, and its effects.
+        jvp: The rule of forward differentiation, which is also given the primitive.
+        transpose: The rule of transposition.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
+    primitive.def_impl(impl)
+    primitive.def_effectful_abstract_eval(type_of)
+    mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=True))
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
+    ad.primitive_transposes[primitive] = transpose
+    rule = functools.partial(batch_mark, primitive)
+    batching.fancy_primitive_batchers[primitive] = rule
     return primitive
-
-
-tap_p = _primitive("tap")
-linear_p = _primitive("tap_linear")
-gradient_p = _primitive("tap_gradient")
-again_p = _primitive("tap_again")
 
 
 @functools.cache
@@ -113,14 +123,8 @@ def _without_ticket(*values: Any, **params: Any) -> list[Any]:
     return list(values[:-1])
 
 
-tap_p.def_impl(_with_ticket)
-tap_p.def_effectful_abstract_eval(_tap_type)
-mlir.register_lowering(tap_p, mlir.lower_fun(_with_ticket, multiple_results=True))
-for pure_p in (linear_p, gradient_p, again_p):
-    pure_p.def_impl(_without_ticket)
-    pure_p.def_abstract_eval(_without_ticket)
-    lowering = mlir.lower_fun(_without_ticket, multiple_results=True)
-    mlir.register_lowering(pure_p, lowering)
+def _type_without_ticket(*avals: Any, **params: Any) -> Any:
+    return [*avals[:-1]], set()
 
 
 # Mappings. Every `vmap` around a mark is noted in it, the innermost first, also one
@@ -243,16 +247,11 @@ def _tap_transpose(cotangents: Any, *values: Any, **params: Any) -> Any:
     return list(cotangents[:-1])
 
 
-for marking_p, jvp, transpose in (
-    (tap_p, _jvp, _tap_transpose),
-    (linear_p, _identity_jvp, _linear_transpose),
-    (gradient_p, _identity_jvp, _identity_transpose),
-    (again_p, _jvp, _identity_transpose),
-):
-    ad.primitive_jvps[marking_p] = functools.partial(jvp, marking_p)
-    ad.primitive_transposes[marking_p] = transpose
-    rule = functools.partial(batch_mark, marking_p)
-    batching.fancy_primitive_batchers[marking_p] = rule
+tap_p = mark("tap", _with_ticket, _tap_type, _jvp, _tap_transpose)
+_pure = functools.partial(mark, impl=_without_ticket, type_of=_type_without_ticket)
+linear_p = _pure("tap_linear", jvp=_identity_jvp, transpose=_linear_transpose)
+gradient_p = _pure("tap_gradient", jvp=_identity_jvp, transpose=_identity_transpose)
+again_p = _pure("tap_again", jvp=_jvp, transpose=_identity_transpose)
 
 
 # Values that are computed again, under `jax.checkpoint`. A tap has an effect, so that

@@ -9,22 +9,20 @@ calls do. `resolve` puts the two together.
 
 What is known when a capture opens is known by identity. Inside a function that JAX
 traces, Modules are rebuilt, and know only their places: each where it is in its parent.
-A text is one of
+So a scope says from where to go (its *base*), and by which keys. The base is one of
 
-    /blocks/3          known to the capture by this path
-    2<blocks/3         below the Module of the scope two further out
-    ~app.Model!head    below a rebuilt app.Model, as a traced function has them
-    ?app.Model!head    below an app.Model that is not part of what is captured
+    None              the root: the Module is known to the capture by its path
+    2                 the Module of the scope two further out
+    "app.Model"       a rebuilt app.Model, as a traced function has them
+    "?app.Model"      an app.Model that is not part of what is captured
 
-    +encoder/layer_0   below the scope around: named scopes of another library
-
-(with one for each capture, if they differ, the outermost first), then the class of the
-Module, with `!` if no Module of that class is inside it.
+with one for each capture, the outermost first. Named scopes of another library are
+below the scope around.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any, NamedTuple
@@ -33,10 +31,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from treetap._capture.name_stacks import ModuleScope
+from treetap._capture.name_stacks import ModuleScope, Scope
 from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import adopt, opened
+from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.variable import Variable
 
 
@@ -61,51 +60,21 @@ class Roots:
         tops: The outermost objects.
         number: Of the capture, among those around; the outermost has 0.
         start: How many scopes were open.
-        texts: The path of every object inside the roots, as text, by its place.
-        known: The same paths by their texts.
-        classes: The classes of the objects inside each, by its place.
+        paths: The path of every object inside the roots, by its place.
     """
 
     def __init__(self, roots: Sequence[Root], number: int = 0):
         self.number = number
         self.start = len(_frames.get())
-        self.texts: dict[int, str] = {}
-        self.known: dict[str, Path] = {}
-        self.classes: dict[int, set[type]] = {}
+        self.tops = [Where(root.path, kind_text(root.node)) for root in roots]
+        self.paths: dict[int, Path] = {}
         for root in roots:
-            self._visit(root.node, root.path)
-        self.tops = [Where(root.path, self.kind_text(root.node)) for root in roots]
-
-    def _visit(self, value: Any, path: Path) -> set[type]:
-        """Notes the objects in a value; gives the classes of those."""
-        below: set[type] = set()
-        own = {type(value)} if isinstance(value, Node) else below
-        if own:
-            place = id(value._pytree__place)
-            if place in self.texts:
-                return self.classes[place] | own
-            text = self.texts[place] = f"/{_joined(path)}"
-            self.known[text] = path
-            self.classes[place] = below
-        for key, child in _children(value):
-            if not isinstance(child, Variable | jax.Array):
-                below |= self._visit(child, (*path, key))
-        return below | own
-
-    def kind_text(self, module: Any) -> str:
-        """The class of a Module, with `!` if none of that class is inside it."""
-        below = self.classes.get(id(module._pytree__place))
-        if below is None:  # it was made since
-            return kind_text(module)
-        return _class_text(type(module)) + "!" * (type(module) not in below)
+            for path, node in nodes_below(root.node, Node, True, "capture"):
+                self.paths.setdefault(id(node._pytree__place), (*root.path, *path))
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What is in an object or a container, with its keys; nothing in a leaf."""
-    return zip(*(opened(value) or ((), ())))
-
-
-_frames: ContextVar[tuple[Any, ...]] = ContextVar("frames", default=())
+# The places of the Modules whose methods run, with what their scopes say.
+_frames: ContextVar[tuple[tuple[Any, Scope], ...]] = ContextVar("frames", default=())
 _captures: ContextVar[tuple[Roots, ...]] = ContextVar("captures", default=())
 _texts: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
 _classes: "WeakValueDictionary[str, type]" = WeakValueDictionary()
@@ -135,8 +104,8 @@ def kind_text(module: Any) -> str:
     """The class of a Module, with `!` if none of that class is inside it."""
     cls = type(module)
     waiting, seen = [module], set[int]()
-    while waiting:
-        for _, child in _children(waiting.pop()):
+    for value in waiting:  # without paths, as each call of a method asks for it
+        for child in (opened(value) or ((), ()))[1]:
             if type(child) is cls:
                 return _class_text(cls)
             if not isinstance(child, Variable) and id(child) not in seen:
@@ -145,41 +114,20 @@ def kind_text(module: Any) -> str:
     return _class_text(cls) + "!"
 
 
-def _encoded(key: Any) -> str:
-    """A key as text: numbers as digits, and strings never so."""
-    text = str(key)
-    if isinstance(key, int) or (text.isascii() and text.isidentifier()):
-        return text
-    text = quote(text, safe="")
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1].isdigit() else text or "%"
-
-
-def _joined(keys: Iterable[Any]) -> str:
-    return "/".join(map(_encoded, keys))
-
-
-def _decoded(part: str) -> Any:
-    if part.isascii() and part.isdigit():
-        return int(part)
-    return "" if part == "%" else unquote(part)
-
-
-def _split(text: str) -> Path:
-    return tuple(_decoded(part) for part in text.split("/") if part)
-
-
-def _text_for(module: Any, known: Roots, frames: Sequence[Any]) -> str:
-    """Where a Module is, for one capture."""
+def _place_in(
+    known: Roots, module: Any, frames: Sequence[Any]
+) -> tuple[int | str | None, Path]:
+    """Where a Module is, for one capture: a base and keys."""
     place, keys = module._pytree__place, ()
     while True:
-        if text := known.texts.get(id(place)):
-            return f"{text.rstrip('/')}/{_joined(keys)}" if keys else text
+        if (path := known.paths.get(id(place))) is not None:
+            return None, (*path, *keys)
         for distance, (frame, _) in enumerate(reversed(frames)):
             if frame is place:
-                return f"{distance}<{_joined(keys)}"
+                return distance, keys
         parent, key, cls, is_rebuilt = place
         if parent is None:  # what was built was not captured; what was rebuilt may be
-            return f"{'~' if is_rebuilt else '?'}{_class_text(cls)}!{_joined(keys)}"
+            return "?" * (not is_rebuilt) + _class_text(cls), keys
         place, keys = parent, (*(key if isinstance(key, tuple) else (key,)), *keys)
 
 
@@ -190,12 +138,11 @@ class inside:
 
     def __init__(self, module: Any):
         frames, captures = _frames.get(), _captures.get()
-        texts = [_text_for(module, c, frames[c.start :]) for c in captures]
-        told = texts[0] if len({*texts}) == 1 else ";".join(texts)
-        place = module._pytree__place
-        text = f"{told}|{captures[0].kind_text(module)}"
-        self._scope = jax.named_scope(ModuleScope(told.rpartition("/")[2], text))
-        self._token = _frames.set((*frames, (place, text)))
+        places = tuple([_place_in(c, module, frames[c.start :]) for c in captures])
+        scope, keys = Scope(places, kind_text(module)), places[0][1]
+        shown = str(keys[-1]) if keys else type(module).__name__
+        self._scope = jax.named_scope(ModuleScope(shown, scope))
+        self._token = _frames.set((*frames, (module._pytree__place, scope)))
 
     def __enter__(self) -> None:
         self._scope.__enter__()
@@ -205,20 +152,21 @@ class inside:
         self._scope.__exit__(*exception)
 
 
-def below_text(path: Path) -> str:
-    """The text of scopes that no Module opened."""
-    return f"+{_joined(path)}|"
+def scope_below(path: Path) -> Scope:
+    """A scope that no Module opened."""
+    return Scope(((None, path),), "")
 
 
-def is_inside(module: Any) -> bool:
-    """Whether the innermost scope is that of a Module."""
+def inside_once(module: Any) -> AbstractContextManager[None]:
+    """The scope of a Module; nothing if it is the innermost one."""
     frames = _frames.get()
-    return bool(frames) and frames[-1][0] is module._pytree__place
+    is_open = bool(frames) and frames[-1][0] is module._pytree__place
+    return nullcontext() if is_open else inside(module)
 
 
-def open_scopes(known: Roots) -> tuple[str, ...]:
-    """The texts of the scopes that are open in one of the captures around."""
-    return tuple([text for _, text in _frames.get()[known.start :]])
+def open_scopes(known: Roots) -> tuple[Scope, ...]:
+    """The scopes that are open in one of the captures around."""
+    return tuple([scope for _, scope in _frames.get()[known.start :]])
 
 
 @contextmanager
@@ -234,39 +182,29 @@ def rooted(roots: Sequence[Root]) -> Iterator[Roots]:
 
 
 def resolve(
-    scopes: Sequence[str], known: Roots, among: Iterable[Path] | None = None
+    scopes: Sequence[Scope], known: Roots, among: Iterable[Path] | None = None
 ) -> Where:
     """The path that scopes lead to, for one of the captures around.
 
     Args:
-        scopes: Their texts, outermost first.
+        scopes: What they say, outermost first.
         known: What the capture knows.
         among: Paths of the roots that a rebuilt Module may be; by default all.
     """
-    told, _, kind = (scopes[-1] if scopes else "").rpartition("|")
-    if told in known.known:
-        return Where(known.known[told], kind)
-    roots = [one for one in known.tops if among is None or one.path in among]
     around: list[Where] = []
     here = Where((), "")
-    for text in scopes:
-        told, _, kind = text.rpartition("|")
-        parts = told.split(";")
-        body = parts[min(known.number, len(parts) - 1)]
-        if body.startswith("+"):  # no Module counts it when it looks further out
-            here = Where((*here.path, *_split(body[1:])), "")
+    for places, kind in scopes:
+        base, keys = places[min(known.number, len(places) - 1)]
+        if not kind:  # no Module counts it when it looks further out
+            here = Where((*here.path, *keys), "")
             continue
-        if body[0] in "~?":
-            top, _, rest = body[1:].partition("!")
-            candidates = () if body[0] == "?" else around[-1:] or roots
-            start = _argument(top, candidates, around[-1:])
-        elif body[0] == "/":
-            start, rest = (), body
-        else:
-            distance, _, rest = body.partition("<")
-            index = len(around) - 1 - int(distance)
-            start = around[index].path if index >= 0 else ()
-        here = Where((*start, *_split(rest)), kind)
+        start = ()
+        if isinstance(base, str):
+            roots = [x for x in known.tops if among is None or x.path in among]
+            start = _argument(base, around[-1:] or roots, around[-1:])
+        elif base is not None and base < len(around):
+            start = around[-1 - base].path
+        here = Where((*start, *keys), kind)
         around.append(here)
     return here
 
@@ -278,10 +216,15 @@ def _argument(top: str, candidates: Sequence[Where], around: Sequence[Where]) ->
     called by its class, below the one around.
     """
     alike = [one for one in candidates if one.kind.rstrip("!") == top]
-    if len(alike) == 1 and alike[0].kind.endswith("!"):
+    if [one.kind for one in alike] == [f"{top}!"]:
         return alike[0].path
     short = unquote(top.partition("*")[0].rpartition(".")[2])
     return (*(key for one in around for key in one.path), short)
+
+
+def is_of_argument(scope: Scope) -> bool:
+    """Whether a scope is that of a Module that came into a function as an argument."""
+    return any(isinstance(base, str) and base[0] != "?" for base, _ in scope.places)
 
 
 def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
@@ -289,7 +232,7 @@ def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
     if isinstance(tree, Node):
         yield Root(path, tree)
         return
-    for key, child in _children(tree):
+    for key, child in zip(*(opened(tree) or ())):
         yield from find_roots(child, (*path, key))
 
 
@@ -298,22 +241,15 @@ def find_roots(tree: Any, path: Path = ()) -> Iterator[Root]:
 
 def put_in_place(original: Any, copy: Any) -> None:
     """Lets rebuilt objects be where the caller's are, for those who listen."""
-    if isinstance(original, Node):
-        copy._pytree__place[:2] = original._pytree__place[:2]
-    else:
-        for (_, one), (_, two) in zip(_children(original), _children(copy)):
-            put_in_place(one, two)
+    for (_, one), (_, two) in zip(find_roots(original), find_roots(copy)):
+        two._pytree__place[:2] = one._pytree__place[:2]
 
 
-def name_shared(tree: Any, seen: set[int] | None = None) -> None:
+def name_shared(tree: Any) -> None:
     """Lets rebuilt objects that stand twice be where they are met first."""
-    seen = set() if seen is None else seen
-    below = opened(tree)
-    if below is None or id(tree) in seen:
-        return
-    seen.add(id(tree))
-    for key, child in zip(*below):
-        is_below = isinstance(tree, Node) and isinstance(child, Node)
-        if is_below and id(child) not in seen:
-            adopt(child, key, tree._pytree__place)
-        name_shared(child, seen)
+    found = dict(nodes_below(tree, Node, True, "capture"))
+    for path, node in found.items():
+        for end in reversed(range(len(path))):
+            if path[:end] in found:
+                adopt(node, path[end:], found[path[:end]]._pytree__place)
+                break

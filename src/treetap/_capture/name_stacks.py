@@ -17,23 +17,36 @@ an operation is that of the operations around it, followed by its own.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from treetap._core.paths import Path
 
 AGAIN = "rematted_computation"
 
 
+class Scope(NamedTuple):
+    """What the scope of a Module says; see `module_paths`.
+
+    Attributes:
+        places: For each capture, a base and the keys from there.
+        kind: The class of the Module, with `!` if no Module of that class is inside it;
+            empty for a scope that no Module opened.
+    """
+
+    places: tuple[tuple[int | str | None, Path], ...]
+    kind: str
+
+
 class ModuleScope(str):
     """The name of a scope that a Module opened: what to show, and where it is.
 
     Attributes:
-        where: As in `module_paths`.
+        where: What it says, a `Scope`.
     """
 
-    where: str
+    where: Any
 
-    def __new__(cls, shown: str, where: str) -> "ModuleScope":
+    def __new__(cls, shown: str, where: Any) -> "ModuleScope":
         """Makes a name."""
         self = str.__new__(cls, shown)
         self.where = where
@@ -50,30 +63,28 @@ def is_of_module(part: Any) -> bool:
     return isinstance(part.name, ModuleScope)
 
 
-def scopes_in(name_stack: Any) -> tuple[str, ...]:
-    """The texts of the scopes in a name stack that Modules opened."""
+def scopes_in(name_stack: Any) -> tuple[Any, ...]:
+    """What the scopes in a name stack say that Modules opened."""
     return tuple(part.name.where for part in name_stack.stack if is_of_module(part))
 
 
 def mappings_in(name_stack: Any) -> int:
     """How many mappings (`vmap`) a name stack speaks of."""
-    return _count(name_stack, "vmap")
+    return _transforms_in(name_stack).count("vmap")
 
 
-def _count(name_stack: Any, transform: str) -> int:
-    """How many marks of a transform a name stack has."""
-    parts = name_stack.stack
-    return sum(is_transform(part) and part.name == transform for part in parts)
+def _transforms_in(name_stack: Any) -> list[str]:
+    return [part.name for part in name_stack.stack if is_transform(part)]
 
 
 def is_transposed(eqn: Any) -> bool:
     """Whether an operation was made by transposing another."""
-    return _count(eqn.source_info.name_stack, "transpose") > 0
+    return "transpose" in _transforms_in(eqn.source_info.name_stack)
 
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an operation went through a forward differentiation."""
-    return _count(eqn.source_info.name_stack, "jvp") > 0
+    return "jvp" in _transforms_in(eqn.source_info.name_stack)
 
 
 def is_backward(eqn: Any) -> bool:

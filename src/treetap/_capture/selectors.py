@@ -8,34 +8,21 @@ A selector is made from
 - a class: of Modules, or a kind of Variable;
 - a function from a site to True or False;
 
-and combined with `&`, `|` and `~`.
+and combined with `&`, `|` and `~`. What it looks at of a site are `path`, `name`,
+`index`, `kind` and `module`.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from treetap._capture.module_paths import class_named
 from treetap._core.errors import CaptureError
 from treetap._core.paths import Path
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import escaped, near_to, shown
-
-
-class Selectable(Protocol):
-    """What a selector looks at."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def kind(self) -> type | None: ...
-    @property
-    def module(self) -> str: ...
 
 
 def site_text(path: Path, name: str, index: int = 0) -> str:
@@ -64,13 +51,14 @@ class Select:
     _matches: Callable[[Any], bool]
 
     def __init__(self, what: Any = "**", *, call: int | None = None):
-        self.names = _names_in(what)  # all that it can take; None if it can be any
-        self._text = repr(what) if call is None else f"{what!r}, call={call}"
-        matches = self._matches = _matcher(what)
+        # The names are all that it can take; None if it can be any.
+        matches, self.names = _rule(what)
+        self._matches, self._text = matches, repr(what)
         if call is not None:
             self._matches = lambda site: site.index == call and matches(site)
+            self._text += f", call={call}"
 
-    def __call__(self, site: Selectable) -> bool:
+    def __call__(self, site: Any) -> bool:
         """Whether a site is meant."""
         return self._matches(site)
 
@@ -98,21 +86,14 @@ class Select:
         return _made(lambda site: not self(site), f"~{self._text}")
 
 
+Matches = Callable[[Any], bool]
 Names = frozenset[str] | None
 
 
-def _made(matches: Callable[[Any], bool], text: str, names: Names = None) -> Select:
+def _made(matches: Matches, text: str, names: Names = None) -> Select:
     made = object.__new__(Select)
     made._matches, made._text, made.names = matches, text, names
     return made
-
-
-def _names_in(what: Any) -> Names:
-    """The names a selector can take, if it says so."""
-    if isinstance(what, Select):
-        return what.names
-    name = what.partition("#")[0].partition(":")[2] if isinstance(what, str) else ""
-    return frozenset({name}) if name and not set(name) & set("*?[") else None
 
 
 def as_select(what: Any) -> Select:
@@ -125,48 +106,47 @@ def as_select(what: Any) -> Select:
     return Select(what)
 
 
-def _matcher(what: Any) -> Callable[[Any], bool]:
+def _rule(what: Any) -> tuple[Matches, Names]:
+    """Which sites something takes, and the names it can take."""
     if isinstance(what, str):
         return _glob(what)
+    if isinstance(what, Select):
+        return what._matches, what.names
     if isinstance(what, re.Pattern):
-        return lambda site: bool(what.search(site_text(site.path, site.name)))
+        return lambda site: bool(what.search(site_text(site.path, site.name))), None
     if isinstance(what, type):
-        is_kind = issubclass(what, Variable)
-
-        def matches(site: Any) -> bool:
-            cls = site.kind if is_kind else class_named(site.module)
-            return cls is not None and issubclass(cls, what)
-
-        return matches
+        return functools.partial(_is_of, what), None
     if callable(what):
-        return lambda site: bool(what(site))
+        return lambda site: bool(what(site)), None
     raise CaptureError(
         f"A selector is a glob, a regular expression, a class or a function, not "
         f"{what!r}."
     )
 
 
-def _glob(text: str) -> Callable[[Any], bool]:
+def _is_of(what: type, site: Any) -> bool:
+    """Whether a site is of a kind of Variable, or in a Module of a class."""
+    cls = site.kind if issubclass(what, Variable) else class_named(site.module)
+    return cls is not None and issubclass(cls, what)
+
+
+def _glob(text: str) -> tuple[Matches, Names]:
     """Sites by a glob: of the path and the name after `:`, or of both joined by `/`."""
     body, _, index = text.partition("#")
     if index and re.fullmatch(r"\d{1,9}", index) is None:
         raise CaptureError(f"The call index in the selector {text!r} is not a number.")
     path, colon, name = body.partition(":")
-    pattern = [part for part in path.split("/") if part]
-    is_anywhere = pattern == ["**"]
+    pattern, name = [part for part in path.split("/") if part], name or "*"
 
     def matches(site: Any) -> bool:
         if index and site.index != int(index):
             return False
-        if colon and not fnmatch.fnmatchcase(site.name, name or "*"):
-            return False
-        if is_anywhere:
-            return True
         parts = [str(key) for key in site.path]
-        spellings = [parts] if colon else [parts, [*parts, site.name]]
-        return any(_fits(pattern, spelling) for spelling in spellings)
+        if fnmatch.fnmatchcase(site.name, name) and _fits(pattern, parts):
+            return True
+        return not colon and _fits(pattern, [*parts, site.name])
 
-    return matches
+    return matches, None if set(name) & set("*?[") else frozenset({name})
 
 
 def _fits(pattern: Sequence[str], parts: Sequence[str]) -> bool:
@@ -174,15 +154,11 @@ def _fits(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     ends = {0}  # how many parts the pattern so far can have taken
     for wanted in pattern:
         if wanted == "**":
-            ends = set(range(min(ends), len(parts) + 1))
+            first = min(ends, default=len(parts) + 1)
+            ends = {*range(first, len(parts) + 1)}
         else:
-            ends = {
-                n + 1
-                for n in ends
-                if n < len(parts) and fnmatch.fnmatchcase(parts[n], wanted)
-            }
-        if not ends:
-            return False
+            takes = [fnmatch.fnmatchcase(part, wanted) for part in parts]
+            ends = {n + 1 for n, flag in enumerate(takes) if flag and n in ends}
     return len(parts) in ends
 
 

@@ -21,13 +21,14 @@ from typing import Any
 import jax
 from jax.extend.source_info_util import current_name_stack
 
-from treetap._capture.calls import Call, Planned, Ticket
+from treetap._capture.calls import Call, Ticket
 from treetap._capture.listening import Listening
 from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
     Where,
+    is_of_argument,
     open_scopes,
     resolve,
 )
@@ -40,7 +41,7 @@ from treetap._core.paths import Path
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.variable import raw_values
 
-WHOLE = Choice(True)
+WHOLE, NOTHING = Choice(True), Choice(False)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,7 @@ class Session:
         counts: How many calls there were, by path and name.
         places: Where scopes led to.
         tickets: What is known of tickets, by `id`.
+        arrays: The tickets themselves.
         edited: Names of values that are edited.
         unmatched: Names of gradients whose values were not found.
         is_forward: Whether something is differentiated forward.
@@ -82,6 +84,7 @@ class Session:
     counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
     places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
     tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    arrays: list[Any] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
     unmatched: set[str] = field(default_factory=set)
     is_forward: bool = False
@@ -89,22 +92,17 @@ class Session:
     known: Roots = field(default_factory=lambda: Roots(()))
     depth: int = 0
 
-    def scopes(self) -> tuple[str, ...]:
-        """The scopes that are open, inside the capture."""
-        return scopes_in(current_name_stack())[self.depth :]
-
     def roots_among(self, values: Sequence[Any]) -> tuple[Path, ...]:
         """Paths of the roots that may have come into a function with these operands.
 
         A Module that was handed over brought its arrays along.
         """
         given = set(map(id, values))
-
-        def may_be(root: Root) -> bool:
-            arrays = raw_values(variables_below(root.node))
-            return not arrays or any(id(array) in given for array in arrays)
-
-        return tuple(root.path for root in self.roots if may_be(root))
+        held = [
+            (path, {*map(id, raw_values(variables_below(node)))})
+            for path, node in self.roots
+        ]
+        return tuple(path for path, ids in held if not ids or ids & given)
 
     def sparing(self, params: dict[str, Any], operands: Sequence[Any]) -> Any:
         """The parameters of a jit that gives no recorded value away."""
@@ -120,7 +118,7 @@ class Session:
 
         They refer to one another, and would keep arrays until Python looks for such.
         """
-        self.calls, self.tickets = [], {}
+        self.calls, self.tickets, self.arrays = [], {}, []
         self.roots, self.known = (), Roots(())
         self.wants, self.feeds = (lambda call: False), (lambda call: None)
 
@@ -145,7 +143,7 @@ class Session:
             self.on_call(call)
 
     def heard_here(self, label: Label, leaves: list[Any]) -> list[Any]:
-        """Does at once what a tap at the capture's own level leads to."""
+        """Does at once, and quickly, what a tap at the capture's own level leads to."""
         if not self.is_heard(label):
             return leaves
         call = self.heard(plain_spot(label, open_scopes(self.known), tuple(leaves)))
@@ -167,23 +165,24 @@ class Session:
         return self.asked.hears(label.kind)  # pyright: ignore[reportArgumentType] - only plain taps have no kind
 
     def planned(
-        self, spots: list[Spot], ins: Sequence[Any], values: Any = None
-    ) -> Planned:
-        """The calls (or None) at some spots, the plan, and what to feed.
+        self, spots: Sequence[Spot], ins: Sequence[Any], is_handed: bool = False
+    ) -> list[Ticket]:
+        """What is to be done at some spots.
 
         Args:
-            spots: Where taps are.
-            ins: The operands of the operation they are in.
-            values: The operands of the jit they are in, if they are in one. (Other
-                operations do not get arrays as they were handed over.)
+            spots: Where taps are, as seen from outside of the operation they are in.
+            ins: The operands of the operation.
+            is_handed: Whether it is a jit. (Other operations do not get arrays as they
+                were handed over.)
         """
+        here = scopes_in(current_name_stack())[self.depth :]
+        spots = [spot.seen_from(here, 0, spot.flow) for spot in spots]
         roots = None
-        if values is not None and any(map(_is_open, spots)):
-            roots = self.roots_among(values)
+        if is_handed and any(is_of_argument(x) for spot in spots for x in spot.scopes):
+            roots = self.roots_among(ins)
         tickets: list[Ticket] = []  # what is fed, there or where the ticket goes
-        plan: list[Choice] = []
         for spot in spots:
-            call, choice, fed = None, Choice(False), None
+            call, choice, fed = None, NOTHING, None
             if spot.hidden_in:
                 if self.is_heard(spot.label):
                     self.on_hidden(self.heard(spot, roots))
@@ -200,11 +199,10 @@ class Session:
                 if self.wants(heard):
                     call, choice = heard, self.taking
                     heard.spot = spot.keeping(choice.iterations)
-            tickets.append(Ticket(spot, call, fed))
             if fed is not None and spot.is_edit == self.edits:
                 choice = choice._replace(feed=fed.how)
-            plan.append(choice)
-        return Planned(tickets, tuple(plan))
+            tickets.append(Ticket(spot, call, choice, fed))
+        return tickets
 
     def tap_of(
         self, spot: Spot, ins: Sequence[Any], here: Sequence[Ticket]
@@ -239,7 +237,7 @@ class Session:
 
     def settle(
         self,
-        planned: Planned,
+        planned: Sequence[Ticket],
         found: Found,
         outs: list[Any],
         ins: Sequence[Any],
@@ -255,7 +253,7 @@ class Session:
             handed_on: Results that may be operands, as tickets: the numbers of both.
         """
         given: dict[int, list[Ticket]] = {}
-        for ticket, one in zip(planned.tickets, found):
+        for ticket, one in zip(planned, found):
             self.add(ticket.call, one)
             if ticket.spot.order or ticket.spot.label.is_edit:
                 for n in ticket.spot.flow.tickets:
@@ -264,9 +262,9 @@ class Session:
             if not self.keep:  # who listens further out has done so, and knows it
                 outs[n] = _of_its_own(outs[n])
             self.remember(outs[n], tickets)
-        for (spot, *_), one in zip(planned.tickets, found):
+        for (spot, *_), one in zip(planned, found):
             if spot.is_gradient and one is not None:
-                tap = self.tap_of(spot, ins, planned.tickets)
+                tap = self.tap_of(spot, ins, planned)
                 if tap is None:
                     self.unmatched.add(spot.name)
                 elif tap.call is not None:
@@ -276,10 +274,11 @@ class Session:
 
     def remember(self, ticket: Any, known: Sequence[Ticket]) -> None:
         """Knows from now on what a value stands for, which is a ticket."""
-        held = self.tickets.setdefault(id(ticket), [])
+        self.arrays.append(ticket)
+        held = self.tickets.get(id(ticket), ())
         # One may come on several ways: both operands of a `select` may bring it.
         own = {(id(x.spot), id(x.call), id(x.fed)): x for x in (*held, *known)}
-        held[:] = [one._replace(value=ticket) for one in own.values()]
+        self.tickets[id(ticket)] = list(own.values())
 
     def follow(
         self, handed_on: Iterable[tuple[int, int]], ins: Any, outs: list[Any]
@@ -321,8 +320,3 @@ def _of_its_own(ticket: Any) -> Any:
     Its numbers stay, as JAX may keep other values of a branch in the place of a ticket.
     """
     return jax.lax.bitwise_not(jax.lax.bitwise_not(ticket))
-
-
-def _is_open(spot: Spot) -> bool:
-    """Whether a spot is in a Module that came into a function as an argument."""
-    return any("~" in scope for scope in spot.scopes)

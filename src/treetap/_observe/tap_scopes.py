@@ -21,7 +21,7 @@ from treetap._capture.edit_points import editable
 from treetap._capture.emit import LEAF
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
-from treetap._capture.module_paths import below_text
+from treetap._capture.module_paths import scope_below
 from treetap._capture.name_stacks import (
     ModuleScope,
     is_backward,
@@ -50,7 +50,7 @@ def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
     kept = tuple(part for part in parts if not is_transform(part))
     stack = source_info_util.current_name_stack() + type(info.name_stack)(kept)
     if path:
-        stack = stack.extend(ModuleScope(str(path[-1]), below_text(path)))
+        stack = stack.extend(ModuleScope(str(path[-1]), scope_below(path)))
     here = source_info_util.user_context(info.traceback, name_stack=stack)
     with here, eqn.ctx.manager:
         yield

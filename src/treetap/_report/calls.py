@@ -25,7 +25,7 @@ from treetap._capture.listener import leave_marked
 from treetap._capture.listening import Listening, around_methods
 from treetap._capture.marks import TICKET, Label, bind_tap, tap_p
 from treetap._capture.module_paths import Roots, inside, resolve
-from treetap._capture.name_stacks import scopes_in
+from treetap._capture.name_stacks import Scope, scopes_in
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import operation_of
 from treetap._core.paths import Path
@@ -214,8 +214,8 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
 
 
 def _notes_in(
-    jaxpr: Any, scopes: tuple[str, ...], times: int | None
-) -> Iterator[tuple[tuple[str, ...], Note, int | None]]:
+    jaxpr: Any, scopes: tuple[Scope, ...], times: int | None
+) -> Iterator[tuple[tuple[Scope, ...], Note, int | None]]:
     """The notes in a jaxpr and those inside it, with the scopes around them."""
     for eqn in jaxpr.eqns:
         here = (*scopes, *scopes_in(eqn.source_info.name_stack))

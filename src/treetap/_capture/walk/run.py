@@ -129,7 +129,7 @@ class Walk(NamedTuple):
         elif self.keep:  # it stays in, for a capture further out
             outs = list(primitive.bind(*values, **params))
         elif primitive is edit_p:
-            outs = unedited(values, params)
+            outs = unedited(*values, **params)
         else:
             outs = [*values, TICKET] if primitive is tap_p else values[:-1]
         return outs, recorded(primitive, values, choice, spot)

@@ -36,7 +36,7 @@ import jax
 
 from treetap._capture.edit_points import edit_p
 from treetap._capture.marks import Label, again_p, gradient_p, tap_p
-from treetap._capture.name_stacks import mappings_in, scopes_in
+from treetap._capture.name_stacks import Scope, mappings_in, scopes_in
 from treetap._core.errors import CaptureError
 
 MARKS = (tap_p, gradient_p, again_p, edit_p)
@@ -112,7 +112,7 @@ class Spot(NamedTuple):
 
     Attributes:
         label: What its tap says of the value.
-        scopes: The names of the scopes around it, outermost first.
+        scopes: What the scopes around it say, outermost first.
         own: Types of its leaves at the tap itself.
         bases: Shapes of its leaves without any axes in front.
         has: For each leaf, which levels give it an axis.
@@ -132,7 +132,7 @@ class Spot(NamedTuple):
     """
 
     label: Label
-    scopes: tuple[str, ...]
+    scopes: tuple[Scope, ...]
     own: tuple[Any, ...]
     bases: tuple[tuple[int, ...], ...]
     has: tuple[Has, ...]
@@ -246,7 +246,7 @@ class Spot(NamedTuple):
         has = tuple(_united(one, tuple(loops)) for one in self.has)
         return self._replace(levels=tuple(levels), has=has)
 
-    def seen_from(self, scopes: tuple[str, ...], mappings: int, flow: Flow) -> "Spot":
+    def seen_from(self, scopes: tuple[Scope, ...], mappings: int, flow: Flow) -> "Spot":
         """The spot as seen from outside an operation.
 
         Args:
@@ -313,7 +313,7 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
     )
 
 
-def plain_spot(label: Label, scopes: tuple[str, ...], own: tuple[Any, ...]) -> Spot:
+def plain_spot(label: Label, scopes: tuple[Scope, ...], own: tuple[Any, ...]) -> Spot:
     """The spot of a value of whose axes nothing is known, or that has none."""
     shapes = tuple(getattr(value, "shape", ()) for value in own)
     return Spot(label, scopes, own, shapes, ((),) * len(own))
