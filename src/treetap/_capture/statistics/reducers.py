@@ -92,7 +92,10 @@ class StandardReducer:
         return state
 
     def _figures(self, state: Any) -> dict[str, Any]:
-        """What is known, by name, from states along a first axis; see `Figures`."""
+        """What is known, by name, from states along first axes; see `Figures`.
+
+        The counts of bars are in two words.
+        """
         return {}
 
 
@@ -177,8 +180,8 @@ class Moments(StandardReducer):
     def _figures(self, state: Any) -> dict[str, Any]:
         """Mean, deviation and counts."""
         finite, bad = as_integers(state.count), as_integers(state.nonfinite)
-        counts = {"count": finite + bad, "finite": finite, "unsorted": bad}
-        return {**counts, "mean": state.mean, "std": state.std}
+        moments = {"mean": state.mean, "std": state.std}
+        return {"count": finite + bad, "finite": finite, **moments}
 
 
 @dataclass(frozen=True)
@@ -359,8 +362,7 @@ class Histogram(StandardReducer):
 
     def _figures(self, state: Any) -> dict[str, Any]:
         """The bars."""
-        edges = np.asarray(self._edges, jnp.result_type(float))
-        return {"bars": [Bars(counts, edges) for counts in as_integers(state)]}
+        return {"bars": Bars(state, np.asarray(self._edges, jnp.result_type(float)))}
 
 
 class TopKFound(NamedTuple):
