@@ -73,10 +73,8 @@ class Numbers:
     @functools.cached_property
     def ends(self) -> tuple[Any, Any]:
         """The lowest and the highest; infinities the wrong way if there is none."""
-        xp, real = self.xp, self.real
-        low = xp.min(xp.where(self.is_finite, real, xp.full_like(real, xp.inf)))
-        high = xp.max(xp.where(self.is_finite, real, xp.full_like(real, -xp.inf)))
-        return low, high
+        low = self.xp.min(self.real, where=self.is_finite, initial=np.inf)
+        return low, self.xp.max(self.real, where=self.is_finite, initial=-np.inf)
 
     @functools.cached_property
     def scale(self) -> Any:
@@ -199,9 +197,3 @@ def bars_by_edge(edges: Any, real: Array, is_finite: Array) -> jax.Array:
     axes = range(1, real.ndim + 1)
     above = jnp.concatenate(counted(masks, axes))[:bins]
     return above - jnp.concatenate([above[1:], jnp.zeros_like(above[:1])])
-
-
-def has_spread_axes(leaf: Any) -> bool:
-    """Whether the type of an array says how it is spread over a mesh."""
-    spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", ())
-    return any(axis is not None for axis in spec)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from treetap._capture.statistics.arithmetic import (
     Array,
@@ -114,8 +115,8 @@ def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
     shape = shapes.pop() if len(shapes) == 1 else ()
     if not found:
         apart = len(shape) if len(shape) == wanted.apart else 0
-        shape, shards = shape[:apart], tuple(x for x in wanted.shards if x < apart)
-        found = measured_arrays(How(apart, shards, bins, wanted.has_units), pairs)
+        how, shape = How(apart, wanted.shards, bins, wanted.has_units), shape[:apart]
+        found = measured_arrays(how, pairs)
     return found, functools.partial(_read, wanted, math.prod(shape) if shape else 0)
 
 
@@ -207,21 +208,12 @@ def _is_at_hand(leaf: Array) -> bool:
 
 def _on_devices(how: How, leaves: Leaves) -> list[Measured]:
     """What is measured of arrays where they are."""
-    mesh = _mesh_of(leaves)
-    with jax.set_mesh(mesh) if _has_explicit_axes(mesh) else nullcontext():
-        return _compiled(mesh)(how, leaves)
-
-
-def _mesh_of(leaves: Leaves) -> Any:
-    """The mesh that leaves are spread over, if there is one."""
     held = [getattr(leaf, "sharding", None) for leaf, _ in leaves]
-    named = [x for x in held if isinstance(x, jax.sharding.NamedSharding)]
-    return named[0].mesh if named and len(named[0].device_set) > 1 else None
-
-
-def _has_explicit_axes(mesh: Any) -> bool:
-    kinds = () if mesh is None else mesh.axis_types
-    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
+    named = [x for x in held if isinstance(x, jax.NamedSharding)]
+    mesh: Any = named[0].mesh if named and len(named[0].device_set) > 1 else None
+    is_explicit = mesh and any(kind != AxisType.Auto for kind in mesh.axis_types)
+    with jax.set_mesh(mesh) if is_explicit else nullcontext():
+        return _compiled(mesh)(how, leaves)
 
 
 @functools.lru_cache(maxsize=64)
@@ -243,12 +235,13 @@ def _measured(how: How, leaves: Leaves) -> list[Measured]:
         part = functools.partial(_part, edges.astype(numbers.real.dtype))
         states, columns, alive = _over_parts(part, how.apart, numbers)
         columns["bars"] = Bars(columns["bars"], edges)
-        reduced = Reduced(np.ones(leaf.shape[: how.apart], bool), states, REDUCERS)
+        reduced = Reduced(
+            numbers.xp.ones(leaf.shape[: how.apart], bool), states, REDUCERS
+        )
         has_axis = leaf.ndim > how.apart and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        units, shared = {}, None
-        if how.has_units and has_axis:
-            units, shared = _units(alive, how.apart, how.shards)
-        found.append(Measured(reduced, columns | units, shared))
+        has_units = how.has_units and has_axis
+        units = _units(alive, how.apart, how.shards) if has_units else ({}, None)
+        found.append(Measured(reduced, columns | units[0], units[1]))
     return found
 
 
@@ -293,7 +286,8 @@ def _units(alive: Any, apart: int, shards: Sequence[int]) -> tuple[Any, Any]:
     xp = xp_of(alive)
     dead = xp.sum(~alive, axis=tuple(range(apart, alive.ndim)))
     units = xp.full_like(dead, math.prod(alive.shape[apart:]))
-    nowhere = ~xp.any(alive, axis=tuple(shards))
+    shards = tuple(axis for axis in shards if axis < apart)
+    nowhere = ~xp.any(alive, axis=shards)
     shared = (xp.sum(nowhere), nowhere.size) if shards else None
     return {"dead": dead, "units": units}, shared
 
@@ -318,8 +312,7 @@ def _parts_of(wanted: Wanted, leaf: Measured) -> tuple[Parts, Any]:
             found |= reducer._figures(state)
         has_units = wanted.has_units and isinstance(reducer, DeadUnits)
         if has_units and state.ndim > apart:
-            shards = [axis for axis in wanted.shards if axis < apart]
-            units, shared = _units(state, apart, shards)
+            units, shared = _units(state, apart, wanted.shards)
             found |= units
     bars, seen = found.pop("bars", None), reduced.seen & (found.get("count", 1) != 0)
     columns = {name: np.ravel(column).tolist() for name, column in found.items()}
