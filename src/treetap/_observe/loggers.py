@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def bars_of(pairs: dict[str, Pair]) -> dict[str, Bars]:
     }
 
 
-class EventWriter:
+class EventWriter(contextlib.AbstractContextManager["EventWriter"]):
     """Writes TensorBoard's event files. Needs `pip install "treetap[tensorboard]"`.
 
     Args:
@@ -156,9 +156,6 @@ class EventWriter:
             if writer is not None:
                 with contextlib.suppress(OSError):  # told by now
                     writer.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -6,9 +6,10 @@ the same step with statistics of what is on the way, compiled once. So watching 
 what the statistics cost, divided by how rarely they are taken.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.statistics.reducers import (
@@ -30,7 +31,7 @@ from treetap._transforms.lift.compiled import Jit, JitOptions
 STATISTICS = (Moments(), AbsMax(), Norm(), NonFinite(), Histogram())
 
 
-class Watched:
+class Watched(contextlib.AbstractContextManager["Watched"]):
     """A function that is watched; made by `watch`.
 
     Attributes:
@@ -76,9 +77,6 @@ class Watched:
         to, self._to = self._to, None
         if to is not None and to is not self._given:
             to.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -172,18 +170,12 @@ def _taken_apart(fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     fn, fixed, named = without_partials(fn, (), {})
     if not isinstance(fn, Jit):
         return fn, fixed, named, {}
-    fixed = (*fn._fixed, *fixed)
     known: dict[str, Any] = {
-        **fn._options,
+        **fn.options,
         "graph": bool(fn.lift.mode),
         "graph_updates": fn.lift.mode is Mode.UPDATES,
-        "on_structure_change": fn.lift.policy,
-        "in_shardings": fn.in_shardings,
-        "static_argnums": sorted(fn._statics.numbers),
-        "static_argnames": sorted(fn._statics.names),
-        "donate_argnums": sorted(fn._donated.numbers),
-        "donate_argnames": sorted(fn._donated.names),
     }
-    if fn.out_shardings is not None:
-        known["out_shardings"] = (fn.out_shardings, None)
-    return fn.fun, fixed, named, known
+    known.pop("pack", None)
+    if known.get("out_shardings") is not None:
+        known["out_shardings"] = (known["out_shardings"], None)
+    return fn.fun, (*fn._fixed, *fixed), named, known

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures: what an array is like, in a few numbers on the host.
 
-They are put together from what was measured of one part of one array (`PartFigures`),
+They are put together from what was measured of one part of one array (`Part`),
 whether of its numbers or by reducers. Of a part only some things are known; of several
 parts together is known what is known of each. `measures` makes the parts, and all that
 is done here is done in float64.
@@ -110,6 +110,8 @@ def _as_figures(part: Part | None, parts: tuple[Figures, ...] = ()) -> Figures:
         return Figures(count=0, nan=0, infinite=0, parts=parts)
     known = dict(part)
     finite, dead, units = (known.pop(name, None) for name in _ASIDE)
+    if finite is not None and "nan" not in known:
+        known["unsorted"] = known["count"] - finite
     if finite == 0:  # of nothing there is no mean
         known = {name: known[name] for name in _COUNTS if name in known}
     elif units:

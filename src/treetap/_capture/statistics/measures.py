@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from treetap._capture.statistics.arithmetic import (
     Array,
     Numbers,
     as_integers,
     bars,
-    has_spread_axes,
     numbers_of,
     xp_of,
 )
@@ -37,20 +37,26 @@ from treetap._capture.statistics.figures import (
     Parts,
     figures_from,
 )
-from treetap._capture.statistics.reduced import is_measured, is_reduced, mapped
+from treetap._capture.statistics.reduced import (
+    Reduced,
+    is_measured,
+    is_reduced,
+    mapped,
+)
 from treetap._capture.statistics.reducers import (
     AbsMax,
-    AllFinite,
     DeadUnits,
     Moments,
     NonFinite,
     Norm,
     StandardReducer,
+    as_reducers,
 )
 from treetap._core.errors import CaptureError
 from treetap._core.variables.values import is_gone
 
 BINS = 40
+Leaves = list[tuple[Array, list[Array]]]  # each with its masks
 SMALL = 2**16  # up to so many numbers on the host are not worth a compilation
 
 
@@ -97,36 +103,21 @@ def figures_of_all(wanted: Sequence[Wanted], *, bins: int = BINS) -> list[Figure
 def _asked(wanted: Wanted, bins: int) -> tuple[Any, Callable[[Any], Figures]]:
     """Small arrays on their way, and what makes figures of them."""
     leaves = jax.tree.leaves(wanted.tree, is_leaf=is_reduced)
-    reduced = [leaf for leaf in leaves if is_reduced(leaf)]
-    if reduced:
-        found = [Measured(leaf.seen, leaf.states) for leaf in reduced]
-        _refuse_traced(found, wanted.where)
-        held = [[reducer for _, reducer in leaf.reducers] for leaf in reduced]
-        shapes = {np.shape(leaf.seen) for leaf in reduced}
-        shape = shapes.pop() if len(shapes) == 1 else ()
-        return found, functools.partial(_read, held, wanted, _num_parts(shape))
     masks = wanted.masks or [()] * len(leaves)
     pairs = [(leaf, own) for leaf, own in zip(leaves, masks) if is_measured(leaf)]
-    _refuse_traced(pairs, wanted.where)
-    if not pairs or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf, _ in pairs):
+    found = [Measured(leaf) for leaf in leaves if is_reduced(leaf)]
+    _refuse_traced(found or pairs, wanted.where)
+    is_type = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf, _ in pairs)
+    if not found and (is_type or not pairs):
         return (), lambda _: UNMEASURED
-    apart, shape = wanted.apart, np.shape(pairs[0][0])[: wanted.apart]
-    if len(shape) < apart or any(np.shape(x)[:apart] != shape for x, _ in pairs):
-        apart, shape = 0, ()
-    shards = tuple(axis for axis in wanted.shards if axis < apart)
-    how = How(apart, shards, bins, wanted.has_units)
-    pairs = [
-        (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), list(own))
-        for leaf, own in pairs
-        if np.size(leaf)
-    ]
-    found = measured_arrays(how, *map(list, zip(*pairs))) if pairs else []
-    held = [REDUCERS] * len(found)
-    return found, functools.partial(_read, held, wanted, _num_parts(shape))
-
-
-def _num_parts(shape: Sequence[int]) -> int:
-    return math.prod(shape) if shape else 0
+    shapes = {np.shape(one.reduced.seen) for one in found}
+    shapes = shapes or {np.shape(leaf)[: wanted.apart] for leaf, _ in pairs}
+    shape = shapes.pop() if len(shapes) == 1 else ()
+    if not found:
+        apart = len(shape) if len(shape) == wanted.apart else 0
+        how, shape = How(apart, wanted.shards, bins, wanted.has_units), shape[:apart]
+        found = measured_arrays(how, pairs)
+    return found, functools.partial(_read, wanted, math.prod(shape) if shape else 0)
 
 
 def _refuse_traced(tree: Any, where: str) -> None:
@@ -162,128 +153,95 @@ class How(NamedTuple):
     has_units: bool
 
 
-class Units(NamedTuple):
-    """Which units are dead.
-
-    Attributes:
-        dead: How many of them are, in each part.
-        count: How many there are; 0 if none can be dead.
-        shared: How many are dead in all parts that have the same, of how many; or None.
-    """
-
-    dead: Any = 0
-    count: Any = 0
-    shared: Any = None
-
-
 class Measured(NamedTuple):
     """What is measured of an array, or what reducers know of one.
 
     Attributes:
-        seen: Which parts there are; its axes are those that are kept apart.
-        states: Of reducers; these axes come first.
-        units: Of the array.
+        reduced: The states of reducers, with axes for the parts that are kept apart.
         columns: What else is known of each part, by name.
-        edges: Of the bars, if these are among the columns.
+        shared: How many units are dead in all parts that have the same, of how many; or
+            None.
     """
 
-    seen: Any
-    states: Sequence[Any]
-    units: Units = Units()
+    reduced: Reduced
     columns: Mapping[str, Any] = MappingProxyType({})
-    edges: Any = None
+    shared: Any = None
 
 
 # What an array is measured with. It may be masked, so the counts of `Moments` hold.
-REDUCERS = (NonFinite(), Moments(), Norm(), AbsMax())
+REDUCERS = as_reducers([NonFinite(), Moments(), Norm(), AbsMax()])
 
 
 def measured_arrays(
-    how: How, leaves: list[Array], masks: list[list[Array]]
+    how: How, pairs: Sequence[tuple[Any, Sequence[Array]]]
 ) -> list[Measured]:
-    """What is measured of arrays that are not empty.
+    """What is measured of arrays; nothing of those that are empty.
 
     Args:
         how: How to measure.
-        leaves: The arrays. Their bars have the same edges if all are on the same
-            devices.
-        masks: For each, what counts of it: of some of its first axes.
+        pairs: The arrays, and for each what counts of it: masks of some of its first
+            axes. Bars have the same edges if all are on the same devices.
     """
-    held = jax.tree.leaves([leaves, masks])
-    if all(map(_is_at_hand, held)) and sum(leaf.size for leaf in leaves) <= SMALL:
+    leaves = [
+        (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), list(masks))
+        for leaf, masks in pairs
+        if np.size(leaf)
+    ]
+    held = jax.tree.leaves(leaves)
+    if all(map(_is_at_hand, held)) and sum(leaf.size for leaf, _ in leaves) <= SMALL:
         with np.errstate(all="ignore"):
-            return _measured(how, *jax.tree.map(np.asarray, [leaves, masks]))
+            return _measured(how, jax.tree.map(np.asarray, leaves))
     held = [leaf for leaf in held if isinstance(leaf, jax.Array)]
     places = {frozenset(each.sharding.device_set) for each in held if each.committed}
     if len(places) < 2:
-        return _on_devices(how, leaves, masks)
-    flags = jax.tree.map(np.asarray, masks)
-    return [_on_devices(how, [x], [own])[0] for x, own in zip(leaves, flags)]
+        return _on_devices(how, leaves)
+    alone = [[(leaf, jax.tree.map(np.asarray, masks))] for leaf, masks in leaves]
+    return [_on_devices(how, one)[0] for one in alone]
 
 
 def _is_at_hand(leaf: Array) -> bool:
     """Whether an array can be read without a copy."""
     if isinstance(leaf, np.ndarray):
         return True
-    devices = leaf.sharding.device_set
-    return len(devices) == 1 and all(each.platform == "cpu" for each in devices)
+    return [each.platform for each in leaf.sharding.device_set] == ["cpu"]
 
 
-def _on_devices(
-    how: How, leaves: list[Array], masks: list[list[Array]]
-) -> list[Measured]:
+def _on_devices(how: How, leaves: Leaves) -> list[Measured]:
     """What is measured of arrays where they are."""
-    mesh = _mesh_of(leaves)
-    with jax.set_mesh(mesh) if _has_explicit_axes(mesh) else nullcontext():
-        return _compiled(how, mesh, leaves, masks)
+    held = [getattr(leaf, "sharding", None) for leaf, _ in leaves]
+    named = [x for x in held if isinstance(x, jax.NamedSharding)]
+    mesh: Any = named[0].mesh if named and len(named[0].device_set) > 1 else None
+    is_explicit = mesh and any(kind != AxisType.Auto for kind in mesh.axis_types)
+    with jax.set_mesh(mesh) if is_explicit else nullcontext():
+        return _compiled(mesh)(how, leaves)
 
 
-def _mesh_of(leaves: Sequence[Array]) -> Any:
-    """The mesh that leaves are spread over, if there is one."""
-    held = [getattr(leaf, "sharding", None) for leaf in leaves]
-    named = [x for x in held if isinstance(x, jax.sharding.NamedSharding)]
-    return named[0].mesh if named and len(named[0].device_set) > 1 else None
+@functools.lru_cache(maxsize=64)
+def _compiled(mesh: Any) -> Any:
+    """A program whose results are whole on all of a mesh: any process can read them."""
+    everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
+    return jax.jit(_measured, static_argnums=0, out_shardings=everywhere)
 
 
-def _has_explicit_axes(mesh: Any) -> bool:
-    kinds = () if mesh is None else mesh.axis_types
-    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compiled(how: How, mesh: Any, leaves: Any, masks: Any) -> list[Measured]:
-    found = _measured(how, leaves, masks)
-    return jax.tree.map(functools.partial(_everywhere, mesh), found)
-
-
-def _everywhere(mesh: Any, leaf: jax.Array) -> jax.Array:
-    """A small array on every device of the mesh, so that any process can read it."""
-    if mesh is None:
-        return leaf
-    whole = jax.sharding.NamedSharding(mesh, jax.P(*[None] * np.ndim(leaf)))
-    if has_spread_axes(leaf):
-        return jax.sharding.reshard(leaf, whole)
-    if _has_explicit_axes(mesh):
-        return leaf
-    return jax.lax.with_sharding_constraint(leaf, whole)
-
-
-def _measured(
-    how: How, leaves: Sequence[Any], masks: Sequence[Sequence[Any]]
-) -> list[Measured]:
-    several = list(map(numbers_of, leaves, masks))
+def _measured(how: How, leaves: Leaves) -> list[Measured]:
+    if not leaves:
+        return []
+    several = [numbers_of(leaf, masks) for leaf, masks in leaves]
     xp, lows, highs = several[0].xp, *zip(*(numbers.ends for numbers in several))
     low, high = functools.reduce(xp.minimum, lows), functools.reduce(xp.maximum, highs)
     edges = _edges(low, high, how.bins)
     found = []
-    for leaf, numbers in zip(leaves, several):
+    for (leaf, _), numbers in zip(leaves, several):
         part = functools.partial(_part, edges.astype(numbers.real.dtype))
         states, columns, alive = _over_parts(part, how.apart, numbers)
-        seen = np.ones(leaf.shape[: how.apart], bool)
+        columns["bars"] = Bars(columns["bars"], edges)
+        reduced = Reduced(
+            numbers.xp.ones(leaf.shape[: how.apart], bool), states, REDUCERS
+        )
         has_axis = leaf.ndim > how.apart and jnp.issubdtype(leaf.dtype, jnp.inexact)
         has_units = how.has_units and has_axis
-        units = _units(alive, how.apart, how.shards) if has_units else Units()
-        found.append(Measured(seen, states, units, columns, edges))
+        units = _units(alive, how.apart, how.shards) if has_units else ({}, None)
+        found.append(Measured(reduced, columns | units[0], units[1]))
     return found
 
 
@@ -315,66 +273,53 @@ def _part(edges: Any, real: Any, is_finite: Any) -> Any:
     numbers = Numbers(real, is_finite)
     low, high = numbers.ends
     columns = {"low": low, "high": high, "bars": bars(edges, real, is_finite)}
-    states = [reducer._of(numbers) for reducer in REDUCERS]
+    states = tuple(reducer._of(numbers) for _, reducer in REDUCERS)
     return states, columns, DeadUnits()._of(numbers)
 
 
-def _units(alive: Any, apart: int, shards: Sequence[int]) -> Units:
-    """Which units are dead, where some first axes are apart, of these some shards."""
+def _units(alive: Any, apart: int, shards: Sequence[int]) -> tuple[Any, Any]:
+    """How many units are dead, where some first axes are apart, of these some shards.
+
+    Returns:
+        Columns, and how many are dead on all shards, of how many; or None.
+    """
     xp = xp_of(alive)
     dead = xp.sum(~alive, axis=tuple(range(apart, alive.ndim)))
-    nowhere = ~xp.any(alive, axis=tuple(shards))
+    units = xp.full_like(dead, math.prod(alive.shape[apart:]))
+    shards = tuple(axis for axis in shards if axis < apart)
+    nowhere = ~xp.any(alive, axis=shards)
     shared = (xp.sum(nowhere), nowhere.size) if shards else None
-    return Units(dead, math.prod(alive.shape[apart:]), shared)
+    return {"dead": dead, "units": units}, shared
 
 
 # What was fetched is read: as columns, by what is measured, then by part.
 
 
-def _read(
-    held: Sequence[Sequence[Any]], wanted: Wanted, parts: int, leaves: list[Measured]
-) -> Figures:
-    """The figures of arrays, from what each was measured with."""
-    if wanted.has_units:
-        leaves = [_with_units(*pair, wanted.shards) for pair in zip(held, leaves)]
-    shared = [leaf.units.shared for leaf in leaves if leaf.units.shared is not None]
-    return figures_from(list(map(_parts_of, held, leaves)), parts, shared)
+def _read(wanted: Wanted, count: int, leaves: list[Measured]) -> Figures:
+    """The figures of arrays, so many parts of which are kept."""
+    pairs = [_parts_of(wanted, leaf) for leaf in leaves]
+    shared = [one for _, one in pairs if one is not None]
+    return figures_from([parts for parts, _ in pairs], count, shared)
 
 
-def _with_units(reducers: Any, leaf: Measured, shards: Sequence[int]) -> Measured:
-    apart = np.ndim(leaf.seen)
-    axes = [axis for axis in shards if axis < apart]
-    for reducer, state in zip(reducers, leaf.states):
-        if isinstance(reducer, DeadUnits) and state.ndim > apart:
-            return leaf._replace(units=_units(state, apart, axes))
-    return leaf
-
-
-def _parts_of(reducers: Sequence[Any], leaf: Measured) -> Parts:
-    """What is known of each part of an array, from what is known by column."""
-    flat = functools.partial(_flat, axes=np.ndim(leaf.seen))
-    seen, states = flat(leaf.seen), jax.tree.map(flat, leaf.states)
-    columns: dict[str, Any] = {name: flat(x) for name, x in leaf.columns.items()}
-    if "bars" in columns:
-        counts = as_integers(columns["bars"])
-        columns["bars"] = [Bars(each, leaf.edges) for each in counts]
-    # What `Moments` counts is more than the bit of `AllFinite`.
-    pairs = zip(reducers, states)
-    for reducer, state in sorted(pairs, key=lambda x: not isinstance(x[0], AllFinite)):
+def _parts_of(wanted: Wanted, leaf: Measured) -> tuple[Parts, Any]:
+    """What is known of each part of an array, and of units that are shared."""
+    reduced, shared = leaf.reduced, leaf.shared
+    apart, nothing = np.ndim(reduced.seen), np.zeros_like(reduced.seen, int)
+    found: dict[str, Any] = {"dead": nothing, "units": nothing, **leaf.columns}
+    for (_, reducer), state in zip(reduced.reducers, reduced.states):
         if isinstance(reducer, StandardReducer):
-            columns |= reducer._figures(state)
-    if "nan" in columns:  # which was told from infinities
-        columns.pop("unsorted", None)
-    columns["dead"] = np.broadcast_to(np.ravel(leaf.units.dead), seen.size)
-    columns["units"] = np.full(seen.size, leaf.units.count)
-    seen = seen & (columns.get("count", 1) != 0)
-    rows = zip(*(x if isinstance(x, list) else x.tolist() for x in columns.values()))
-    return [
-        dict(zip(columns, row)) if is_seen else None for row, is_seen in zip(rows, seen)
-    ]
-
-
-def _flat(part: Any, axes: int) -> np.ndarray:
-    """A part of a state with one first axis instead of so many."""
-    part = np.asarray(part)
-    return part.reshape(math.prod(part.shape[:axes]), *part.shape[axes:])
+            found |= reducer._figures(state)
+        has_units = wanted.has_units and isinstance(reducer, DeadUnits)
+        if has_units and state.ndim > apart:
+            units, shared = _units(state, apart, wanted.shards)
+            found |= units
+    bars, seen = found.pop("bars", None), reduced.seen & (found.get("count", 1) != 0)
+    columns = {name: np.ravel(column).tolist() for name, column in found.items()}
+    if bars is not None:
+        counts = as_integers(bars.counts)
+        counts = counts.reshape(-1, counts.shape[-1])
+        columns["bars"] = [Bars(each, bars.edges) for each in counts]
+    rows = zip(*columns.values())
+    parts = [dict(zip(columns, row)) for row in rows]
+    return [part if n else None for part, n in zip(parts, np.ravel(seen))], shared

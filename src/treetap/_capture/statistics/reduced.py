@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from treetap._capture.statistics.arithmetic import has_spread_axes, xp_of
-from treetap._capture.statistics.reducers import Reducers
+from treetap._capture.statistics.arithmetic import xp_of
+from treetap._capture.statistics.reducers import Reducers, same
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
 
@@ -44,10 +44,20 @@ class Reduced:
     reducers: Reducers = field(default=(), metadata={"static": True})
 
     @property
+    @jax.jit
     def stats(self) -> dict[str, Any]:
         """The results by name; axes that are kept apart come first."""
-        return _finished(self)
 
+        def finished(states: Any) -> dict[str, Any]:
+            pairs = zip(self.reducers, states)
+            return {
+                name: getattr(one, "finish", same)(state)
+                for (name, one), state in pairs
+            }
+
+        return mapped(finished, self.seen.ndim)(self.states)
+
+    @jax.jit
     def merge(self, other: "Reduced") -> "Reduced":
         """What is known of both, with the same axes kept apart."""
         if self.reducers != other.reducers or _types(self) != _types(other):
@@ -55,7 +65,7 @@ class Reduced:
                 "Statistics of different sorts or shapes cannot be merged: "
                 f"{_types(self)} and {_types(other)}."
             )
-        return _merge(self, other)
+        return mapped(merged, self.seen.ndim)(self, other)
 
     def at_turn(self, turn: jax.Array) -> "Reduced":
         """The same, for a reducer that notes in which turn of a `while` this was.
@@ -76,7 +86,9 @@ class Reduced:
     def total(self, start: int = 0, stop: int | None = None) -> "Reduced":
         """All together, or with only some of the axes kept apart put together."""
         stop = jnp.ndim(self.seen) if stop is None else stop
-        return self if start >= stop else _total(self, start, stop)
+        if start >= stop:
+            return self
+        return mapped(functools.partial(_total, axes=stop - start), start)(self)
 
 
 def is_reduced(value: Any) -> bool:
@@ -99,49 +111,24 @@ def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
     return fn
 
 
-@jax.jit
-def _finished(reduced: Reduced) -> dict[str, Any]:
-    def finish(states: Any) -> dict[str, Any]:
-        pairs = zip(reduced.reducers, states)
-        return {
-            name: reducer.finish(state) if hasattr(reducer, "finish") else state
-            for (name, reducer), state in pairs
-        }
+@functools.partial(jax.jit, static_argnames="axes")
+def _total(reduced: Reduced, axes: int) -> Reduced:
+    """The first axes together: pairs of neighbours, then pairs of pairs, in order.
 
-    return mapped(finish, reduced.seen.ndim)(reduced.states)
-
-
-@jax.jit
-def _merge(first: Reduced, second: Reduced) -> Reduced:
-    return mapped(merged, first.seen.ndim)(first, second)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _total(reduced: Reduced, start: int, stop: int) -> Reduced:
-    """Pairs of neighbours, then pairs of pairs: the order stays."""
+    Zeros that are not seen fill up the pairs: they count for nothing.
+    """
+    count = math.prod(reduced.seen.shape[:axes])
+    rounds = max(count - 1, 0).bit_length()
 
     def flat(leaf: jax.Array) -> jax.Array:
-        shape = leaf.shape
-        count = math.prod(shape[start:stop])
-        return leaf.reshape(*shape[:start], count, *shape[stop:])
+        leaf = leaf.reshape(count, *leaf.shape[axes:])
+        return jnp.pad(leaf, [(0, 2**rounds - count)] + [(0, 0)] * (leaf.ndim - 1))
 
     held = jax.tree.map(flat, reduced)
-    merge = mapped(merged, held.seen.ndim)
-    count = held.seen.shape[start]
-
-    def part(first: int, last: int, step: int) -> Reduced:
-        place = (*[slice(None)] * start, slice(first, last, step))
-        return jax.tree.map(lambda leaf: leaf[place], held)
-
-    while count > 1:
-        even = count - count % 2
-        pairs = merge(part(0, even, 2), part(1, even, 2))
-        rest = part(even, count, 1)
-        held = jax.tree.map(lambda *x: jnp.concatenate(x, start), pairs, rest)
-        count = held.seen.shape[start]
-    if count == 0:  # a sum of nothing is 0, or False
-        return jax.tree.map(lambda x: jnp.sum(x, start, dtype=x.dtype), held)
-    return jax.tree.map(lambda x: jnp.squeeze(x, start), held)
+    for _ in range(rounds):
+        first, second = (jax.tree.map(lambda x, n=n: x[n::2], held) for n in (0, 1))
+        held = mapped(merged, held.seen.ndim)(first, second)
+    return jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), held)
 
 
 def merged(first: Reduced, second: Reduced) -> Reduced:
@@ -201,17 +188,9 @@ def _measured(reducers: Reducers, value: jax.Array, seen: jax.Array) -> Reduced:
 
 def _whole(leaf: jax.Array) -> jax.Array:
     """A part of a state on every device of an explicit mesh."""
-    if not has_spread_axes(leaf):
+    if all(axis is None for axis in jax.typeof(leaf).sharding.spec):
         return leaf
     return jax.sharding.reshard(leaf, jax.P(*[None] * leaf.ndim))
-
-
-def _nothing(reducers: Reducers, aval: Any) -> Reduced:
-    """As of an array without elements."""
-    shape = tuple(size or 1 for size in aval.shape)
-    like = jax.ShapeDtypeStruct(shape, aval.dtype)
-    found = jax.eval_shape(functools.partial(_measured, reducers), like, True)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 
 class Placed(NamedTuple):
@@ -243,11 +222,10 @@ def measured(
     shape = tuple(sizes[n] for n in lead)
     wanted = [*lead, *rest]
     array = arranged(value.array, value.levels, wanted, [sizes[n] for n in wanted])
-    if array.size == 0:
-        own = jax.ShapeDtypeStruct(array.shape[len(lead) :], array.dtype)
-        nothing, shape = _nothing(reducers, own), shape[: len(kept)]
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), nothing)
-    seen = jnp.ones(shape, bool)
+    own = array.shape[len(lead) :]
+    if 0 in own:  # something else is there in its place, and not seen
+        array = jnp.zeros((*shape, *(size or 1 for size in own)), array.dtype)
+    seen = jnp.full(shape, 0 not in own)
     for guard in guards:
         seen = seen & as_mask(*guard, lead)
     measure = functools.partial(_measured, reducers)
@@ -259,33 +237,30 @@ class Reduction(NamedTuple):
 
     Attributes:
         reducers: The reducers.
-        apart: Which levels are kept apart.
-        rows: The same for a value of whose levels nothing is known: the sizes of its
-            rows in loops that end row by row, the innermost loop first. Where the
-            value's first axes have these sizes, they are taken for the rows, since JAX
-            puts those first. A value that does not is measured whole.
+        apart: Which levels are kept apart, with their sizes. Numbers below 0 stand for
+            rows of loops that end row by row, of a value of whose levels nothing is
+            known; those of the innermost loop come first. Where the value's first axes
+            have these sizes, they are taken for the rows, since JAX puts those first. A
+            value that does not is measured whole.
     """
 
     reducers: Reducers
-    apart: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_apart(self) -> int:
         """How many axes are kept apart."""
-        return len(self.apart) + len(self.rows)
+        return len(self.apart)
 
     def by_row(self, levels: Sequence[int], rows: Sequence[int]) -> "Reduction":
         """The same with the rows of a loop apart; without levels if none are known."""
-        if not levels:
-            return self._replace(rows=(*rows, *self.rows))
-        return self._replace(apart=tuple(sorted({*self.apart, *levels})))
+        first = min([0, *(level for level, _ in self.apart)])
+        levels = levels or range(first - len(rows), first)
+        return self._replace(apart=tuple(sorted({*self.apart, *zip(levels, rows)})))
 
     def no_longer_apart(self, other: "Reduction") -> list[int]:
         """Which axes another keeps apart beside those that this one does."""
-        unknown = range(len(other.rows) - len(self.rows))
-        known = enumerate(other.apart)
-        return [*unknown, *(n for n, level in known if level not in self.apart)]
+        return [n for n, one in enumerate(other.apart) if one not in self.apart]
 
     def measure(
         self, leaves: Sequence[Any], guards: Sequence[jax.Array], spot: Any
@@ -293,23 +268,17 @@ class Reduction(NamedTuple):
         """What is known of each leaf; None of one that is no array of numbers."""
         masks = list(map(Placed, guards, spot.flags_have))
 
-        def one(value: Placed) -> Reduced:
-            apart = {n: spot.levels[n].size for n in self.apart}
-            if self.rows:
-                apart = dict(enumerate(self.rows))
-                value = Placed(value.array, _prefix(value.array.shape, self.rows))
-            return measured(self.reducers, value, masks, apart)
+        def one(value: Any, has: tuple[int, ...]) -> Reduced | None:
+            if not is_measured(value):
+                return None
+            if any(level < 0 for level, _ in self.apart):
+                pairs = zip(self.apart, np.shape(value))
+                fit = itertools.takewhile(lambda pair: pair[0][1] == pair[1], pairs)
+                has = tuple(level for (level, _), _ in fit)
+            value = Placed(jnp.asarray(value), has)
+            return measured(self.reducers, value, masks, dict(self.apart))
 
-        return [
-            one(Placed(jnp.asarray(leaf), has)) if is_measured(leaf) else None
-            for leaf, has in zip(leaves, spot.has)
-        ]
-
-
-def _prefix(shape: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
-    """Which rows are the first axes of a shape."""
-    pairs = enumerate(zip(shape, rows))
-    return tuple(n for n, _ in itertools.takewhile(lambda x: x[1][0] == x[1][1], pairs))
+        return list(map(one, leaves, spot.has))
 
 
 def as_mask(flag: Any, held: Sequence[Any], wanted: Sequence[Any]) -> Any:

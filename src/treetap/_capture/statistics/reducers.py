@@ -11,6 +11,7 @@ booleans are 0 and 1, complex numbers stand for their magnitudes. `observe` take
 as `reduce=`; see `reduced` for how they go through a program.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from treetap._capture.statistics.figures import Bars
 from treetap._core.errors import CaptureError
 
 
-def _same(state: Any) -> Any:
+def same(state: Any) -> Any:
     """The state itself."""
     return state
 
@@ -62,7 +63,7 @@ class Reducer:
 
     measure: Callable[[Any], Any]
     merge: Callable[[Any, Any], Any]
-    finish: Callable[[Any], Any] = _same
+    finish: Callable[[Any], Any] = same
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -76,8 +77,11 @@ class Reducer:
 class StandardReducer:
     """A reducer that also measures for figures, and says what its states tell of them.
 
-    Its state is its result, if it does not say otherwise.
+    Its state is its result, and two are merged part by part with `_join`, if it does
+    not say otherwise.
     """
+
+    _join: Callable[[Any, Any], Any]
 
     def measure(self, value: Any) -> Any:
         """The state of one value."""
@@ -87,12 +91,19 @@ class StandardReducer:
         """The state of numbers of NumPy or of JAX."""
         raise NotImplementedError
 
+    def merge(self, first: Any, second: Any) -> Any:
+        """The state of both."""
+        return jax.tree.map(self._join, first, second)
+
     def finish(self, state: Any) -> Any:
         """The result."""
         return state
 
     def _figures(self, state: Any) -> dict[str, Any]:
-        """What is known, by name, from states along a first axis; see `Figures`."""
+        """What is known, by name, from states along first axes; see `Figures`.
+
+        The counts of bars are in two words.
+        """
         return {}
 
 
@@ -177,8 +188,8 @@ class Moments(StandardReducer):
     def _figures(self, state: Any) -> dict[str, Any]:
         """Mean, deviation and counts."""
         finite, bad = as_integers(state.count), as_integers(state.nonfinite)
-        counts = {"count": finite + bad, "finite": finite, "unsorted": bad}
-        return {**counts, "mean": state.mean, "std": state.std}
+        moments = {"mean": state.mean, "std": state.std}
+        return {"count": finite + bad, "finite": finite, **moments}
 
 
 @dataclass(frozen=True)
@@ -186,14 +197,11 @@ class AbsMax(StandardReducer):
     """The largest finite magnitude; 0 if there is none."""
 
     name: str = "abs_max"
+    _join = staticmethod(jnp.maximum)
 
     def _of(self, numbers: Numbers) -> Any:
         """That of numbers."""
         return numbers.largest
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """The larger one."""
-        return jnp.maximum(first, second)
 
     def _figures(self, state: Any) -> dict[str, Any]:
         """The same."""
@@ -247,16 +255,13 @@ class NonFinite(StandardReducer):
     """How many numbers are NaN, inf and -inf."""
 
     name: str = "nonfinite"
+    _join = staticmethod(counts_added)
 
     def _of(self, numbers: Numbers) -> NonFiniteFound:
         """Those among numbers; in all are also those that do not count."""
         xp, real = numbers.xp, numbers.real
         masks = xp.isnan(real), xp.isposinf(real), xp.isneginf(real)
         return NonFiniteFound(*counted(masks), total=count_of(real.size))
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """The sums."""
-        return NonFiniteFound(*map(counts_added, first, second))
 
     def finish(self, state: Any) -> NonFiniteFound:
         """The result."""
@@ -275,16 +280,11 @@ class AllFinite(StandardReducer):
     """Whether all numbers are finite: a single bit, the cheapest statistic of all."""
 
     name: str = "all_finite"
+    _join = staticmethod(jnp.logical_and)
 
     def measure(self, value: Any) -> Any:
         """That of one value."""
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return jnp.array(True)
         return jnp.all(jnp.isfinite(value))
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """Whether both are."""
-        return first & second
 
     def _figures(self, state: Any) -> dict[str, Any]:
         """At least one number is not finite where not all are."""
@@ -323,6 +323,7 @@ class Histogram(StandardReducer):
     bins: int = 64
     limits: tuple[float, float] | None = None
     name: str = "histogram"
+    _join = staticmethod(counts_added)
 
     def __post_init__(self) -> None:
         if self.bins < 1:
@@ -337,21 +338,15 @@ class Histogram(StandardReducer):
                 )
 
     @property
-    def _edges(self) -> list[float]:
-        if self.limits is None:
-            top = self.bins // 4
-            return [2.0 ** (top - self.bins + n) for n in range(self.bins + 1)]
-        low, high = self.limits
-        return [low + (high - low) * n / self.bins for n in range(self.bins + 1)]
+    def _edges(self) -> np.ndarray:
+        if self.limits is not None:
+            return np.linspace(*self.limits, self.bins + 1)
+        return 2.0 ** (np.arange(self.bins + 1) - self.bins + self.bins // 4)
 
     def _of(self, numbers: Numbers) -> Any:
         """The counts of numbers."""
         real = numbers.finite if self.limits else jnp.abs(numbers.finite)
         return bars_by_edge(self._edges, real, numbers.is_finite)
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """The sums."""
-        return counts_added(first, second)
 
     def finish(self, state: Any) -> HistogramFound:
         """Counts and edges."""
@@ -359,8 +354,7 @@ class Histogram(StandardReducer):
 
     def _figures(self, state: Any) -> dict[str, Any]:
         """The bars."""
-        edges = np.asarray(self._edges, jnp.result_type(float))
-        return {"bars": [Bars(counts, edges) for counts in as_integers(state)]}
+        return {"bars": Bars(state, np.asarray(self._edges, jnp.result_type(float)))}
 
 
 class TopKFound(NamedTuple):
@@ -427,11 +421,12 @@ class TopK(StandardReducer):
 
 def flat_places(shape: tuple[int, ...]) -> jax.Array:
     """The index of each element in the flat array, without making it flat."""
-    place, stride = jnp.zeros(shape, jnp.int32), 1
-    for axis in reversed(range(len(shape))):
-        place = place + stride * jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-        stride *= shape[axis]
-    return place
+    steps = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
+    places = [
+        step * jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        for axis, step in enumerate(steps)
+    ]
+    return sum(places, jnp.zeros(shape, jnp.int32))
 
 
 def _unravelled(indices: jax.Array, value: jax.Array) -> jax.Array:
@@ -469,19 +464,14 @@ class DeadUnits(StandardReducer):
     threshold: float = 0.0
     axis: int = -1
     name: str = "dead_units"
+    _join = staticmethod(jnp.logical_or)
 
     def _of(self, numbers: Numbers) -> Any:
         """Which units are alive anywhere; a scalar is one unit."""
         is_active = ~(numbers.xp.abs(numbers.real) <= self.threshold)
-        if is_active.ndim == 0:
-            return is_active
-        axes = list(range(is_active.ndim))
-        axes.pop(self.axis % is_active.ndim)
-        return numbers.xp.any(is_active, axis=tuple(axes))
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """Alive in either."""
-        return first | second
+        unit = self.axis % max(is_active.ndim, 1)
+        axes = tuple(axis for axis in range(is_active.ndim) if axis != unit)
+        return numbers.xp.any(is_active, axis=axes)
 
     def finish(self, state: Any) -> DeadUnitsFound:
         """The dead, and their share."""

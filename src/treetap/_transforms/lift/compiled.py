@@ -83,6 +83,7 @@ class Jit(Generic[P, R]):
         name, mode = lift.name, lift.mode
         self.fun = fn
         self.lift = lift
+        self.options = options
         self.in_shardings = given.pop("in_shardings", None)
         self.out_shardings = given.pop("out_shardings", None)
 
