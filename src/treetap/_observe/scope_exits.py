@@ -54,16 +54,15 @@ class Uses:
     """
 
     def __init__(self, jaxpr: Any, live: Sequence[bool]):
-        end = len(jaxpr.eqns)
-        uses = [
-            (atom, n, is_backward(eqn))
-            for n, eqn in enumerate(jaxpr.eqns)
-            for atom in eqn.invars
-        ]
-        uses += [(atom, end, False) for atom, flag in zip(jaxpr.outvars, live) if flag]
-        uses = [use for use in uses if not isinstance(use[0], Literal)]
-        self._all = {atom: n for atom, n, _ in uses}
-        self._forward = {atom: n for atom, n, is_back in uses if not is_back}
+        results = [atom for atom, flag in zip(jaxpr.outvars, live) if flag]
+        uses = [(eqn.invars, is_backward(eqn)) for eqn in jaxpr.eqns]
+        self._all: dict[Any, int] = {}
+        self._forward: dict[Any, int] = {}
+        for n, (atoms, is_back) in enumerate([*uses, (results, False)]):
+            used = dict.fromkeys((x for x in atoms if not isinstance(x, Literal)), n)
+            self._all |= used
+            if not is_back:
+                self._forward |= used
 
     def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
         """Whether a result is used after an operation; residuals do not count."""
@@ -82,31 +81,28 @@ def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
     """The values to be named, by the operation they come after, inner scopes first."""
     found: dict[int, list[Exit]] = defaultdict(list)
     visits: list[tuple[int, Any, int]] = []
-
-    def close(count: int, last: int) -> None:
-        while len(visits) > count:
+    for n, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == NAMED and not is_backward(eqn):
+            depth = len(eqn.source_info.name_stack.stack)
+            found[n].append(Exit(depth, tuple(eqn.outvars), eqn.params["name"]))
+    chains = [list(scopes_forward(eqn)) for eqn in jaxpr.eqns]
+    for end, chain in enumerate([*chains, []]):
+        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
+        same = [*goes_on, False].index(False)
+        while len(visits) > same:
             depth, part, first = visits.pop()
             if is_of_module(part):
                 continue
             variables = tuple(
                 var
-                for eqn in jaxpr.eqns[first : last + 1]
+                for eqn in jaxpr.eqns[first:end]
                 for var in eqn.outvars
-                if isinstance(var.aval, ShapedArray) and uses.is_after(eqn, var, last)
+                if isinstance(var.aval, ShapedArray)
+                and uses.is_after(eqn, var, end - 1)
             )
             if variables:
-                found[last].append(Exit(depth, variables))
-
-    for n, eqn in enumerate(jaxpr.eqns):
-        chain = list(scopes_forward(eqn))
-        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
-        same = [*goes_on, False].index(False)
-        close(same, n - 1)
-        visits += [(depth, part, n) for depth, part in chain[same:]]
-        if eqn.primitive.name == NAMED and not is_backward(eqn):
-            depth = len(eqn.source_info.name_stack.stack)
-            found[n].append(Exit(depth, tuple(eqn.outvars), eqn.params["name"]))
-    close(0, len(jaxpr.eqns) - 1)
+                found[end - 1].append(Exit(depth, variables))
+        visits += [(depth, part, end) for depth, part in chain[same:]]
     return found
 
 

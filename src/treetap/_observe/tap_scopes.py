@@ -9,12 +9,11 @@ transforms, gradients, statistics and edits need nothing more.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
-from jax.extend import source_info_util
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.edit_points import editable
@@ -37,8 +36,7 @@ from treetap._observe.scope_exits import Exit, Uses, exits, is_telling
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@contextmanager
-def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
+def _in_scope(eqn: Any, depth: int | None = None) -> AbstractContextManager[None]:
     """The scopes an operation was traced in, as a path that taps inside will have.
 
     Marks of transforms are left out: they are in the path, and what the walk reads from
@@ -48,12 +46,11 @@ def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
     parts = info.name_stack.stack[:depth]
     path = path_in(parts)
     kept = tuple(part for part in parts if not is_transform(part))
-    stack = source_info_util.current_name_stack() + type(info.name_stack)(kept)
+    stack = type(info.name_stack)(kept)
     if path:
         stack = stack.extend(ModuleScope(str(path[-1]), below_text(path)))
-    here = source_info_util.user_context(info.traceback, name_stack=stack)
-    with here, eqn.ctx.manager:
-        yield
+    own = eqn.replace(source_info=info.replace(name_stack=stack))
+    return jax_compat.in_context_of(own)
 
 
 def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
