@@ -64,14 +64,11 @@ def capture(
     """
     if isinstance(fn, str) or (isinstance(fn, type) and issubclass(fn, Variable)):
         kinds = (fn, *var_types)
-        return lambda real: capture(
-            real, *kinds, init=init, method_outputs=method_outputs
-        )
+        return lambda fn: capture(fn, *kinds, init=init, method_outputs=method_outputs)
     refuse_uncallable(fn, "capture")
     kinds = [kind_given(kind, "capture") for kind in var_types]
-    outputs = None
-    if method_outputs is not None:
-        outputs = kind_given(method_outputs, "capture")
+    given = method_outputs
+    outputs = None if given is None else kind_given(given, "capture")
     if outputs not in (None, *kinds):
         kinds.append(outputs)
 

@@ -156,7 +156,6 @@ class _Observation(Selecting):
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
         states, grad, grad_reduced = call.states, None, None
-        taken, count = (call.flags.get(x, Placed(None)) for x in ("taken", "count"))
         if self.grads and self.has_gradient(call):
             if self.session.taking.record:
                 grad = _by_order(call, call.gradients, _zeros)
@@ -168,9 +167,8 @@ class _Observation(Selecting):
             grad=grad,
             reduced=None if states is None else value_of(call, states),
             grad_reduced=grad_reduced,
-            taken=taken.array,
-            count=count.array,
-            first_axes=_first_axes(call, taken.levels, count.levels, grad is not None),
+            first_axes=_first_axes(call, grad is not None),
+            **{flag: placed.array for flag, placed in call.flags.items()},
         )
 
     def has_gradient(self, call: Call) -> bool:
@@ -207,14 +205,13 @@ def _by_order(call: Call, found: Leaves, missing: Callable[[Call, int], Any]) ->
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def _first_axes(
-    call: Call, taken: tuple[int, ...], turns: tuple[int, ...], has_grad: bool
-) -> FirstAxes:
+def _first_axes(call: Call, has_grad: bool) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
     spot = call.spot
     if not spot.levels and not has_grad:
-        return FirstAxes((), spot.has, taken, turns)
-    held = (*spot.has, taken, turns)
+        return FirstAxes((), spot.has)
+    flags = (call.flags.get(flag, Placed(None)) for flag in ("taken", "count"))
+    held = (*spot.has, *(placed.levels for placed in flags))
     used = sorted(set(itertools.chain(*held)))
     *leaves, taken, turns = (tuple(used.index(n) for n in levels) for levels in held)
     own = spot.axes()

@@ -361,10 +361,9 @@ class Record:
     def select(self, selector: Any) -> "Record":
         """The sites that a selector takes; an error if there are none."""
         chosen = as_select(selector)
-        found = tuple(site for site in self.sites if chosen(site))
+        found = tuple(filter(chosen, self.sites))
         if not found:
-            texts = [site.text for site in self.sites]
-            raise refuse_nothing(chosen, texts, "Record.select")
+            raise refuse_nothing(chosen, [x.text for x in self.sites], "Record.select")
         return replace(self, sites=found)
 
     def merge(self, *others: "Record") -> "Record":
