@@ -45,39 +45,36 @@ class Exit(NamedTuple):
     name: str | None = None
 
 
-class Uses:
-    """Where the values of a jaxpr are used last.
+def last_uses(jaxpr: Any, live: Sequence[bool]) -> dict[Any, int]:
+    """Which operation uses each value last; the results come after all of them.
+
+    That the way back uses a value that is differentiated does not count: such a use is
+    that of a residual.
 
     Args:
         jaxpr: The jaxpr.
         live: Which of its results are used on the way forward.
     """
-
-    def __init__(self, jaxpr: Any, live: Sequence[bool]):
-        results = [atom for atom, flag in zip(jaxpr.outvars, live) if flag]
-        uses = [(eqn.invars, is_backward(eqn)) for eqn in jaxpr.eqns]
-        self._all: dict[Any, int] = {}
-        self._forward: dict[Any, int] = {}
-        for n, (atoms, is_back) in enumerate([*uses, (results, False)]):
-            used = dict.fromkeys((x for x in atoms if not isinstance(x, Literal)), n)
-            self._all |= used
-            if not is_back:
-                self._forward |= used
-
-    def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
-        """Whether a result is used after an operation; residuals do not count."""
-        known = self._forward if is_differentiated(eqn) else self._all
-        return known.get(variable, -1) > n
-
-    def live_results(self, eqn: Any, n: int) -> tuple[bool, ...]:
-        """Which results of an operation are used on the way forward; all it carries."""
-        used = [self.is_after(eqn, var, n) for var in eqn.outvars]
-        operation = operation_of(eqn.primitive, eqn.params)
-        carried = 0 if operation is None else len(operation.carried(eqn.params))
-        return (*[True] * carried, *used[carried:])
+    moved = [eqn.outvars for eqn in jaxpr.eqns if is_differentiated(eqn)]
+    differentiated = {variable for variables in moved for variable in variables}
+    results = [atom for atom, flag in zip(jaxpr.outvars, live) if flag]
+    uses = [(eqn.invars, is_backward(eqn)) for eqn in jaxpr.eqns]
+    last: dict[Any, int] = {}
+    for n, (atoms, is_back) in enumerate([*uses, (results, False)]):
+        known = [atom for atom in atoms if not isinstance(atom, Literal)]
+        last |= {x: n for x in known if not (is_back and x in differentiated)}
+    return last
 
 
-def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
+def live_results(eqn: Any, n: int, last: dict[Any, int]) -> tuple[bool, ...]:
+    """Which results of an operation are used on the way forward; all it carries."""
+    used = [last.get(variable, -1) > n for variable in eqn.outvars]
+    operation = operation_of(eqn.primitive, eqn.params)
+    carried = 0 if operation is None else len(operation.carried(eqn.params))
+    return (*[True] * carried, *used[carried:])
+
+
+def exits(jaxpr: Any, last: dict[Any, int]) -> dict[int, list[Exit]]:
     """The values to be named, by the operation they come after, inner scopes first."""
     found: dict[int, list[Exit]] = defaultdict(list)
     visits: list[tuple[int, Any, int]] = []
@@ -97,8 +94,7 @@ def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
                 var
                 for eqn in jaxpr.eqns[first:end]
                 for var in eqn.outvars
-                if isinstance(var.aval, ShapedArray)
-                and uses.is_after(eqn, var, end - 1)
+                if isinstance(var.aval, ShapedArray) and last.get(var, -1) >= end
             )
             if variables:
                 found[end - 1].append(Exit(depth, variables))

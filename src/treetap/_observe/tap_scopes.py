@@ -31,7 +31,13 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import bodies_of, with_bodies
-from treetap._observe.scope_exits import Exit, Uses, exits, is_telling
+from treetap._observe.scope_exits import (
+    Exit,
+    exits,
+    is_telling,
+    last_uses,
+    live_results,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,8 +74,8 @@ def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
 def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]:
     """Runs a body with taps where scopes end."""
     jaxpr = body.jaxpr
-    uses = Uses(jaxpr, live)
-    ends = exits(jaxpr, uses)
+    last = last_uses(jaxpr, live)
+    ends = exits(jaxpr, last)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *values]))
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
@@ -77,7 +83,7 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
         if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
             outs = jax_compat.rebind(eqn, ins)
         else:
-            used = uses.live_results(eqn, n)
+            used = live_results(eqn, n, last)
             run, traced = (functools.partial(f, live=used) for f in (_run, _rewritten))
             with _in_scope(eqn):
                 outs = with_bodies(eqn.primitive, eqn.params, ins, run, traced)
