@@ -6,8 +6,8 @@ It is also a tree: its arrays are traced, so that a sweep over other numbers com
 once, `jax.vmap` over edits makes a grid, and gradients flow to them.
 """
 
+import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,12 +18,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
+from treetap._capture.statistics.reduced import arranged
 from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
-from treetap._observe.records import Site, is_loop
+from treetap._observe.records import STATIC, Site, is_loop
+
+Fitted = tuple[Any, list[Axes]]
+Fit = Callable[..., Fitted]
+_ANY, _REAL = (np.generic,), (np.number, np.bool_)
+_KINDS = {"add": _REAL, "scale": _REAL, "mean": (np.inexact,)}
 
 
 class Target(NamedTuple):
@@ -41,13 +47,6 @@ class Target(NamedTuple):
     def loops(self) -> list[Axis]:
         """The loops and shards that give it axes; a `while` gives none."""
         return [axis for axis in self.spot.levels if is_loop(axis)]
-
-    def on_all_shards(self, array: jax.Array) -> jax.Array:
-        """An array that has the axes of scans in front, with those of shards, too."""
-        sizes = [axis.size for axis in self.loops]
-        shards = [n for n, axis in enumerate(self.loops) if axis.kind != SCAN.name]
-        array = jnp.expand_dims(array, shards)
-        return jnp.broadcast_to(array, (*sizes, *array.shape[len(sizes) :]))
 
     def axes_of(self, array: Any, leaf: int) -> Axes:
         """Which axes an array has, that goes with a leaf of the value."""
@@ -74,34 +73,29 @@ class Target(NamedTuple):
             "have one of these shapes, or one that broadcasts to the first."
         )
 
-    def check_type(self, array: Any, leaf: int) -> None:
-        """Refuses numbers that the value cannot hold."""
-        dtype = self.spot.own[leaf].dtype
-        kinds = {dtype, array.dtype}
-        has_keys = any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in kinds)
-        if len(kinds) > 1 and (has_keys or jnp.result_type(array, dtype) != dtype):
-            remedy = "keys of that type" if has_keys else f"`.astype({str(dtype)!r})`"
-            raise CaptureError(
-                f"edit: the value at {self.text} is of type {dtype}; an array of the "
-                f"edit is of type {array.dtype}, shape {array.shape}. Give {remedy}."
-            )
-
-    def check_kinds(self, what: str, *kinds: Any) -> None:
+    def check_kinds(self, what: str) -> None:
         """Refuses what can be done with numbers of some kinds only."""
         for aval in self.spot.own:
-            if not any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
+            if not any(
+                jnp.issubdtype(aval.dtype, kind) for kind in _KINDS.get(what, _ANY)
+            ):
                 raise CaptureError(
                     f"edits.{what}: the value at {self.text} is of type {aval.dtype}, "
                     "where that has no meaning. Say what is meant with `edits.apply`."
                 )
 
-    def spread(self, value: Any, numbers: bool = True) -> tuple[Any, list[Axes]]:
-        """A tree like the value, of such a one or one array, and its arrays' axes.
+    # How an argument of an edit goes in, and the axes that each of its arrays has.
 
-        Args:
-            value: The tree, or the array.
-            numbers: Whether its numbers are for the value, which must hold them.
-        """
+    def as_given(self, tree: Any) -> Fitted:
+        """A tree whose arrays are the same for all."""
+        return tree, [Axes()] * len(jax.tree.leaves(tree))
+
+    def of_edit(self, edit: "Edit") -> Fitted:
+        """Another edit."""
+        return edit.fitted(self)
+
+    def spread(self, value: Any) -> Fitted:
+        """A tree like the value, of such a one or one array."""
         (leaves, tree), own = jax.tree.flatten(value), self.spot.label.tree
         is_for_all = jax.tree_util.treedef_is_leaf(tree)
         if is_for_all:
@@ -117,9 +111,55 @@ class Target(NamedTuple):
                 f"edit: one array of shape {jnp.shape(value)} cannot stand for all "
                 f"leaves at {self.text}. Give one for each leaf."
             )
-        for n, array in enumerate(leaves if numbers else ()):
-            self.check_type(array, n)
         return tree.unflatten(leaves), axes
+
+    def numbers(self, value: Any) -> Fitted:
+        """The same of numbers that the value can hold."""
+        tree, axes = self.spread(value)
+        for array, own in zip(jax.tree.leaves(tree), self.spot.own):
+            kinds = {own.dtype, array.dtype}
+            has_keys = any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in kinds)
+            is_wider = has_keys or jnp.result_type(array, own.dtype) != own.dtype
+            if len(kinds) > 1 and is_wider:
+                remedy = f"`.astype({str(own.dtype)!r})`"
+                raise CaptureError(
+                    f"edit: the value at {self.text} is of type {own.dtype}; an array "
+                    f"of the edit is of type {array.dtype}, shape {array.shape}. Give "
+                    f"{'keys of that type' if has_keys else remedy}."
+                )
+        return tree, axes
+
+    def by_turn(self, weights: jax.Array) -> Fitted:
+        """Weights with the axes of scans in front, for all shards at once."""
+        loops = self.loops
+        scans = [n for n, axis in enumerate(loops) if axis.kind == SCAN.name]
+        sizes = [axis.size for axis in loops]
+        whole = arranged(weights, scans, range(len(loops)), sizes)
+        return whole, [Axes(loops=bool(loops))]
+
+    def at(self, iteration: tuple[jax.Array, ...]) -> Fitted:
+        """A mask of one iteration; of a traced one nobody knows whether there is."""
+        wraps = self.spot.wraps
+        scans = [axis.size for axis in self.loops if axis.kind == SCAN.name]
+        if WHILE.name in wraps or len(scans) != len(iteration):
+            raise CaptureError(
+                f"Edit.at: {len(iteration)} iterations are given for {self.text}, "
+                f"which is under {', '.join(wraps) or 'no loop'}. Give one for each "
+                "`scan` around it; the iterations of a `while` have no numbers."
+            )
+        for number, size in zip(iteration, scans):
+            if not jnp.issubdtype(number.dtype, jnp.integer):
+                raise CaptureError(
+                    f"Edit.at: the iteration of {self.text} is {typed(number)}. Give "
+                    "an integer."
+                )
+            if not isinstance(number, Tracer) and not -size <= int(number) < size:
+                raise CaptureError(
+                    f"Edit.at: {self.text} has {size} iterations, and number "
+                    f"{int(number)} is not among them. They are 0 to {size - 1}."
+                )
+        # A traced number outside of the loop is no iteration.
+        return self.by_turn(jnp.zeros(scans, bool).at[iteration].set(True, mode="drop"))
 
 
 def _fits(shape: tuple[int, ...], base: tuple[int, ...]) -> bool:
@@ -129,48 +169,59 @@ def _fits(shape: tuple[int, ...], base: tuple[int, ...]) -> bool:
 
 
 def _on_leaves(fn: Callable[..., Any], array: Any, *values: Any) -> Any:
-    """A function of an array and each leaf of values alike.
-
-    Args:
-        fn: From an array of the leaf's shape, and the leaf of each value.
-        array: One for all leaves, or a tree of one for each.
-        *values: The values.
-    """
-
-    def on_part(array: Any, *parts: Any) -> Any:
-        return jax.tree.map(lambda *x: fn(_broadcast(array, x[0]), *x), *parts)
-
-    return jax.tree.map(on_part, array, *values)
+    """A function of leaves of values, and of an array: one for all, or a tree alike."""
+    return jax.tree.map(fn, jax.tree.broadcast(array, values[0]), *values)
 
 
-def _broadcast(array: Any, value: Any) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(array), jnp.shape(value))
+def _like(array: Any, value: Any) -> jax.Array:
+    """An array in the shape of another, and of its type."""
+    array, kind = jnp.broadcast_to(array, jnp.shape(value)), jax.typeof(value)
+    return array if array.dtype == kind.dtype else array.astype(kind.dtype)
 
 
-def _cast(array: jax.Array, value: Any) -> jax.Array:
-    dtype = jax.typeof(value).dtype
-    return array if array.dtype == dtype else array.astype(dtype)
+def _nothing(value: Any) -> Any:
+    raise NotImplementedError(
+        "Edit: this edit says nothing of what to do. Take one of those in "
+        "`treetap.edits`, such as `scale(2.0)`, or give a function of the value "
+        "instead."
+    )
 
 
-_NO_SORT = (
-    "{}: this edit says nothing of what to do. Take one of those in `treetap.edits`, "
-    "such as `scale(2.0)`, or give a function of the value instead."
-)
-
-
+@register_dataclass
+@dataclass(frozen=True, eq=False)
 class Edit:
     """A change of a value: called with the value, gives another.
 
     The functions of this room make edits.
+
+    Attributes:
+        function: From the value, and further arguments, to the other one.
+        args: These arguments: trees of arrays, or other edits.
+        fits: How each of them is fitted to a value; none once they are.
+        what: What it is called, if only some kinds of numbers will do.
     """
+
+    function: Callable[..., Any] = field(default=_nothing, metadata=STATIC)
+    args: tuple[Any, ...] = ()
+    fits: tuple[Fit, ...] = field(default=(), metadata=STATIC)
+    what: str = field(default="", metadata=STATIC)
 
     def __call__(self, value: Any) -> Any:
         """The value after the edit."""
-        raise NotImplementedError(_NO_SORT.format(type(self).__name__))
+        if Target.at in self.fits:
+            raise CaptureError(
+                "Edit.at: an edit of one iteration has no meaning outside the loop. "
+                "Give it to `edit`."
+            )
+        return self.function(value, *self.args)
 
-    def fitted(self, target: Target) -> tuple["Edit", list[Axes]]:
+    def fitted(self, target: Target) -> "tuple[Edit, list[Axes]]":
         """The edit for a value, and the axes that each of its arrays has."""
-        raise NotImplementedError(_NO_SORT.format(type(self).__name__))
+        target.check_kinds(self.what)
+        found = [fit(target, each) for fit, each in zip(self.fits, self.args)]
+        args = tuple(each for each, _ in found)
+        axes = [one for _, several in found for one in several]
+        return dataclasses.replace(self, args=args, fits=()), axes
 
     def at(self, iteration: Any) -> "Edit":
         """The same in one iteration of a scan; in others the value is as it was.
@@ -180,7 +231,8 @@ class Edit:
                 tuple, the outermost first.
         """
         numbers = iteration if isinstance(iteration, tuple) else (iteration,)
-        return _At(self, tuple(jnp.asarray(number) for number in numbers))
+        numbers = tuple(map(jnp.asarray, numbers))
+        return Edit(masked, (self, numbers), (Target.of_edit, Target.at))
 
     def where(self, mask: Any) -> "Edit":
         """The same where a mask is true; elsewhere the value is as it was.
@@ -188,128 +240,45 @@ class Edit:
         Args:
             mask: Of booleans, that broadcasts to the value: positions, or heads.
         """
-        return _Where(self, jnp.asarray(mask, bool))
+        mask = jnp.asarray(mask, bool)
+        return Edit(masked, (self, mask), (Target.of_edit, Target.spread))
 
 
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Combined(Edit):
-    """A function of each leaf of the value, and of its part of another one."""
-
-    other: Any
-    combine: Callable[[Any, Any], Any] = field(metadata={"static": True})
-    arithmetic: str = field(default="", metadata={"static": True})  # its name, if it is
-
-    def __call__(self, value: Any) -> Any:
-        def one(other: Any, old: Any) -> Any:
-            return _cast(self.combine(old, other), old)
-
-        return _on_leaves(one, self.other, value)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        if self.arithmetic:
-            target.check_kinds(self.arithmetic, np.number, np.bool_)
-        other, axes = target.spread(self.other)
-        return _Combined(other, self.combine, self.arithmetic), axes
+def _chosen(mask: Any, new: Any, old: Any) -> Any:
+    return jnp.where(jnp.broadcast_to(mask, jnp.shape(old)), new, old)
 
 
-def _other(_: Any, other: Any) -> Any:
-    return other
+def masked(value: Any, edit: Edit, mask: Any) -> Any:
+    """A value that is edited where a mask is true."""
+    return _on_leaves(_chosen, mask, edit(value), value)
 
 
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Mean(Edit):
-    axis: Any = field(metadata={"static": True})
+def _put(value: Any, other: Any) -> Any:
+    return _on_leaves(_like, other, value)
+
+
+def _sum(value: Any, other: Any) -> Any:
+    return _on_leaves(lambda more, old: _like(old + more, old), other, value)
+
+
+def _product(value: Any, other: Any) -> Any:
+    return _on_leaves(lambda factor, old: _like(old * factor, old), other, value)
+
+
+class _Mean(NamedTuple):
+    axis: Any
 
     def __call__(self, value: Any) -> Any:
-        def one(x: Any) -> Any:
-            return _broadcast(_cast(jnp.mean(x, self.axis, keepdims=True), x), x)
-
-        return jax.tree.map(one, value)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        target.check_kinds("mean", np.inexact)
-        return self, []
-
-
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Apply(Edit):
-    params: tuple[Any, ...]
-    function: Callable[..., Any] = field(metadata={"static": True})
-
-    def __call__(self, value: Any) -> Any:
-        return self.function(value, *self.params)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        return self, [Axes()] * len(jax.tree.leaves(self.params))
-
-
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Where(Edit):
-    edit: Edit
-    mask: Any
-
-    def __call__(self, value: Any) -> Any:
-        return _on_leaves(jnp.where, self.mask, self.edit(value), value)
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        edit, axes = self.edit.fitted(target)
-        mask, more = target.spread(self.mask, numbers=False)
-        return _Where(edit, mask), [*axes, *more]
-
-
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _At(Edit):
-    edit: Edit
-    iteration: tuple[jax.Array, ...]
-
-    def __call__(self, value: Any) -> Any:
-        raise CaptureError(
-            "Edit.at: an edit of one iteration has no meaning outside the loop. Give "
-            "it to `edit`."
-        )
-
-    def fitted(self, target: Target) -> tuple[Edit, list[Axes]]:
-        edit, axes = self.edit.fitted(target)
-        wraps = target.spot.wraps
-        scans = [axis.size for axis in target.loops if axis.kind == SCAN.name]
-        if WHILE.name in wraps or len(scans) != len(self.iteration):
-            raise CaptureError(
-                f"Edit.at: {len(self.iteration)} iterations are given for "
-                f"{target.text}, which is under {', '.join(wraps) or 'no loop'}. Give "
-                "one for each `scan` around it; the iterations of a `while` have no "
-                "numbers."
-            )
-        for number, size in zip(self.iteration, scans):
-            _check_iteration(number, size, target.text)
-        # On all shards at once; a traced number outside of the loop is no iteration.
-        mask = jnp.zeros(scans, bool).at[self.iteration].set(True, mode="drop")
-        return _Where(edit, target.on_all_shards(mask)), [*axes, Axes(loops=True)]
-
-
-def _check_iteration(number: jax.Array, size: int, text: str) -> None:
-    """Refuses an iteration that a loop does not have; of a traced one nobody knows."""
-    if not jnp.issubdtype(number.dtype, jnp.integer):
-        raise CaptureError(
-            f"Edit.at: the iteration of {text} is {typed(number)}. Give an integer."
-        )
-    if not isinstance(number, Tracer) and not -size <= int(number) < size:
-        raise CaptureError(
-            f"Edit.at: {text} has {size} iterations, and number {int(number)} is not "
-            f"among them. They are 0 to {size - 1}."
-        )
+        means = jax.tree.map(lambda x: jnp.mean(x, self.axis, keepdims=True), value)
+        return jax.tree.map(_like, means, value)
 
 
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-def _arrays(value: Any, what: str) -> Any:
-    """A tree with arrays for leaves, taken out of a Site."""
+def _with(value: Any, what: str, function: Callable[..., Any]) -> Edit:
+    """An edit by another value, which may be in a Site."""
     value = value.value if isinstance(value, Site) else value
     leaves = jax.tree.leaves(value)
     if not leaves:
@@ -318,7 +287,7 @@ def _arrays(value: Any, what: str) -> Any:
         raise CaptureError(
             f"{what}: {value!r} is not made of arrays. Give arrays or numbers."
         )
-    return jax.tree.map(jnp.asarray, value)
+    return Edit(function, (jax.tree.map(jnp.asarray, value),), (Target.numbers,), what)
 
 
 def replace(value: Any) -> Edit:
@@ -335,7 +304,7 @@ def replace(value: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.replace(5.0)})(0.0))
         6.0
     """
-    return _Combined(_arrays(value, "replace"), _other)
+    return _with(value, "replace", _put)
 
 
 def swap(site: Site) -> Edit:
@@ -356,7 +325,7 @@ def swap(site: Site) -> Edit:
             f"swap: expected a site of a Record, got a {type(site).__name__}. Use "
             "`replace` for a value."
         )
-    return _Combined(_arrays(site, "swap"), _other)
+    return _with(site, "swap", _put)
 
 
 def zero() -> Edit:
@@ -368,7 +337,7 @@ def zero() -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.zero()})(3.0))
         1.0
     """
-    return _Apply((), _zeros)
+    return Edit(_zeros)
 
 
 def mean(axis: int | tuple[int, ...] | None = None) -> Edit:
@@ -384,7 +353,7 @@ def mean(axis: int | tuple[int, ...] | None = None) -> Edit:
         >>> tt.edit(f, {"x": tt.edits.mean(0)})(jnp.array([1.0, 3.0])).tolist()
         [20.0, 20.0]
     """
-    return _Mean(axis)
+    return Edit(_Mean(axis), what="mean")
 
 
 def add(value: Any) -> Edit:
@@ -401,7 +370,7 @@ def add(value: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.add(0.5)})(1.0))
         15.0
     """
-    return _Combined(_arrays(value, "add"), operator.add, "add")
+    return _with(value, "add", _sum)
 
 
 def scale(factor: Any) -> Edit:
@@ -418,7 +387,7 @@ def scale(factor: Any) -> Edit:
         >>> float(tt.edit(f, {"x": tt.edits.scale(3.0)})(1.0))
         4.0
     """
-    return _Combined(_arrays(factor, "scale"), operator.mul, "scale")
+    return _with(factor, "scale", _product)
 
 
 def apply(function: Callable[..., Any], *params: Any) -> Edit:
@@ -438,4 +407,5 @@ def apply(function: Callable[..., Any], *params: Any) -> Edit:
     """
     if not callable(function):
         raise CaptureError(f"apply: expected a function, got {function!r}.")
-    return _Apply(jax.tree.map(jnp.asarray, params), function)
+    fits = (Target.as_given,) * len(params)
+    return Edit(function, jax.tree.map(jnp.asarray, params), fits)

@@ -5,17 +5,19 @@ Nothing is written on a Module or a class: values come out of the run itself, un
 transform, JAX's own included.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.emit import kind_given
 from treetap._capture.listening import Listening, append
 from treetap._capture.selectors import site_text
 from treetap._capture.session import Call
+from treetap._capture.statistics.reduced import arranged
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding, Fed
 from treetap._capture.walk.spots import VMAP
@@ -62,14 +64,11 @@ def capture(
     """
     if isinstance(fn, str) or (isinstance(fn, type) and issubclass(fn, Variable)):
         kinds = (fn, *var_types)
-        return lambda real: capture(
-            real, *kinds, init=init, method_outputs=method_outputs
-        )
+        return lambda fn: capture(fn, *kinds, init=init, method_outputs=method_outputs)
     refuse_uncallable(fn, "capture")
     kinds = [kind_given(kind, "capture") for kind in var_types]
-    outputs = None
-    if method_outputs is not None:
-        outputs = kind_given(method_outputs, "capture")
+    given = method_outputs
+    outputs = None if given is None else kind_given(given, "capture")
     if outputs not in (None, *kinds):
         kinds.append(outputs)
 
@@ -90,55 +89,55 @@ class _Capture(Handler):
 
     def __init__(self, kinds: list[type], init: Any, outputs: type | None):
         self.kinds = kinds
-        self.init: dict[Key, Variable[Any]] = dict(_given(init))
-        self.used: set[Key] = set()
+        self.init: dict[Key, Variable[Any]] = {}
+        for path, value in flat_items({} if init is None else init):
+            if not isinstance(value, Variable) or not path:
+                raise CaptureError(
+                    f"capture: `init` has a {type(value).__name__} at "
+                    f"{show_path(path)}; it must be a State of Variables, as a capture "
+                    "gives."
+                )
+            self.init[path[:-1], str(path[-1]), type(value)] = value
+        self.unused = {**self.init}
         self.perturbed: dict[Key, Call] = {}  # the first call of each
         heard = frozenset(kinds) | {kind for _, _, kind in self.init}
         super().__init__(Listening(heard, outputs, False))
 
     def wants(self, call: Call) -> bool:
         """Whether a value is recorded: not what `perturb` is called with."""
-        key = key_of(call)
         if call.label.how == "perturb":
             return False
-        self.used.add(key)
+        self.unused.pop(key_of(call), None)
         return call.label.kind in self.kinds
 
     def feeds(self, call: Call) -> Fed | None:
         """What `perturb` adds to a value."""
         if call.label.how != "perturb":
             return None
-        key = key_of(call)
-        first = self.perturbed.setdefault(key, call)
-        known, types = (
-            [(aval.shape, aval.dtype) for aval in one.spot.avals]
-            for one in (first, call)
-        )
+        key, types = key_of(call), _types(call.spot.avals)
+        known = _types(self.perturbed.setdefault(key, call).spot.avals)
         if known != types:
             raise CaptureError(
-                f"perturb: {site_text(key[0], key[1])} is called with values of "
-                f"different types, {known} and {types}. One name has one perturbation; "
-                "use two names."
+                f"perturb: {site_text(*key[:2])} is called with values of different "
+                f"types, {known} and {types}. One name has one perturbation; use two "
+                "names."
             )
-        self.used.add(key)
-        given = self.init.get(key)
-        if given is None:
+        self.unused.pop(key, None)
+        if key not in self.init:
             return None
-        leaves, tree = jax.tree.flatten(given.get_raw_value())
-        given_types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-        if tree != call.label.tree or given_types != types:
+        leaves, tree = jax.tree.flatten(self.init[key].get_raw_value())
+        if tree != call.label.tree or _types(leaves) != types:
             raise CaptureError(
-                f"capture: `init` has at {site_text(key[0], key[1])} values of shape "
-                f"and type {given_types}, the value there has {types}. Make `init` by "
-                "a capture of the same call."
+                f"capture: `init` has at {site_text(*key[:2])} values of shape and "
+                f"type {_types(leaves)}, the value there has {types}. Make `init` by a "
+                "capture of the same call."
             )
         return Fed(Adding(), leaves)
 
     def states(self) -> list[State]:
         """One State for each kind that was asked for."""
-        unused = [key for key in self.init if key not in self.used]
-        if unused:
-            shown = ", ".join(site_text(path, name) for path, name, _ in unused)
+        if self.unused:
+            shown = ", ".join(site_text(path, name) for path, name, _ in self.unused)
             raise CaptureError(
                 f"capture: nothing in the call uses what `init` gives for {shown}. "
                 "`perturb` and `sow` must name it, with the same kind of Variable."
@@ -154,7 +153,7 @@ class _Capture(Handler):
             before = found[key] if key in found else init_fn()
             if reduce_fn is append and not isinstance(before, tuple):
                 raise CaptureError(
-                    f"capture: `init` has at {site_text(key[0], key[1])} a "
+                    f"capture: `init` has at {site_text(*key[:2])} a "
                     f"{type(before).__name__}, and `sow` adds to a tuple there."
                 )
             found[key] = reduce_fn(before, value_of(call, _with_all_rows(call)))
@@ -166,37 +165,24 @@ def _with_all_rows(call: Call) -> list[Any]:
 
     A leaf that is the same for all rows of a `vmap` comes out without them.
     """
-    mappings = [n for n, axis in enumerate(call.spot.levels) if axis.kind == VMAP]
+    levels = call.spot.levels
+    mappings = {n for n, axis in enumerate(levels) if axis.kind == VMAP}
 
     def with_rows(leaf: Any, has: Sequence[int]) -> Any:
-        for n in mappings:
-            if n not in has:
-                place = sum(other < n for other in has)
-                shape, size = leaf.shape, call.spot.levels[n].size
-                shape = (*shape[:place], size, *shape[place:])
-                leaf = jnp.broadcast_to(jnp.expand_dims(leaf, place), shape)
-                has = (*has, n)
-        return leaf
+        wanted = sorted(mappings.union(has))
+        return arranged(leaf, has, wanted, [levels[n].size for n in wanted])
 
-    return [with_rows(*pair) for pair in zip(call.values, call.spot.has)]
+    return list(map(with_rows, call.values, call.spot.has))
+
+
+def _types(values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Shapes and types of arrays, or of abstract ones."""
+    return [(np.shape(value), jnp.result_type(value)) for value in values]
 
 
 def key_of(call: Call) -> Key:
     """What tells the entries of a State apart."""
     return call.where.path, call.label.name, call.label.kind or Variable
-
-
-def _given(init: Any) -> Iterator[tuple[Key, Variable[Any]]]:
-    """The Variables of `init` by path, name and kind."""
-    if init is None:
-        return
-    for path, value in flat_items(init):
-        if not isinstance(value, Variable) or not path:
-            raise CaptureError(
-                f"capture: `init` has a {type(value).__name__} at {show_path(path)}; "
-                "it must be a State of Variables, as a capture gives."
-            )
-        yield (path[:-1], str(path[-1]), type(value)), value
 
 
 def _state(found: dict[Key, Any], kind: type) -> State:

@@ -18,11 +18,11 @@ from treetap._capture.session import Call
 from treetap._capture.walk.plans import Editing, Fed
 from treetap._core.errors import CaptureError
 from treetap._observe.handlers import value_of
-from treetap._observe.observe import EVERYTHING, Selecting, sites
+from treetap._observe.observe import VALUES, Selecting, sites
 from treetap._observe.records import Record, Site
 from treetap.edits import Edit, Target, apply, swap
 
-ALL_BUT_OUTPUTS, ALL = (Listening(frozenset(), None, False, edits) for edits in (1, 2))
+EDITS = tuple(Listening(frozenset(), None, False, edits) for edits in (2, 1))
 
 
 def _as_edits(given: Any) -> list[Edit]:
@@ -45,16 +45,12 @@ class _Edited(Selecting):
     """One edited run.
 
     Attributes:
-        edits: Selectors, and what is done to the sites that each takes.
-        used: Which of them took a site, by number.
-        sown: Which of them took a sown value, by number: that site.
+        edits: What is done to the sites that each selector takes.
     """
 
-    def __init__(self, edits: list[tuple[Select, list[Edit]]]):
+    def __init__(self, selectors: list[Select], edits: list[list[Edit]]):
         self.edits = edits
-        self.used: set[int] = set()
-        self.sown: dict[int, str] = {}
-        super().__init__([chosen for chosen, _ in edits], ALL, ALL_BUT_OUTPUTS)
+        super().__init__("edit", selectors, EDITS)
 
     def wants(self, call: Call) -> bool:
         """Nothing is recorded."""
@@ -62,31 +58,27 @@ class _Edited(Selecting):
 
     def feeds(self, call: Call) -> Fed | None:
         """The edits of a call."""
-        site = self.noted(call)
-        took = [n for n, (chosen, _) in enumerate(self.edits) if chosen(site)]
-        if site.how == "sow":
-            self.sown = dict.fromkeys(took, site.text) | self.sown
+        numbers = self.takers(call)
+        if call.label.how == "sow":
             return None
-        self.used.update(took)
-        target = Target(site.text, call.spot)
-        fitted = [edit.fitted(target) for n in took for edit in self.edits[n][1]]
+        target = Target(self.passed[-1].text, call.spot)
+        fitted = [edit.fitted(target) for n in numbers for edit in self.edits[n]]
         if not fitted:
             return None
         arrays, tree = jax.tree.flatten([edit for edit, _ in fitted])
         axes = tuple(one for _, axes in fitted for one in axes)
-        return Fed(Editing(site.text, tree, axes), arrays)
+        return Fed(Editing(target.text, tree, axes), arrays)
 
-    def check(self, look: Callable[[], Record]) -> None:
-        """Refuses selectors that took no site; `look` lists all sites."""
-        for n, chosen in enumerate(self.selectors):
-            if n in self.sown.keys() - self.used:
+    def check(self, look: Callable[[], Record] | None = None) -> None:
+        """Refuses selectors that took no site, or only such as do not flow on."""
+        super().check(look)
+        for taken in self.taken:
+            if all(site.how == "sow" for site in taken):
                 raise CaptureError(
-                    f"edit: {self.sown[n]} is sown, and a sown value does not flow on, "
-                    "so an edit would change nothing. Use `tap` or `perturb`, and "
+                    f"edit: {taken[0].text} is sown, and a sown value does not flow "
+                    "on, so an edit would change nothing. Use `tap` or `perturb`, and "
                     "their result."
                 )
-            if n not in self.used:
-                raise self.refuse(chosen, "edit", look)
 
 
 class _Stop(BaseException):
@@ -96,10 +88,6 @@ class _Stop(BaseException):
 class _Stopping(Selecting):
     """One run that ends at a site."""
 
-    def wants(self, call: Call) -> bool:
-        """Whether it is the site."""
-        return self.selectors[0](self.noted(call))
-
     def heard(self, call: Call) -> None:
         """Ends the run with the value."""
         raise _Stop(value_of(call, call.values))
@@ -107,13 +95,13 @@ class _Stopping(Selecting):
 
 def _stopping(fn: Callable[..., Any], select: Any) -> Callable[..., Any]:
     """A function that ends at a site, with its value."""
-    chosen = as_select(select)
+    chosen = [as_select(select)]
 
     def stopped(*args: Any, **kwargs: Any) -> Any:
-        work = _Stopping([chosen], EVERYTHING, EVERYTHING)
+        work = _Stopping("edit: stop_at", chosen, VALUES)
         try:
             with work.around(fn, args, kwargs):
-                raise work.refuse(chosen, "edit: stop_at")
+                work.check(functools.partial(sites, fn, *args, **kwargs))
         except _Stop as found:
             return found.args[0]
 
@@ -153,11 +141,11 @@ def edit(
             f"edit: expected a mapping from selectors to edits, got a "
             f"{type(edits).__name__}."
         )
-    chosen = [(as_select(key), _as_edits(value)) for key, value in edits.items()]
+    chosen, changes = list(map(as_select, edits)), list(map(_as_edits, edits.values()))
     inner = fn if stop_at is None else _stopping(fn, stop_at)
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        work = _Edited(chosen)
+        work = _Edited(chosen, changes)
         with work.around(inner, args, kwargs, edits=True) as out:
             work.check(functools.partial(sites, fn, *args, **kwargs))
         return out

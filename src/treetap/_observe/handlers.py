@@ -31,6 +31,8 @@ from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._transforms.lift.lift import Inside, Lift
 
+Test = Callable[[Any], bool]
+
 # Emits nothing: Modules open their scopes, and `sow` and `perturb` store nothing.
 QUIET = Listening(frozenset(), None, False)
 
@@ -144,16 +146,10 @@ class PureCall:
 
     Attributes:
         places: Which of all values are inputs.
+        inputs: These values.
     """
 
-    def __init__(
-        self,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
-        name: str,
-        is_input: Callable[[Any], bool],
-    ):
+    def __init__(self, fn: Any, args: Any, kwargs: Any, name: str, is_input: Test):
         self.fn, self.args, self.kwargs = without_partials(fn, args, kwargs)
         self.owner = owner_of(self.fn)
         self.lift = Lift(name, Mode.GRAPH)
@@ -161,11 +157,7 @@ class PureCall:
         self.definition = inputs.definition
         self.values, self.tree = jax.tree.flatten(inputs.values())
         self.places = [n for n, value in enumerate(self.values) if is_input(value)]
-
-    @property
-    def inputs(self) -> list[Any]:
-        """The values that are inputs."""
-        return [self.values[n] for n in self.places]
+        self.inputs = [self.values[n] for n in self.places]
 
     def with_inputs(
         self, inputs: Sequence[Any]

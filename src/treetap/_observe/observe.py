@@ -8,7 +8,7 @@ No model needs to be edited for it: the results of methods are sites, beside wha
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,9 @@ from treetap._observe.handlers import Handler, PureCall, value_of
 from treetap._observe.records import FirstAxes, Record, Site
 from treetap._observe.verify import compare, run_slowly
 
-EVERYTHING = Listening(None, Intermediate, True)
-NO_OUTPUTS = Listening(None, None, True)
+Leaves = dict[int, dict[int, Any]]  # by order of differentiation, and by number
+# All that is emitted, and all but the results of methods.
+VALUES = Listening(None, Intermediate, True), Listening(None, None, True)
 
 
 def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
@@ -57,73 +58,84 @@ class Selecting(Handler):
     are emitted only if some selector could take one.
 
     Args:
-        selectors: The selectors, a site of any of which is taken.
-        wide: What is emitted if a selector may take results of methods.
-        narrow: What is emitted if none does.
+        what: The public function at work, for messages.
+        selectors: The selectors, a site of any of which is taken; all if none.
+        asked: What is emitted if a selector may take results of methods, and if none
+            does.
 
     Attributes:
         is_wide: Whether results of methods are emitted.
         passed: The sites that selectors were asked about, for the error text.
+        taken: Those that each selector took.
     """
 
-    def __init__(self, selectors: Iterable[Select], wide: Listening, narrow: Listening):
-        self.selectors = list(selectors)
-        names = [one.names for one in self.selectors]
-        self.is_wide = any(n is None or n & method_names for n in names)
+    def __init__(self, what: str, selectors: list[Select], asked: Sequence[Listening]):
+        self.what, self.selectors = what, selectors
+        names = [one.names for one in selectors]
+        has_outputs = any(n is None or n & method_names for n in names)
+        self.is_wide = has_outputs or not selectors
         self.passed: list[Site] = []
-        super().__init__(wide if self.is_wide else narrow)
+        self.taken: list[list[Site]] = [[] for _ in selectors]
+        super().__init__(asked[0] if self.is_wide else asked[1])
+
+    def takers(self, call: Call) -> list[int]:
+        """The selectors that take a call, by number.
+
+        They look at a site of types, not values.
+        """
+        site = site_of(call, call.spot.avals)
+        self.passed.append(site)
+        numbers = [n for n, chosen in enumerate(self.selectors) if chosen(site)]
+        for n in numbers:
+            self.taken[n].append(site)
+        return numbers
+
+    def wants(self, call: Call) -> bool:
+        """Whether a selector takes a call; all are wanted if there are none."""
+        return not self.selectors or bool(self.takers(call))
 
     def hidden(self, call: Call) -> None:
         """Refuses a call where the walk cannot go, if a selector takes it."""
-        site = self.noted(call)
-        if any(chosen(site) for chosen in self.selectors):
+        if self.takers(call):
             super().hidden(call)
 
-    def noted(self, call: Call) -> Site:
-        """A call in the form that selectors look at: a site of types, not values."""
-        site = site_of(call, call.spot.avals)
-        self.passed.append(site)
-        return site
-
-    def refuse(
-        self, selector: Select, what: str, look: Callable[[], Record] | None = None
-    ) -> CaptureError:
-        """The error for a selector that takes nothing; it names sites that are near.
+    def check(self, look: Callable[[], Record] | None = None) -> None:
+        """Refuses selectors that took nothing, and names sites that are near.
 
         Args:
-            selector: The selector.
-            what: The public function at work.
             look: Lists all sites; asked where not all of them were emitted.
         """
-        near = self.passed
-        if look is not None and not self.is_wide:
-            with contextlib.suppress(Exception):  # not every function can be traced
-                near = list(look()) or near
-        return refuse_nothing(selector, [site.text for site in near], what)
+        for selector, taken in zip(self.selectors, self.taken):
+            near = self.passed
+            if not taken and look is not None and not self.is_wide:
+                with contextlib.suppress(Exception):  # not all functions can be traced
+                    near = list(look()) or near
+            if not taken:
+                raise refuse_nothing(selector, [site.text for site in near], self.what)
 
 
 class _Observation(Selecting):
     """One observed run: records the calls that are selected."""
 
     def __init__(self, select: Any, grads: bool):
-        self.chosen: Select | None = None if select is None else as_select(select)
         self.grads = grads
         self.unreachable: list[tuple[str, str]] = []
         self.heard_calls: list[Call] = []  # those that no selector takes, too
-        super().__init__([self.chosen or Select()], EVERYTHING, NO_OUTPUTS)
+        chosen = [] if select is None else [as_select(select)]
+        super().__init__("observe", chosen, VALUES)
 
     def wants(self, call: Call) -> bool:
         """Whether the selector takes a call."""
         self.heard_calls.append(call)
-        return self.chosen is None or self.chosen(self.noted(call))
+        return super().wants(call)
 
     def hidden(self, call: Call) -> None:
         """Lists a call where the walk cannot go, unless it was asked for."""
-        if self.chosen is None:
+        if self.selectors:
+            super().hidden(call)
+        else:
             text = site_text(call.where.path, call.label.name, call.index)
             self.unreachable.append((text, call.spot.hidden_in))
-        else:
-            super().hidden(call)
 
     def record(self, values: bool, look: Callable[[], Record] | None = None) -> Record:
         """The Record of the run.
@@ -132,12 +144,10 @@ class _Observation(Selecting):
             values: Whether it has the values.
             look: Lists all sites, for the error if none was selected.
         """
-        calls = self.session.calls
-        if self.chosen is not None and not calls:
-            raise self.refuse(self.chosen, "observe", look)
-        sites = [self.site(call, values) for call in calls]
+        self.check(look)
+        sites = [self.site(call, values) for call in self.session.calls]
         of_sites = [x for site in sites for x in (site.grad, site.grad_reduced)]
-        if self.grads and self.chosen is None and all(x is None for x in of_sites):
+        if self.grads and not self.selectors and all(x is None for x in of_sites):
             raise CaptureError(
                 "observe: no value has a gradient. " + _WHY.format(which="them")
             )
@@ -145,10 +155,7 @@ class _Observation(Selecting):
 
     def site(self, call: Call, values: bool) -> Site:
         """A call as a site, with what was recorded of it."""
-        states = call.states
-        taken = call.flags.get("taken", Placed(None))
-        count = call.flags.get("count", Placed(None))
-        grad = grad_reduced = None
+        states, grad, grad_reduced = call.states, None, None
         if self.grads and self.has_gradient(call):
             if self.session.taking.record:
                 grad = _by_order(call, call.gradients, _zeros)
@@ -160,9 +167,8 @@ class _Observation(Selecting):
             grad=grad,
             reduced=None if states is None else value_of(call, states),
             grad_reduced=grad_reduced,
-            taken=taken.array,
-            count=count.array,
-            first_axes=_first_axes(call, taken.levels, count.levels, grad is not None),
+            first_axes=_first_axes(call, grad is not None),
+            **{flag: placed.array for flag, placed in call.flags.items()},
         )
 
     def has_gradient(self, call: Call) -> bool:
@@ -174,7 +180,7 @@ class _Observation(Selecting):
         """
         spot = call.spot
         is_still = spot.order == 0 or call.label.how == "sow"
-        if not any(map(is_inexact, spot.avals)) or (is_still and self.chosen is None):
+        if not any(map(is_inexact, spot.avals)) or (is_still and not self.selectors):
             return False
         is_lost = self.session.is_forward or call.label.name in self.session.unmatched
         is_whole = call.gradients.keys() >= {*range(1, spot.order + 1)}
@@ -183,11 +189,7 @@ class _Observation(Selecting):
         return True
 
 
-def _by_order(
-    call: Call,
-    found: dict[int, dict[int, Any]],
-    missing: Callable[[Call, int], Any],
-) -> Any:
+def _by_order(call: Call, found: Leaves, missing: Callable[[Call, int], Any]) -> Any:
     """What there is of a gradient, in the value's tree; several orders as a tuple.
 
     Args:
@@ -197,30 +199,26 @@ def _by_order(
     """
     trees = []
     for order, moved in enumerate(call.spot.moved, 1):
-        leaves: list[Any] = [None] * len(call.spot.own)
-        for n in moved:
-            given = found.get(order, {})
-            leaves[n] = given[n] if n in given else missing(call, n)
-        trees.append(value_of(call, leaves))
+        held = {**found.get(order, {})}
+        held |= {n: missing(call, n) for n in moved if n not in held}
+        trees.append(value_of(call, [held.get(n) for n in range(len(call.spot.own))]))
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def _first_axes(
-    call: Call, taken: tuple[int, ...], turns: tuple[int, ...], has_grad: bool
-) -> FirstAxes:
+def _first_axes(call: Call, has_grad: bool) -> FirstAxes:
     """What the first axes of the arrays of a site are."""
     spot = call.spot
     if not spot.levels and not has_grad:
-        return FirstAxes((), spot.has, taken, turns)
-    own = spot.axes()
-    held = (*spot.has, taken, turns)
+        return FirstAxes((), spot.has)
+    flags = (call.flags.get(flag, Placed(None)) for flag in ("taken", "count"))
+    held = (*spot.has, *(placed.levels for placed in flags))
     used = sorted(set(itertools.chain(*held)))
     *leaves, taken, turns = (tuple(used.index(n) for n in levels) for levels in held)
+    own = spot.axes()
     grads = [
         call.gradient_axes.get(order, {}).get(n, own[n])
-        for order, moved in enumerate(spot.moved, 1)
+        for order, moved in enumerate(spot.moved if has_grad else (), 1)
         for n in moved
-        if has_grad
     ]
     levels = tuple(spot.levels[n] for n in used)
     return FirstAxes(levels, tuple(leaves), taken, turns, tuple(grads))

@@ -6,6 +6,7 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 `attribution` estimates them by a gradient, in one pass.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
-from treetap import edits
 from treetap._capture.walk.operations import SCAN
-from treetap._capture.walk.plans import Axes
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
 from treetap._observe.observe import sites as sites_of
-from treetap._observe.records import Record, Site
+from treetap._observe.records import STATIC, Record, Site
+from treetap.edits import Edit, Target, masked, replace
 
 
 @register_dataclass
@@ -39,7 +39,7 @@ class PatchGrid:
 
     effects: jax.Array
     baseline: jax.Array
-    places: tuple[str, ...] = field(default=(), metadata={"static": True})
+    places: tuple[str, ...] = field(default=(), metadata=STATIC)
 
     def top(self, count: int = 5) -> list[tuple[str, int | None, float]]:
         """The patches with the largest effects: place, index along the axis, effect."""
@@ -52,127 +52,99 @@ class PatchGrid:
         found = []
         for n in np.argsort(-np.abs(effects), axis=None)[:count]:
             place, *index = map(int, np.unravel_index(n, effects.shape))
-            at = index[0] if index else None
-            found.append((self.places[place], at, float(effects.flat[n])))
+            effect = float(effects.flat[n])
+            found.append((self.places[place], index[0] if index else None, effect))
         return found
 
 
-class _Part:
-    """The patches of one site: at each iteration of scans, and index along an axis.
+def _blended(value: Any, edit: Edit, weights: Any) -> Any:
+    """A value that is edited as far as weights say."""
+
+    def one(old: Any, new: Any) -> Any:
+        return old + (weights * (new - old)).astype(old.dtype)
+
+    return jax.tree.map(one, value, edit(value))
+
+
+def _is_at(text: str, site: Site) -> bool:
+    return site.text == text
+
+
+class _Patches:
+    """The patches of some sites: at each iteration of scans, and index along an axis.
 
     Args:
-        clean: The site, with the clean value.
-        here: The site in the run that is patched, as `sites` lists it.
-        axis: The axis that it is cut along; or None.
+        fn: The function that is patched.
+        clean: The sites, with the clean values.
+        args: The arguments of the run that is patched.
+        axis: The axis that sites are cut along; or None.
         what: The public function at work, for messages.
 
     Attributes:
-        text: The site.
-        value: The clean value.
-        size: How many indices there are along the axis, if there is one.
-        shape: Of its weights, one for each patch, in order: how many iterations each
-            scan has (in shards all are patched at once), then a shape that broadcasts
-            to the value and tells indices apart.
+        texts: The sites.
+        values: The clean values.
+        shapes: Of the weights of each site, one for each patch, in order: how many
+            iterations each scan has (in shards all are patched at once), then a shape
+            that broadcasts to the value and tells indices apart.
         places: What the patched values are called.
+        size: How many indices there are along the axis, if there is one.
     """
 
-    def __init__(self, clean: Site, here: Site, axis: int | None, what: str):
-        self.text = clean.text
-        leaves = jax.tree.leaves(clean.value)
-        if clean.how == "sow" or len(leaves) != 1:
+    def __init__(self, fn: Any, clean: Record, args: Any, axis: int | None, what: str):
+        self.fn, here = fn, sites_of(fn, *args)
+        self.texts = [site.text for site in clean]
+        self.values, self.shapes, self.places, sizes = [], [], [], set()
+        for site in clean:
+            leaves, like = jax.tree.leaves(site.value), here[site.text]
+            if site.how == "sow" or len(leaves) != 1:
+                raise CaptureError(
+                    f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. "
+                    "Choose sites that are one array, and not sown."
+                )
+            base = jax.tree.leaves(like.value)[0].shape[len(like.axes) :]
+            if axis is not None and not -len(base) <= axis < len(base):
+                raise CaptureError(
+                    f"{what}: {site.text} has the shape {base}, and no axis {axis}."
+                )
+            scans = [one.size for one in like.axes if one.kind == SCAN.name]
+            cut = [n if axis in (i, i - len(base)) else 1 for i, n in enumerate(base)]
+            sizes |= set() if axis is None else {base[axis]}
+            self.values.append(jnp.asarray(leaves[0]))
+            self.shapes.append((*scans, *cut))
+            for index in np.ndindex(*scans):
+                turn = f"[{','.join(map(str, index))}]" if index else ""
+                self.places.append(site.text + turn)
+        if len(sizes) > 1:
             raise CaptureError(
-                f"{what}: {clean.text} is {clean.how} of {len(leaves)} arrays. Choose "
-                "sites that are one array, and not sown."
+                f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
+                "Patch them one after the other, or without `axis`."
             )
-        self.value = jnp.asarray(leaves[0])
-        base = jax.tree.leaves(here.value)[0].shape[len(here.axes) :]
-        if axis is not None and not -len(base) <= axis < len(base):
-            raise CaptureError(
-                f"{what}: {clean.text} has the shape {base}, and no axis {axis}."
-            )
-        self.size = () if axis is None else (base[axis],)
-        scans = [one.size for one in here.axes if one.kind == SCAN.name]
-        cut = [n if axis in (i, i - len(base)) else 1 for i, n in enumerate(base)]
-        self.shape = (*scans, *cut)
-        self.places = [
-            f"{clean.text}[{','.join(map(str, index))}]" if index else clean.text
-            for index in np.ndindex(*scans)
-        ]
+        self.size = tuple(sizes)
 
-    def is_at(self, heard: Site) -> bool:
-        """Whether a site is this one: a selector."""
-        return heard.text == self.text
+    def measured(
+        self, metric: Any, mix: Any, dtype: Any
+    ) -> tuple[Callable[..., Any], jax.Array]:
+        """The metric by weights, clean values and arguments; and weights of zero.
 
+        All weights are in one row: of the first site, then of the second, and so on.
+        """
+        zeros = [jnp.zeros(shape, dtype) for shape in self.shapes]
+        zeros, of_sites = ravel_pytree(zeros)
+        fits = Target.of_edit, Target.by_turn
 
-def _parts(
-    fn: Callable[..., Any], clean: Record, args: Any, axis: int | None, what: str
-) -> list[_Part]:
-    """The patches of all sites of a clean run."""
-    here = sites_of(fn, *args)
-    parts = [_Part(site, here[site.text], axis, what) for site in clean]
-    sizes = {size for part in parts for size in part.size}
-    if len(sizes) > 1:
-        raise CaptureError(
-            f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
-            "Patch them one after the other, or without `axis`."
-        )
-    return parts
+        def measured(weights: jax.Array, values: Sequence[Any], args: Any) -> Any:
+            changes = {
+                functools.partial(_is_at, text): Edit(mix, (replace(value), own), fits)
+                for text, value, own in zip(self.texts, values, of_sites(weights))
+            }
+            return metric(edit(self.fn, changes)(*args))
 
+        return measured, zeros
 
-@register_dataclass
-@dataclass(frozen=True, eq=False)
-class _Patch(edits.Edit):
-    """Another value, as far as weights say, which are for each iteration by itself.
-
-    Attributes:
-        value: The other value.
-        weights: With the axes of scans in front; in shards, of all loops.
-        mix: From the weights, the other value and the old one to what is put there.
-    """
-
-    value: Any
-    weights: Any
-    mix: Callable[..., Any] = field(metadata={"static": True})
-
-    def __call__(self, value: Any) -> Any:
-        def one(old: Any) -> Any:
-            new = jnp.broadcast_to(jnp.asarray(self.value, old.dtype), old.shape)
-            return self.mix(self.weights, new, old)
-
-        return jax.tree.map(one, value)
-
-    def fitted(self, target: edits.Target) -> tuple[edits.Edit, list[Axes]]:
-        patch = _Patch(self.value, target.on_all_shards(self.weights), self.mix)
-        weights = Axes(loops=bool(target.loops))
-        return patch, [*target.spread(self.value)[1], weights]
-
-
-def _blended(weights: Any, new: Any, old: Any) -> Any:
-    return old + (weights * (new - old)).astype(old.dtype)
-
-
-def _measured(
-    fn: Callable[..., Any], metric: Any, parts: Sequence[_Part], mix: Any, dtype: Any
-) -> tuple[Callable[..., Any], jax.Array]:
-    """The metric as a function of weights, clean values and arguments; zero weights.
-
-    All weights are in one row: of the first part, then of the second, and so on.
-    """
-    zeros, of_parts = ravel_pytree([jnp.zeros(part.shape, dtype) for part in parts])
-
-    def measured(weights: jax.Array, values: Sequence[Any], args: Any) -> Any:
-        each = zip(parts, values, of_parts(weights))
-        changes = {part.is_at: _Patch(value, own, mix) for part, value, own in each}
-        return metric(edit(fn, changes)(*args))
-
-    return measured, zeros
-
-
-def _grid(parts: Sequence[_Part], effects: jax.Array, baseline: jax.Array) -> PatchGrid:
-    """The effects of all patches, in order."""
-    places = tuple(place for part in parts for place in part.places)
-    shape = (len(places), *parts[0].size, *jnp.shape(effects)[1:])
-    return PatchGrid(jnp.reshape(effects, shape), baseline, places)
+    def grid(self, effects: jax.Array, baseline: jax.Array) -> PatchGrid:
+        """The effects of all patches, in order."""
+        shape = (len(self.places), *self.size, *jnp.shape(effects)[1:])
+        return PatchGrid(jnp.reshape(effects, shape), baseline, tuple(self.places))
 
 
 def patch_grid(
@@ -214,8 +186,8 @@ def patch_grid(
         >>> tt.patch_grid(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    parts = _parts(fn, clean.select(sites), args, axis, "patch_grid")
-    measured, none = _measured(fn, metric, parts, jnp.where, bool)
+    patches = _Patches(fn, clean.select(sites), args, axis, "patch_grid")
+    measured, none = patches.measured(metric, masked, bool)
 
     @jax.jit
     def run(values: Any, args: Any, numbers: Any) -> Any:
@@ -227,9 +199,9 @@ def patch_grid(
         return jax.lax.map(one, numbers, batch_size=batch_size)
 
     # The first has the number -1, that of no patch.
-    found = run([part.value for part in parts], args, jnp.arange(-1, none.size))
+    found = run(patches.values, args, jnp.arange(-1, none.size))
     baseline = found[0]
-    return _grid(parts, found[1:] - baseline[None], baseline)
+    return patches.grid(found[1:] - baseline[None], baseline)
 
 
 def attribution(
@@ -269,8 +241,8 @@ def attribution(
         >>> tt.attribution(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    parts = _parts(fn, clean.select(sites), args, axis, "attribution")
-    measured, zeros = _measured(fn, metric, parts, _blended, float)
+    patches = _Patches(fn, clean.select(sites), args, axis, "attribution")
+    measured, zeros = patches.measured(metric, _blended, float)
     run = jax.jit(jax.value_and_grad(measured))
-    baseline, effects = run(zeros, [part.value for part in parts], args)
-    return _grid(parts, effects, baseline)
+    baseline, effects = run(zeros, patches.values, args)
+    return patches.grid(effects, baseline)

@@ -5,7 +5,6 @@ import contextlib
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -38,6 +37,8 @@ from treetap._observe.loggers import (
     scalars_of,
     write,
 )
+
+STATIC = {"static": True}  # metadata of fields that are no values of a tree
 
 
 class FirstAxes(NamedTuple):
@@ -89,14 +90,14 @@ class Site:
     count: Any = None
     reduced: Any = None
     grad_reduced: Any = None
-    path: Path = field(default=(), metadata={"static": True})
-    name: str = field(default="", metadata={"static": True})
-    index: int = field(default=0, metadata={"static": True})
-    kind: type | None = field(default=None, metadata={"static": True})
-    how: str = field(default="tap", metadata={"static": True})
-    wraps: tuple[str, ...] = field(default=(), metadata={"static": True})
-    module: str = field(default="", metadata={"static": True})
-    first_axes: FirstAxes | None = field(default=None, metadata={"static": True})
+    path: Path = field(default=(), metadata=STATIC)
+    name: str = field(default="", metadata=STATIC)
+    index: int = field(default=0, metadata=STATIC)
+    kind: type | None = field(default=None, metadata=STATIC)
+    how: str = field(default="tap", metadata=STATIC)
+    wraps: tuple[str, ...] = field(default=(), metadata=STATIC)
+    module: str = field(default="", metadata=STATIC)
+    first_axes: FirstAxes | None = field(default=None, metadata=STATIC)
 
     @property
     def axes(self) -> Any:
@@ -149,8 +150,8 @@ class Site:
 
     def merge(self, other: "Site") -> "Site":
         """The statistics of both: of another microbatch, or step."""
-        known = attrgetter("text", "how", "wraps", "module")
-        mine, others = known(self), known(other)
+        both = self, other
+        mine, others = ((x.text, x.how, x.wraps, x.module) for x in both)
         if mine != others:
             raise CaptureError(f"Site.merge: {mine} and {others} are different sites.")
         if self.value is not None or self.grad is not None:
@@ -158,7 +159,7 @@ class Site:
                 f"Site.merge: {self.text} has values, and only statistics can be "
                 "merged. Observe with `reduce=` and without `values=True`."
             )
-        states, more = ((site.reduced, site.grad_reduced) for site in (self, other))
+        states, more = ((site.reduced, site.grad_reduced) for site in both)
         one, two = (jax.tree.structure(x, is_leaf=is_reduced) for x in (states, more))
         if one != two:
             raise CaptureError(
@@ -250,31 +251,28 @@ def is_loop(axis: Axis) -> bool:
     return bool(stacked_by([axis.kind]))
 
 
-def _loops_first(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
+def loops_first(array: Any, axes: Sequence[Axis]) -> Any:
+    """An array with the axes that tell iterations or shards apart in front."""
+    held = range(len(axes))
+    return arranged(array, held, _order(held, axes))
+
+
+def _order(held: Sequence[int], levels: Sequence[Axis]) -> list[int]:
     """Numbers of levels, those first that tell iterations or shards apart."""
     return sorted(held, key=lambda n: not is_loop(levels[n]))
 
 
-def loops_first(array: Any, axes: Sequence[Axis]) -> Any:
-    """An array with the axes that tell iterations or shards apart in front."""
-    held = range(len(axes))
-    return arranged(array, held, _loops_first(held, axes))
-
-
 def _wanted(site: Site) -> Wanted:
     """What is to be measured of a site's value, or is known of it."""
-    first, kinds = site.first_axes, stacked_by(site.wraps)
+    kinds, first, masks = stacked_by(site.wraps), site.first_axes, []
     tree = site.reduced if site.value is None else site.value
-    masks: list[list[Any]] = []
     if first is not None and site.value is not None:
         ran = None if site.count is None else site.count > 0
         pairs = (site.taken, first.taken), (ran, first.turns)
-        flags = [(flag, held) for flag, held in pairs if flag is not None]
-        leaves, tree = jax.tree.leaves(site.value), []
-        for leaf, held in zip(leaves, first.leaves):
-            order = _loops_first(held, first.levels)
-            tree.append(arranged(leaf, held, order))
-            masks.append([as_mask(flag, own, order) for flag, own in flags])
+        flags = [pair for pair in pairs if pair[0] is not None]
+        orders = [_order(held, first.levels) for held in first.leaves]
+        tree = list(map(arranged, jax.tree.leaves(site.value), first.leaves, orders))
+        masks = [[as_mask(*flag, order) for flag in flags] for order in orders]
     shards = tuple(n for n, kind in enumerate(kinds) if kind == SHARD_MAP.name)
     where = f"Site.figures: {site.text}"
     return Wanted(tree, len(kinds), shards, masks, where=where)
@@ -282,18 +280,15 @@ def _wanted(site: Site) -> Wanted:
 
 def _wanted_gradient(site: Site) -> Wanted | None:
     """The same for its gradient, which has its own axes in front; None if none."""
-    has_grad = site.grad is not None
-    pair = (site.grad, site.value) if has_grad else (site.grad_reduced, site.reduced)
-    grad = _by_order(*pair)[0]
-    if grad is None:
-        return None
+    tree = _by_order(site.grad_reduced, site.reduced)[0]
     apart = len(stacked_by(site.wraps))
-    if has_grad and site.first_axes is not None:
-        pairs = list(zip(jax.tree.leaves(grad), site.first_axes.grads))
-        apart = sum(is_loop(axis) for _, axes in pairs[-1:] for axis in axes)
-        grad = [loops_first(leaf, axes) for leaf, axes in pairs]
+    if site.grad is not None:
+        leaves = jax.tree.leaves(_by_order(site.grad, site.value)[0])
+        axes = [axes_of(site, "grad", n) for n in range(len(leaves))]
+        apart = sum(map(is_loop, axes[-1])) if axes else 0
+        tree = list(map(loops_first, leaves, axes))
     where = f"Site.grad_figures: {site.text}"
-    return Wanted(grad, apart, has_units=False, where=where)
+    return None if tree is None else Wanted(tree, apart, has_units=False, where=where)
 
 
 def _structure(tree: Any) -> Any:
@@ -305,9 +300,6 @@ def _by_order(grad: Any, like: Any) -> tuple[Any, ...]:
     """A gradient by order of differentiation: it is a tuple where there are several."""
     is_filled = isinstance(grad, tuple) and bool(grad)
     return grad if is_filled and _structure(grad) != _structure(like) else (grad,)
-
-
-_COLUMNS = ("site", "how", "type", "size", "under")
 
 
 @register_dataclass
@@ -332,10 +324,8 @@ class Record:
     """
 
     sites: tuple[Site, ...]
-    unreachable: tuple[tuple[str, str], ...] = field(
-        default=(), metadata={"static": True}
-    )
-    verified: bool = field(default=False, metadata={"static": True})
+    unreachable: tuple[tuple[str, str], ...] = field(default=(), metadata=STATIC)
+    verified: bool = field(default=False, metadata=STATIC)
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -371,10 +361,9 @@ class Record:
     def select(self, selector: Any) -> "Record":
         """The sites that a selector takes; an error if there are none."""
         chosen = as_select(selector)
-        found = tuple(site for site in self.sites if chosen(site))
+        found = tuple(filter(chosen, self.sites))
         if not found:
-            texts = [site.text for site in self.sites]
-            raise refuse_nothing(chosen, texts, "Record.select")
+            raise refuse_nothing(chosen, [x.text for x in self.sites], "Record.select")
         return replace(self, sites=found)
 
     def merge(self, *others: "Record") -> "Record":
@@ -510,10 +499,9 @@ class Record:
         return f"<table><caption>{self._caption()}</caption>{body}</table>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [_COLUMNS, *(site._cells() for site in self.sites)]
-        return rows + [
-            (x, "unreachable", "", "", place) for x, place in self.unreachable
-        ]
+        heads = ("site", "how", "type", "size", "under")
+        hidden = [(x, "unreachable", "", "", place) for x, place in self.unreachable]
+        return [heads, *(site._cells() for site in self.sites), *hidden]
 
     def _caption(self) -> str:
         text = f"Record: {len(self)} sites, {display.readable_bytes(self.nbytes)}"

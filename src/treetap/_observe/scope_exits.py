@@ -45,68 +45,60 @@ class Exit(NamedTuple):
     name: str | None = None
 
 
-class Uses:
-    """Where the values of a jaxpr are used last.
+def last_uses(jaxpr: Any, live: Sequence[bool]) -> dict[Any, int]:
+    """Which operation uses each value last; the results come after all of them.
+
+    That the way back uses a value that is differentiated does not count: such a use is
+    that of a residual.
 
     Args:
         jaxpr: The jaxpr.
         live: Which of its results are used on the way forward.
     """
-
-    def __init__(self, jaxpr: Any, live: Sequence[bool]):
-        end = len(jaxpr.eqns)
-        uses = [
-            (atom, n, is_backward(eqn))
-            for n, eqn in enumerate(jaxpr.eqns)
-            for atom in eqn.invars
-        ]
-        uses += [(atom, end, False) for atom, flag in zip(jaxpr.outvars, live) if flag]
-        uses = [use for use in uses if not isinstance(use[0], Literal)]
-        self._all = {atom: n for atom, n, _ in uses}
-        self._forward = {atom: n for atom, n, is_back in uses if not is_back}
-
-    def is_after(self, eqn: Any, variable: Any, n: int) -> bool:
-        """Whether a result is used after an operation; residuals do not count."""
-        known = self._forward if is_differentiated(eqn) else self._all
-        return known.get(variable, -1) > n
-
-    def live_results(self, eqn: Any, n: int) -> tuple[bool, ...]:
-        """Which results of an operation are used on the way forward; all it carries."""
-        used = [self.is_after(eqn, var, n) for var in eqn.outvars]
-        operation = operation_of(eqn.primitive, eqn.params)
-        carried = 0 if operation is None else len(operation.carried(eqn.params))
-        return (*[True] * carried, *used[carried:])
+    moved = [eqn.outvars for eqn in jaxpr.eqns if is_differentiated(eqn)]
+    differentiated = {variable for variables in moved for variable in variables}
+    results = [atom for atom, flag in zip(jaxpr.outvars, live) if flag]
+    uses = [(eqn.invars, is_backward(eqn)) for eqn in jaxpr.eqns]
+    last: dict[Any, int] = {}
+    for n, (atoms, is_back) in enumerate([*uses, (results, False)]):
+        known = [atom for atom in atoms if not isinstance(atom, Literal)]
+        last |= {x: n for x in known if not (is_back and x in differentiated)}
+    return last
 
 
-def exits(jaxpr: Any, uses: Uses) -> dict[int, list[Exit]]:
+def live_results(eqn: Any, n: int, last: dict[Any, int]) -> tuple[bool, ...]:
+    """Which results of an operation are used on the way forward; all it carries."""
+    used = [last.get(variable, -1) > n for variable in eqn.outvars]
+    operation = operation_of(eqn.primitive, eqn.params)
+    carried = 0 if operation is None else len(operation.carried(eqn.params))
+    return (*[True] * carried, *used[carried:])
+
+
+def exits(jaxpr: Any, last: dict[Any, int]) -> dict[int, list[Exit]]:
     """The values to be named, by the operation they come after, inner scopes first."""
     found: dict[int, list[Exit]] = defaultdict(list)
     visits: list[tuple[int, Any, int]] = []
-
-    def close(count: int, last: int) -> None:
-        while len(visits) > count:
+    for n, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == NAMED and not is_backward(eqn):
+            depth = len(eqn.source_info.name_stack.stack)
+            found[n].append(Exit(depth, tuple(eqn.outvars), eqn.params["name"]))
+    chains = [list(scopes_forward(eqn)) for eqn in jaxpr.eqns]
+    for end, chain in enumerate([*chains, []]):
+        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
+        same = [*goes_on, False].index(False)
+        while len(visits) > same:
             depth, part, first = visits.pop()
             if is_of_module(part):
                 continue
             variables = tuple(
                 var
-                for eqn in jaxpr.eqns[first : last + 1]
+                for eqn in jaxpr.eqns[first:end]
                 for var in eqn.outvars
-                if isinstance(var.aval, ShapedArray) and uses.is_after(eqn, var, last)
+                if isinstance(var.aval, ShapedArray) and last.get(var, -1) >= end
             )
             if variables:
-                found[last].append(Exit(depth, variables))
-
-    for n, eqn in enumerate(jaxpr.eqns):
-        chain = list(scopes_forward(eqn))
-        goes_on = [old[1] is new[1] for old, new in zip(visits, chain)]
-        same = [*goes_on, False].index(False)
-        close(same, n - 1)
-        visits += [(depth, part, n) for depth, part in chain[same:]]
-        if eqn.primitive.name == NAMED and not is_backward(eqn):
-            depth = len(eqn.source_info.name_stack.stack)
-            found[n].append(Exit(depth, tuple(eqn.outvars), eqn.params["name"]))
-    close(0, len(jaxpr.eqns) - 1)
+                found[end - 1].append(Exit(depth, variables))
+        visits += [(depth, part, end) for depth, part in chain[same:]]
     return found
 
 

@@ -9,12 +9,11 @@ transforms, gradients, statistics and edits need nothing more.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
-from jax.extend import source_info_util
 
 from treetap._capture.callee import keep_name, refuse_uncallable
 from treetap._capture.edit_points import editable
@@ -32,13 +31,18 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import bodies_of, with_bodies
-from treetap._observe.scope_exits import Exit, Uses, exits, is_telling
+from treetap._observe.scope_exits import (
+    Exit,
+    exits,
+    is_telling,
+    last_uses,
+    live_results,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@contextmanager
-def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
+def _in_scope(eqn: Any, depth: int | None = None) -> AbstractContextManager[None]:
     """The scopes an operation was traced in, as a path that taps inside will have.
 
     Marks of transforms are left out: they are in the path, and what the walk reads from
@@ -48,12 +52,11 @@ def _in_scope(eqn: Any, depth: int | None = None) -> Iterator[None]:
     parts = info.name_stack.stack[:depth]
     path = path_in(parts)
     kept = tuple(part for part in parts if not is_transform(part))
-    stack = source_info_util.current_name_stack() + type(info.name_stack)(kept)
+    stack = type(info.name_stack)(kept)
     if path:
         stack = stack.extend(ModuleScope(str(path[-1]), scope_below(path)))
-    here = source_info_util.user_context(info.traceback, name_stack=stack)
-    with here, eqn.ctx.manager:
-        yield
+    own = eqn.replace(source_info=info.replace(name_stack=stack))
+    return jax_compat.in_context_of(own)
 
 
 def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
@@ -71,8 +74,8 @@ def _marked(eqn: Any, one: Exit, values: list[Any]) -> list[Any]:
 def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]:
     """Runs a body with taps where scopes end."""
     jaxpr = body.jaxpr
-    uses = Uses(jaxpr, live)
-    ends = exits(jaxpr, uses)
+    last = last_uses(jaxpr, live)
+    ends = exits(jaxpr, last)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *values]))
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
@@ -80,7 +83,7 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
         if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
             outs = jax_compat.rebind(eqn, ins)
         else:
-            used = uses.live_results(eqn, n)
+            used = live_results(eqn, n, last)
             run, traced = (functools.partial(f, live=used) for f in (_run, _rewritten))
             with _in_scope(eqn):
                 outs = with_bodies(eqn.primitive, eqn.params, ins, run, traced)
