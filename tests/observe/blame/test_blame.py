@@ -357,6 +357,7 @@ def test_a_constant_that_is_a_result_is_named_as_such(fn):
     found = tt.blame(fn)(ONES)
     assert found.kind == "nan"
     assert "constants" in str(found)
+    assert found.count == 1
 
 
 # Arguments, Modules.
@@ -720,6 +721,13 @@ def test_a_carry_may_begin_at_infinity():
         return jax.lax.scan(lambda c, x: (jnp.minimum(c, x), None), start, xs)[0]
 
     assert not tt.blame(smallest)(jnp.ones(3), jnp.inf)
+
+
+def test_what_a_loop_without_iterations_gives_is_what_it_began_with():
+    def fn(x):
+        return jax.lax.scan(lambda c, y: (c * y, None), x, jnp.zeros(0))[0]
+
+    assert tt.blame(fn)(jnp.inf).argument == "x"
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
