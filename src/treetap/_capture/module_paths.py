@@ -191,11 +191,15 @@ def resolve(
         known: What the capture knows.
         among: Paths of the roots that a rebuilt Module may be; by default all.
     """
+    if scopes and scopes[-1].kind:
+        base, keys = scopes[-1].place_in(known.number)
+        if base is None:  # most are known, no matter what is around
+            return Where(keys, scopes[-1].kind)
     around: list[Where] = []
     here = Where((), "")
-    for places, kind in scopes:
-        base, keys = places[min(known.number, len(places) - 1)]
-        if not kind:  # no Module counts it when it looks further out
+    for scope in scopes:
+        base, keys = scope.place_in(known.number)
+        if not scope.kind:  # no Module counts it when it looks further out
             here = Where((*here.path, *keys), "")
             continue
         start = ()
@@ -204,7 +208,7 @@ def resolve(
             start = _argument(base, around[-1:] or roots, around[-1:])
         elif base is not None and base < len(around):
             start = around[-1 - base].path
-        here = Where((*start, *keys), kind)
+        here = Where((*start, *keys), scope.kind)
         around.append(here)
     return here
 

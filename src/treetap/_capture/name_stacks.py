@@ -36,6 +36,10 @@ class Scope(NamedTuple):
     places: tuple[tuple[int | str | None, Path], ...]
     kind: str
 
+    def place_in(self, number: int) -> tuple[int | str | None, Path]:
+        """A base and keys for a capture; one that opened later knows the last's."""
+        return self.places[min(number, len(self.places) - 1)]
+
 
 class ModuleScope(str):
     """The name of a scope that a Module opened: what to show, and where it is.

@@ -6,11 +6,12 @@ what the operation gave (`settle`). What is heard is kept as `Call`s, in order o
 execution. `listener` runs a function for it.
 
 Tickets at the level of the capture are arrays or tracers like all others. A session
-knows each by its identity: `tickets` has, by the `id` of the array, the array itself
-(so that it lives and its `id` is not given to another), the call it belongs to, and
-what is fed there. JAX may give one array for several equal results, and would make two
-tickets one: so each is made an array of its own when it comes out. Gradients come in a
-later operation, or the same one, with the ticket as an operand: that tells their call.
+knows each by its identity: `tickets` has, by the `id` of the array, the taps it may be
+of, with their calls and what is fed there; `arrays` holds the arrays, so that no `id`
+is given to another. JAX may give one array for several equal results, and would make
+two tickets one: so each is made an array of its own when it comes out. Gradients come
+in a later operation, or the same one, with the ticket as an operand: that tells their
+call.
 """
 
 from collections import Counter
@@ -27,7 +28,6 @@ from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
 from treetap._capture.module_paths import (
     Root,
     Roots,
-    Where,
     is_of_argument,
     open_scopes,
     resolve,
@@ -60,7 +60,6 @@ class Session:
         edits: Whether it edits, and hears the marks of what may be edited.
         calls: What was heard.
         counts: How many calls there were, by path and name.
-        places: Where scopes led to.
         tickets: What is known of tickets, by `id`.
         arrays: The tickets themselves.
         edited: Names of values that are edited.
@@ -82,7 +81,6 @@ class Session:
     edits: bool = False
     calls: list[Call] = field(default_factory=list)
     counts: Counter[tuple[Path, str]] = field(default_factory=Counter)
-    places: dict[tuple[Any, ...], Where] = field(default_factory=dict)
     tickets: dict[int, list[Ticket]] = field(default_factory=dict)
     arrays: list[Any] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
@@ -124,11 +122,7 @@ class Session:
 
     def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
         """A call without its value yet."""
-        scopes, label = spot.scopes, spot.label
-        key: Any = scopes if roots is None else (scopes, *roots)
-        where = self.places.get(key)
-        if where is None:
-            where = self.places[key] = resolve(scopes, self.known, roots)
+        label, where = spot.label, resolve(spot.scopes, self.known, roots)
         if label.how == "output":
             label = label._replace(kind=self.asked.outputs)
         key = where.path, label.name
