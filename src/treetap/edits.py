@@ -221,7 +221,7 @@ class Edit:
         found = [fit(target, each) for fit, each in zip(self.fits, self.args)]
         args = tuple(each for each, _ in found)
         axes = [one for _, several in found for one in several]
-        return dataclasses.replace(self, args=args, fits=()), axes
+        return dataclasses.replace(self, args=args, fits=(), what=""), axes
 
     def at(self, iteration: Any) -> "Edit":
         """The same in one iteration of a scan; in others the value is as it was.
