@@ -14,6 +14,8 @@ import treetap as tt
 @pytest.fixture(params=[False, True])
 def is_new(request):
     names = [x for x in ("jax_custom_jvp3", "jax_remat3") if hasattr(jax.config, x)]
+    if jax.__version_info__ < (0, 12):  # there they are trials: a rule runs twice
+        names = []
     before = {name: getattr(jax.config, name) for name in names}
     for name in names:
         jax.config.update(name, request.param)
