@@ -21,13 +21,12 @@ from treetap._capture.module_paths import rooted
 from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
 from treetap._capture.walk import batched_branches, jax_compat
-from treetap._capture.walk.operations import Step, operation_at
+from treetap._capture.walk.operations import Step, operation_of
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._capture.walk.survey import (
-    Inner,
     handed_on,
     is_spotless,
     refuse_copies,
@@ -163,7 +162,7 @@ class Listener(Through):
         primitive: Any,
         values: list[Any],
         params: Any,
-        inner: list[Inner],
+        inner: list[Part],
         seen: list[Spot],
     ) -> Any:
         """Runs an operation with taps inside, and keeps what comes out."""
@@ -172,12 +171,11 @@ class Listener(Through):
         forward = (taps_in(one.body.jaxpr).is_forward for one in inner)
         session.is_forward = session.is_forward or any(forward)
         spots = self._seen_here(seen)
-        operation = operation_at(primitive, params)
-        handed = values if operation.is_handed else None
+        handed = values if "donated_invars" in params else None
         planned = session.planned(spots, values, handed)
-        parts = [one.part(planned.plan, planned.feeds) for one in inner]
+        parts = [one.by(planned.plan, planned.feeds) for one in inner]
         step = Step(primitive, params, values, Walk(session.keep))
-        outs, found = operation.run(step, *parts)
+        outs, found = operation_of(primitive, params).run(step, *parts)
         pairs = handed_on(primitive, params, len(values), outs)
         session.settle(planned, found, outs, values, pairs)
         return outs if primitive.multiple_results else outs[0]
@@ -233,5 +231,5 @@ class Listener(Through):
             planned = session.planned(self._seen_here(taps.spots), values)
             part = Part(body, taps.spots, planned.plan, planned.feeds)
             outs, found = Walk(session.keep).run(part, list(values))
-            session.settle(planned, found, outs, values, taps.handed_on())
+            session.settle(planned, found, outs, values, taps.handed_on)
             return jax_compat.with_values(shapes[0], outs)

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from treetap._capture.calls import Call
@@ -159,7 +158,7 @@ class Reference:
             step = steps.get(eqn.primitive, self._once)
             return step(eqn, ins, frame)
 
-        return jax_compat.evaluate(body.jaxpr, body.consts, values, run)
+        return jax_compat.evaluate(body, values, run)
 
     def _note(self, eqn: Any, values: list[Any], frame: Frame) -> None:
         told, rows = eqn.params["told"], eqn.params["rows"]
@@ -212,10 +211,10 @@ class Reference:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         first = num_cond + num_body
         consts, carry = ins[num_cond:first], ins[first:]
-        cond = jax_compat.opened(eqn.params["cond_jaxpr"])
+        cond = body_of(eqn.params["cond_jaxpr"])
         turn = 0
         while True:
-            (again,) = jax_compat.evaluate(*cond, [*ins[:num_cond], *carry])
+            (again,) = jax_compat.evaluate(cond, [*ins[:num_cond], *carry])
             if not np.any(again):
                 return carry
             inside = frame.inside(eqn, turn)
@@ -262,8 +261,8 @@ def _tells(eqn: Any) -> bool:
     if eqn.primitive is while_p and is_computed_again(eqn.source_info.name_stack):
         return False
     return any(
-        jax_compat.holds(jax_compat.opened(jaxpr)[0], witness_p)
-        for jaxpr in jax_compat.jaxprs_of(eqn.params)
+        jax_compat.holds(body.jaxpr, witness_p)
+        for body in jax_compat.bodies_in(eqn.params)
     )
 
 
@@ -274,9 +273,7 @@ def _bodies(eqn: Any) -> list[Body]:
         return list(map(body_of, params["branches"]))
     if eqn.primitive is while_p:
         return [body_of(params["body_jaxpr"])]
-    # A closed jaxpr has its constants, which the open one in it has not.
-    closed = [one for one in params.values() if isinstance(one, ClosedJaxpr)]
-    found = list(map(body_of, closed or jax_compat.jaxprs_of(params)))
+    found = list(jax_compat.bodies_in(params))
     fits = len(found) == 1 and len(found[0].jaxpr.invars) == len(eqn.invars)
     if not fits or eqn.primitive.name == SHARD_MAP.name:
         raise CaptureError(

@@ -72,7 +72,7 @@ def _with_guards(branch: Any, number: int, count: int) -> Any:
 
         masks = [jax.ShapeDtypeStruct((), bool)] * count
         avals = [var.aval for var in body.jaxpr.invars]
-        return jax_compat.like(branch, jax_compat.traced(fn, [*avals, *masks]))
+        return jax_compat.traced(fn, [*avals, *masks])
 
     return _guarded.get(body.jaxpr, (number, count), made)
 
@@ -101,7 +101,7 @@ def _stay_in_loop(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> A
 
 def _stay_whole(rule: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
     """The same of an operation that holds taps."""
-    held = map(body_of, jax_compat.jaxprs_of(params))
+    held = jax_compat.bodies_in(params)
     if jax_compat.is_hoisting() and any(taps_in(body.jaxpr).spots for body in held):
         tracers = tuple(map(trace.instantiate_const, tracers))
     return rule(trace, *tracers, **params)
@@ -120,7 +120,7 @@ def refuse_hoisted(spots: Sequence[Spot]) -> None:
 
 
 def _without_marks(jaxpr: Any) -> Any:
-    """A jaxpr without marks, in the form that it has."""
+    """A jaxpr without marks."""
     body = body_of(jaxpr)
     spots = taps_in(body.jaxpr).spots
 
@@ -132,7 +132,7 @@ def _without_marks(jaxpr: Any) -> Any:
             return Walk().run(part, values)[0]
 
         avals = [var.aval for var in body.jaxpr.invars]
-        return jax_compat.like(jaxpr, jax_compat.traced(fn, avals))
+        return jax_compat.traced(fn, avals)
 
     return _unmarked.get(body.jaxpr, None, made)
 

@@ -24,7 +24,7 @@ from treetap._capture.edit_points import derived, edit_p, rows_of
 from treetap._capture.marks import gradient_p, tap_p
 from treetap._capture.statistics.reduced import Reduced, Reduction, arranged, on_each
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.spots import Has, Spot
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
@@ -80,19 +80,26 @@ Found = list[Recorded | None]  # by spot
 
 
 class Part(NamedTuple):
-    """A body, and what is to be done at the spots in it.
+    """A body of an operation, and what is to be done at the spots in it.
 
     Attributes:
         body: The jaxpr.
-        spots: The spots in it.
+        spots: The spots in it, as seen from inside.
         plan: What is done at each.
         feeds: What is fed at each.
+        start: Where the spots begin among those of the jaxpr around.
     """
 
     body: Body
-    spots: Sequence[Spot]
-    plan: Plan
-    feeds: Feeds
+    spots: Sequence[Spot] = ()
+    plan: Plan = ()
+    feeds: Feeds = ()
+    start: int = 0
+
+    def by(self, plan: Plan, feeds: Feeds) -> "Part":
+        """The same with its part of a plan for all spots of the jaxpr around."""
+        place = slice(self.start, self.start + len(self.spots))
+        return self._replace(plan=plan[place], feeds=feeds[place])
 
     @property
     def fed(self) -> list[Any]:
@@ -190,10 +197,10 @@ class Kept(NamedTuple):
         size = self.asked.iterations
 
         def buffer(aval: Any) -> Any:
-            zeros = jax_compat.zeros_like_aval(aval)
+            zeros = jax_compat.zeros_of(aval)
             return jnp.stack([zeros] * size, axis=len(self.rows)) if size else zeros
 
-        states = jax.tree.map(jax_compat.zeros_like_aval, avals.states)
+        states = jax.tree.map(jax_compat.zeros_of, avals.states)
         return Recorded(states, *jax.tree.map(buffer, avals[1:]))
 
     def renewed(self, before: Recorded, after: Recorded, counter: Any) -> Recorded:
@@ -251,18 +258,24 @@ class Rewritten(NamedTuple):
 
     Attributes:
         jaxpr: Closed; after its results it gives what comes out, in one list.
-        num_outs: How many results there are.
-        tree: The structure of what comes out.
+        tree: The structure of both together.
     """
 
     jaxpr: Any
-    num_outs: int
     tree: Any
 
     def split(self, outs: Sequence[Any]) -> tuple[list[Any], Found]:
         """Its results, and what came out, from all that it gave."""
-        own, rest = outs[: self.num_outs], outs[self.num_outs :]
-        return list(own), self.tree.unflatten(rest)
+        return self.tree.unflatten(outs)
+
+    def run(self, values: Sequence[Any]) -> tuple[list[Any], Found]:
+        """Runs it: its results, and what came out."""
+        return self.split(jax_compat.evaluate(body_of(self.jaxpr), values))
+
+    @property
+    def types(self) -> Found:
+        """Types of what comes out."""
+        return self.split(self.jaxpr.out_avals)[1]
 
 
 class Feed:
@@ -423,7 +436,7 @@ class Editing(Feed):
                 f"there is {typed(old)}. Shapes and types must be the same."
             )
         new = new if new.dtype == kind.dtype else new.astype(kind.dtype)
-        return jax_compat.as_varying(new, tuple(jax_compat.varying(old)))
+        return jax_compat.as_varying(new, jax_compat.varying(kind))
 
 
 def is_inexact(value: Any) -> bool:

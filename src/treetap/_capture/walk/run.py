@@ -19,7 +19,7 @@ from treetap._capture.edit_points import edit_p, unedited
 from treetap._capture.marks import TICKET, gradient_p, linear_p, tap_p
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import Step, operation_at
+from treetap._capture.walk.operations import Step, operation_of
 from treetap._capture.walk.plans import (
     Adding,
     Choice,
@@ -77,8 +77,8 @@ class Walk(NamedTuple):
                     asked = part.plan[place], work.spots[place], part.feeds[place]
                     outs, found[place] = self.at_spot(step, *asked)
                 elif n in work.inner:
-                    parts = [one.part(part.plan, part.feeds) for one in work.inner[n]]
-                    operation = operation_at(eqn.primitive, eqn.params)
+                    parts = [one.by(part.plan, part.feeds) for one in work.inner[n]]
+                    operation = operation_of(eqn.primitive, eqn.params)
                     outs, inside = operation.run(step, *parts)
                     start = work.inner[n][0].start
                     found[start : start + len(inside)] = inside
@@ -102,7 +102,7 @@ class Walk(NamedTuple):
 
             avals = [var.aval for var in body.jaxpr.invars]
             jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals, *fed)
-            return Rewritten(jaxpr, len(shapes[0]), jax.tree.structure(shapes[1]))
+            return Rewritten(jaxpr, jax.tree.structure(shapes))
 
         key = (self, part.plan, fed, jax.sharding.get_abstract_mesh())
         return _rewritten.get(body.jaxpr, key, made)

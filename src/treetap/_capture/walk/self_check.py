@@ -43,10 +43,10 @@ def _equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, int]]:
     """The equations of a differentiated function, with how many are around each."""
 
     def below(jaxpr: Any, depth: int) -> Iterator[tuple[Any, int]]:
-        for eqn in jax_compat.opened(jaxpr)[0].eqns:
+        for eqn in jaxpr.eqns:
             yield eqn, depth
-            for body in jax_compat.jaxprs_of(eqn.params):
-                yield from below(body, depth + 1)
+            for body in jax_compat.bodies_in(eqn.params):
+                yield from below(body.jaxpr, depth + 1)
 
     return list(below(jax.make_jaxpr(jax.grad(fn))(*args), 0))
 

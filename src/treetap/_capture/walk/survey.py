@@ -12,47 +12,19 @@ other values. Who walks says which (see `run.Walk`).
 """
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from jax.extend.core import Literal, Primitive
 
 from treetap._capture.marks import is_like_ticket, linear_p
 from treetap._capture.name_stacks import is_computed_again, mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import (
-    OPERATIONS,
-    bodies_of,
-    hidden_jaxprs,
-    is_plain,
-    operation_of,
-)
-from treetap._capture.walk.plans import Feeds, Part, Plan
+from treetap._capture.walk.operations import is_plain, operation_of
+from treetap._capture.walk.plans import Part
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._core.errors import CaptureError
-
-
-class Inner(NamedTuple):
-    """A body of an operation, with its spots.
-
-    Attributes:
-        body: The jaxpr.
-        spots: Its spots, as seen from inside.
-        start: Where these begin among the spots outside.
-    """
-
-    body: Body
-    spots: Sequence[Spot]
-    start: int
-
-    def part(self, plan: Plan, feeds: Feeds) -> Part:
-        """What is to be done in it, by a plan for all spots outside."""
-        place = slice(self.start, self.start + len(self.spots))
-        return Part(self.body, self.spots, plan[place], feeds[place])
 
 
 class Survey:
@@ -68,18 +40,23 @@ class Survey:
 
     def __init__(self, jaxpr: Any):
         self.spots: list[Spot] = []
-        self.inner: dict[int, list[Inner]] = {}
+        self.inner: dict[int, list[Part]] = {}
         self.taps: dict[int, int] = {}
         self.results: dict[int, int] = {}
         self.entry: int | None = None
-        self._jaxpr = weakref.ref(jaxpr)  # a survey is kept for as long as that
 
 
 class Taps(Survey):
-    """The taps of a jaxpr."""
+    """The taps of a jaxpr.
+
+    Attributes:
+        is_forward: Whether something marked is differentiated forward in here.
+        handed_on: Outputs that may be inputs: the number of each, and of the input.
+    """
 
     def __init__(self, jaxpr: Any):
         super().__init__(jaxpr)
+        self.is_forward = jax_compat.holds(jaxpr, linear_p)
         # By variable, the spots whose tickets it may hold, and the inputs it may be.
         self._tickets: dict[Any, set[int]] = {}
         self._inputs = {var: {n} for n, var in enumerate(jaxpr.invars)}
@@ -95,22 +72,12 @@ class Taps(Survey):
                 self.inner[n] = [x._replace(start=start + x.start) for x in inner]
             self._add_inner(eqn, seen)
             self._follow(eqn)
-        for n, var in enumerate(jaxpr.outvars):
-            for place in self._tickets.get(var, ()) if _is_var(var) else ():
-                spot = self.spots[place]
-                flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
-                self.spots[place] = spot._replace(flow=flow)
-
-    @functools.cached_property
-    def is_forward(self) -> bool:
-        """Whether something marked is differentiated forward in here."""
-        return jax_compat.holds(self._jaxpr(), linear_p)
-
-    def handed_on(self) -> list[tuple[int, int]]:
-        """Outputs that may be inputs: the number of each, and that of the input."""
-        jaxpr: Any = self._jaxpr()
         pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
-        return [(n, m) for n, var in pairs for m in self._inputs.get(var, ())]
+        self.handed_on = [(n, m) for n, var in pairs for m in self._inputs.get(var, ())]
+        for n, place in [(n, x) for n, v in pairs for x in self._tickets.get(v, ())]:
+            spot = self.spots[place]
+            flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
+            self.spots[place] = spot._replace(flow=flow)
 
     def _add_tap(self, eqn: Any) -> None:
         stack = eqn.source_info.name_stack
@@ -174,21 +141,11 @@ def taps_in(jaxpr: Any) -> Taps:
     return survey(jaxpr, Taps)
 
 
-# Asked for every operation that a capture comes to, so it is one plain look-up.
-_spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
-
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
     """Whether an operation is known to hold no taps: a quick look."""
-    operation = OPERATIONS.get(primitive.name)  # objects have no `holder`
-    if operation is None or not operation.holder:
-        return is_plain(primitive, params)
-    jaxpr = params[operation.holder]
-    known = _spotless.get(jaxpr)
-    if known is None:
-        spots = taps_in(jax_compat.opened(jaxpr)[0]).spots
-        known = _spotless[jaxpr] = not spots
-    return known
+    return is_plain(primitive, params) or not any(
+        taps_in(body.jaxpr).spots for body in jax_compat.bodies_in(params)
+    )
 
 
 def handed_on(
@@ -207,8 +164,8 @@ def handed_on(
         for n, result in enumerate(results):
             if is_like_ticket(result):
                 yield from ((n, source) for source in range(count))
-    for body in bodies_of(primitive, params):
-        for n, source in taps_in(body.jaxpr).handed_on():
+    for body in operation_of(primitive, params).bodies(params):
+        for n, source in taps_in(body.jaxpr).handed_on:
             if n < len(results):
                 yield n, body.first + source
 
@@ -229,30 +186,31 @@ def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
 
 def spots_below(
     primitive: Primitive, params: dict[str, Any]
-) -> tuple[list[Inner], list[Spot]]:
+) -> tuple[list[Part], list[Spot]]:
     """The bodies of an operation, if it holds taps, and all their spots from outside.
 
     The tickets of these come by its operands, and go by its results. Those that the
     walk cannot come to are the last, so that nothing is found at them.
     """
-    inner: list[Inner] = []
+    inner: list[Part] = []
     seen: list[Spot] = []
     if is_plain(primitive, params):
         return inner, seen
     operation = operation_of(primitive, params)
-    for number, body in enumerate(bodies_of(primitive, params)):
-        assert operation is not None
+    wrap = operation.wrap(params)
+    for number, body in enumerate(operation.bodies(params)):
         own, base = taps_in(body.jaxpr).spots, len(seen)
-        inner.append(Inner(body, own, base))
+        inner.append(Part(body, own, start=base))
         for spot in own:
             flow = spot.flow.shifted(base, body.first)
-            outside = spot.wrapped(operation.wrap(params), number)._replace(flow=flow)
             again = operation.is_repeated or spot.is_repeated
-            seen.append(outside._replace(is_repeated=again))
+            outside = spot.wrapped(wrap, number)
+            seen.append(outside._replace(flow=flow, is_repeated=again))
+    known = [part.body.jaxpr for part in inner]
     inner = inner if seen else []
-    where = (operation and operation.hides) or f"the operation {primitive.name!r}"
-    for jaxpr in hidden_jaxprs(primitive, params):
-        for spot in taps_in(jaxpr).spots:
+    where = operation.hides or f"the operation {primitive.name!r}"
+    for body in jax_compat.bodies_in(params):
+        for spot in [] if body.jaxpr in known else taps_in(body.jaxpr).spots:
             hidden_in = spot.hidden_in or where
             seen.append(spot._replace(hidden_in=hidden_in, flow=Flow()))
     return inner, seen

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from treetap._capture.marks import Label, debug_effect
-from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import bodies_in, body_of
 
 
 class Told:
@@ -145,9 +145,9 @@ def tell_branches(axis: Any, index: Any, branches: Sequence[Any]) -> None:
         index: The number of the branch, the rows first.
         branches: Their jaxprs.
     """
-    inside = [set(_told_in(jax_compat.opened(branch)[0])) for branch in branches]
+    inside = [set(_told_in(body_of(branch).jaxpr)) for branch in branches]
     if any(inside):
-        ruled = {name for x in branches for name in _ruled_in(jax_compat.opened(x)[0])}
+        ruled = {name for x in branches for name in _ruled_in(body_of(x).jaxpr)}
         branching = Branching(inside, ruled)
         _each_row(axis, [index], [0], told=branching, rows=())
 
@@ -156,15 +156,14 @@ def _told_in(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is witness_p:
             yield eqn.params["told"]
-        for inner in jax_compat.jaxprs_of(eqn.params):
-            yield from _told_in(jax_compat.opened(inner)[0])
+        for inner in bodies_in(eqn.params):
+            yield from _told_in(inner.jaxpr)
 
 
 def _ruled_in(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         has_rule = eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
-        for inner in jax_compat.jaxprs_of(eqn.params):
-            opened = jax_compat.opened(inner)[0]
+        for inner in bodies_in(eqn.params):
             if has_rule or "_prim" in eqn.params:
-                yield from (told.label.name for told in _told_in(opened))
-            yield from _ruled_in(opened)
+                yield from (told.label.name for told in _told_in(inner.jaxpr))
+            yield from _ruled_in(inner.jaxpr)

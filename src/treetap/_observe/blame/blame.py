@@ -226,7 +226,7 @@ class _Suspect:
         return search(self.body)
 
     def _all_finite(self, *values: Any) -> Any:
-        outs = jax_compat.evaluate(*self.body[:2], values)
+        outs = jax_compat.evaluate(self.body, values)
         flags = [jnp.all(jnp.isfinite(value)) for value in outs]
         return jnp.all(jnp.array(flags, bool))
 
@@ -298,7 +298,7 @@ def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     loops, shard = [], None
     for frame, turn in value.steps:
         name = frame.operation.name
-        if frame.operation.is_at_once:
+        if frame.mesh:
             shard = turn
         elif turn is not None:
             loops.append((name, turn))

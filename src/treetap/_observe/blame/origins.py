@@ -29,7 +29,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from treetap._capture.name_stacks import is_transposed
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.operations import Operation, operation_at
+from treetap._capture.walk.operations import Operation, operation_of
 from treetap._capture.walk.survey import survey
 from treetap._observe.blame.search import (
     FINITE,
@@ -89,13 +89,18 @@ class Frame:
     def operation(self) -> Operation:
         """What the operation around is."""
         eqn = self.equation
-        return operation_at(eqn.primitive, eqn.params)
+        return operation_of(eqn.primitive, eqn.params)
 
     @cached_property
     def turns(self) -> range | None:
         """The turns of the operation around that are told apart, as they run."""
         find = self.operation.turns
         return None if find is None else find(self.equation.params)
+
+    @cached_property
+    def mesh(self) -> dict[Any, int]:
+        """The mesh axes of the operation around, whose turns are at the same time."""
+        return self.operation.mesh(self.equation.params)
 
     @cached_property
     def carried(self) -> range:
@@ -238,7 +243,7 @@ class Findings:
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = set(named if isinstance(named, tuple | list) else (named,))
         looped = [one for one in value.frame.around if one.turns is not None]
-        meshes = [one.operation.mesh(one.equation.params) for one in looped]
+        meshes = [one.mesh for one in looped]
         around = [(n, mesh) for n, mesh in enumerate(meshes) if names & mesh.keys()]
         if not around:
             yield value.turns
@@ -284,7 +289,7 @@ class Findings:
         shards: list[int] = []
         for frame, turn in value.steps:
             at = self.turn_in(frame, value) if frame.is_merged else 0
-            if turn is not None and frame.operation.is_at_once:
+            if turn is not None and frame.mesh:
                 shards.append(turn)
             elif turn is not None and frame.turns is not None:
                 at = frame.turns.index(turn)

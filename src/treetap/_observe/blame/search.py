@@ -25,7 +25,7 @@ from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.plans import Choice, Part, is_inexact
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import Flow, Wrap, plain_spot
-from treetap._capture.walk.survey import Inner, Survey, survey
+from treetap._capture.walk.survey import Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 DEPTH = 4  # of loops inside one another whose turns are told
@@ -46,9 +46,8 @@ class EveryValue(Survey):
         self.entry = self._add("", jaxpr.invars, ())
         for n, eqn in enumerate(jaxpr.eqns):
             operation = operation_of(eqn.primitive, eqn.params)
-            if operation is not None:
+            if bodies := list(operation.bodies(eqn.params)):
                 wrap = operation.wrap(eqn.params)
-                bodies = operation.bodies(eqn.params)
                 self.inner[n] = [self._enter(eqn, body, wrap) for body in bodies]
             scopes = scopes_in(eqn.source_info.name_stack)
             place = self._add(eqn.primitive.name, eqn.outvars, scopes)
@@ -67,14 +66,14 @@ class EveryValue(Survey):
         self.spots.append(plain_spot(label, scopes, own))
         return place
 
-    def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Inner:
+    def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Part:
         base, stack = len(self.spots), eqn.source_info.name_stack
         scopes, mappings = scopes_in(stack), mappings_in(stack)
         own = survey(body.jaxpr, EveryValue).spots
         for spot in own:
-            seen = spot if wrap is None else spot.wrapped(wrap)
+            seen = spot.wrapped(wrap)
             self.spots.append(seen.seen_from(scopes, mappings, Flow()))
-        return Inner(body, own, base)
+        return Part(body, own, start=base)
 
 
 class Finiteness(NamedTuple):
