@@ -356,7 +356,7 @@ def leaves_of_a_loop_have_the_axes_of_others(was):
     return wrapped
 
 
-@mutant(spots, "mappings_in", "vmap of while")
+@mutant(survey, "mappings_in", "vmap of while")
 def one_more_mapping_is_further_in(was):
     return lambda stack: was(stack) + 1
 
@@ -589,17 +589,17 @@ def a_body_has_the_plan_of_the_first(was):
 
 @mutant(run, "recorded", "leaves mapped and not")
 def leaves_come_out_in_reverse(was):
-    def recorded(primitive, values, choice, spot):
+    def recorded(values, choice, spot):
         count = len(spot.own)
-        return was(primitive, values[:count][::-1] + values[count:], choice, spot)
+        return was(values[:count][::-1] + values[count:], choice, spot)
 
     return recorded
 
 
 @mutant(run, "recorded", "vmap of cond")
 def masks_come_out_negated(was):
-    def recorded(primitive, values, choice, spot):
-        found = was(primitive, values, choice, spot)
+    def recorded(values, choice, spot):
+        found = was(values, choice, spot)
         if found is None:
             return found
         return found._replace(flags=[jnp.logical_not(x) for x in found.flags])
@@ -827,6 +827,7 @@ def forget():
     for held in gc.get_objects():
         if isinstance(held, jaxpr_cache.JaxprCache):
             held._held.clear()
+    survey._spotless.clear()
     operations._plain.clear()
 
 

@@ -25,7 +25,7 @@ from treetap._capture.walk.operations import Step, operation_of
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
-from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
+from treetap._capture.walk.spots import MARKS, Spot, spot_of
 from treetap._capture.walk.survey import (
     handed_on,
     is_spotless,
@@ -144,13 +144,9 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, values: list[Any], params: Any) -> Any:
         session = self.session
-        name_stack = current_name_stack()
-        spot = spot_of(primitive, params, values, name_stack)
-        refuse_copies(name_stack, [spot])
+        (spot,) = self._seen_here([spot_of(primitive, params, values)])
+        refuse_copies(current_name_stack(), [spot])
         batched_branches.refuse_hoisted([spot])
-        ticket = len(values) - 1
-        flow = Flow(tickets=(len(values),)) if spot.is_tap else Flow(sources=(ticket,))
-        spot = spot._replace(scopes=session.scopes(), outer=0, flow=flow)
         planned = session.planned([spot], values)
         walk, asked = Walk(session.keep), (planned.plan[0], spot, planned.feeds[0])
         outs, found = walk.at_spot(Step(primitive, params, values, walk), *asked)

@@ -156,7 +156,7 @@ def bodies_in(params: dict[str, Any]) -> Iterator[Body]:
         params = {**held.params, "traced": traced and traced.jaxpr}
     for value in params.values():
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, ClosedJaxpr | Jaxpr):
+            if isinstance(one, (ClosedJaxpr, Jaxpr)):
                 yield body_of(one)
 
 
@@ -196,8 +196,8 @@ def rule_of_vjp(params: dict[str, Any], count: int) -> RuleOfVjp:
     unperturbed = [False] * (count - num_consts)
     rule = Body(*params["fwd_jaxpr_thunk"].call_wrapped(*unperturbed)[:2])
     out_tree, _, forwarded = params["out_trees"]()
-    given = [var.aval for var in body_of(params["call_jaxpr"]).jaxpr.invars]
-    forward = traced(lambda *values: evaluate(rule, values[num_consts:]), given)
+    avals = params["call_jaxpr"].in_avals
+    forward = traced(lambda *values: evaluate(rule, values[num_consts:]), avals)
 
     def backward(*values: Any) -> Any:
         found = params["bwd"].call_wrapped(*values)
@@ -209,8 +209,7 @@ def rule_of_vjp(params: dict[str, Any], count: int) -> RuleOfVjp:
 
 def varying(aval: Any) -> Any:
     """The axes of a shard_map that a value of this type varies over."""
-    held = getattr(aval, "vma", None)
-    return getattr(getattr(aval, "mat", None), "varying", ()) if held is None else held
+    return getattr(getattr(aval, "mat", None), "varying", ())
 
 
 def as_varying(value: Any, axes: Iterable[Any]) -> Any:

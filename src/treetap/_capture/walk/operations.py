@@ -159,31 +159,19 @@ def _distinct(tree: Any) -> tuple[list[Any], Any]:
 
     What differentiation keeps of a marked value is kept once, not before and after.
     """
-    kept: dict[int, int] = {}
-    distinct: list[Any] = []
-
-    def place(value: Any) -> int:
-        if kept.setdefault(id(value), len(distinct)) == len(distinct):
-            distinct.append(value)
-        return kept[id(value)]
-
-    return distinct, jax.tree.map(place, tree)
-
-
-def _while_body(params: Params) -> list[Body]:
-    return [body_of(params["body_jaxpr"], params["cond_nconsts"])]
+    distinct = {id(value): value for value in jax.tree.leaves(tree)}
+    places = {key: n for n, key in enumerate(distinct)}
+    return [*distinct.values()], jax.tree.map(lambda x: places[id(x)], tree)
 
 
 def _while_carried(params: Params) -> range:
-    (body,) = _while_body(params)
     first = params["body_nconsts"]
-    return range(first, first + len(body.jaxpr.outvars))
+    return range(first, first + len(params["body_jaxpr"].out_avals))
 
 
 def while_rows(params: Params) -> tuple[int, ...]:
     """The rows of a `while` under mappings, which end one by one."""
-    cond = body_of(params["cond_jaxpr"]).jaxpr
-    return tuple(cond.outvars[0].aval.shape)
+    return params["cond_jaxpr"].out_avals[0].shape
 
 
 def _run_while(step: Step, asked: Part) -> Ran:
@@ -316,7 +304,7 @@ SCAN = Operation(
 WHILE = Operation(
     "while",
     _run_while,
-    _while_body,
+    lambda params: [body_of(params["body_jaxpr"], params["cond_nconsts"])],
     hides="the condition of a while loop",
     flag="count",
     carried=_while_carried,
@@ -336,7 +324,6 @@ OPERATIONS: dict[str, Operation] = {
         Operation("call", _run_inlined, is_call=True),
         Operation("eval_jaxpr", _run_inlined, is_call=True),
         Operation("remat2", _run_remat, is_repeated=True),
-        Operation("checkpoint", _run_remat, is_repeated=True),
         Operation("custom_jvp_call", run_custom_jvp, is_call=True),
         Operation("custom_vjp_call", run_custom_vjp),
         # What JAX is about to have in the place of `checkpoint` and `custom_jvp_call`.

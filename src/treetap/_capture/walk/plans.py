@@ -119,20 +119,16 @@ class Part(NamedTuple):
         """Where the axis of an operation belongs in what comes out: a prefix of it."""
         places: list[Any] = []
         for choice, spot in zip(self.plan, self.spots):
-            of_states: Any = choice.reduce.num_apart if choice.reduce else 0
+            states: Any = choice.reduce.num_apart if choice.reduce else 0
             leaves = list(map(spot.place, spot.has)) if choice.record else []
             flags = list(map(spot.place, spot.flags_have))
-            place = Recorded(of_states, leaves, flags)
-            places.append(place if choice.is_heard else None)
+            place = Recorded(states, leaves, flags) if choice.is_heard else None
+            places.append(place)
         return places
 
     def with_axis(self, found: Found, put: Callable[[Any, int], Any]) -> Found:
         """What came out, with the axis of an operation put where it belongs."""
-
-        def placed(place: int, part: Any) -> Any:
-            return jax.tree.map(lambda value: put(value, place), part)
-
-        return jax.tree.map(placed, self.outers(), found)
+        return jax.tree.map(put, found, jax.tree.broadcast(self.outers(), found))
 
     def fed_outers(self) -> list[int | None]:
         """The same for each value that is fed; None for one without such an axis."""
@@ -194,14 +190,12 @@ class Kept(NamedTuple):
         Args:
             avals: Types of what comes out of a turn, the axes of rows first.
         """
-        size = self.asked.iterations
+        zeros, size = jax.tree.map(jax_compat.zeros_of, avals), self.asked.iterations
 
-        def buffer(aval: Any) -> Any:
-            zeros = jax_compat.zeros_of(aval)
-            return jnp.stack([zeros] * size, axis=len(self.rows)) if size else zeros
+        def buffer(value: Any) -> Any:
+            return jnp.stack([value] * size, axis=len(self.rows)) if size else value
 
-        states = jax.tree.map(jax_compat.zeros_of, avals.states)
-        return Recorded(states, *jax.tree.map(buffer, avals[1:]))
+        return Recorded(zeros.states, *jax.tree.map(buffer, zeros[1:]))
 
     def renewed(self, before: Recorded, after: Recorded, counter: Any) -> Recorded:
         """What the loop keeps after one more turn; `counter` has those of each row."""
@@ -232,11 +226,10 @@ class Kept(NamedTuple):
 
         found, states = self._each(found, back), found.states
         asked, by_row = self.asked.reduce, self.choice.reduce
-        if asked is not None and by_row is not None:
-            over = asked.no_longer_apart(by_row)
-            for place in reversed(over):
-                total = functools.partial(Reduced.total, start=place, stop=place + 1)
-                states = on_each(total, states)
+        over = asked.no_longer_apart(by_row) if asked and by_row else []
+        for place in reversed(over):
+            total = functools.partial(Reduced.total, start=place, stop=place + 1)
+            states = on_each(total, states)
         return flagged(counter, self.spot, found._replace(states=states))
 
 
@@ -322,9 +315,7 @@ class Guarding(Feed):
         own = {**params, "branches": (self.number, *params.get("branches", ()))}
         if primitive is tap_p:
             maps = params["maps"]
-            own["maps"] = tuple(
-                one._replace(mapped=(*one.mapped, False)) for one in maps
-            )
+            own["maps"] = tuple(x._replace(mapped=(*x.mapped, False)) for x in maps)
             *out, _, ticket = primitive.bind(*values, mask, **own)
             return [*out, ticket]
         if primitive is gradient_p:

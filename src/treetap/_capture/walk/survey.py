@@ -12,19 +12,24 @@ other values. Who walks says which (see `run.Walk`).
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from jax.extend.core import Literal, Primitive
 
 from treetap._capture.marks import is_like_ticket, linear_p
 from treetap._capture.name_stacks import is_computed_again, mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
+from treetap._capture.walk.jax_compat import body_of
 from treetap._capture.walk.jaxpr_cache import JaxprCache
 from treetap._capture.walk.operations import is_plain, operation_of
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._core.errors import CaptureError
+
+INPUTS = -1
 
 
 class Survey:
@@ -34,16 +39,15 @@ class Survey:
         spots: All of them, in order of execution.
         inner: By equation, its bodies that have spots; none for a tap.
         taps: By equation that is a tap, its spot.
-        results: By equation, the spot of its results, where these are spots.
-        entry: The spot of the inputs, where they are one.
+        results: By equation, the spot of its results, where these are spots; `INPUTS`
+            stands for what gives the inputs.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self):
         self.spots: list[Spot] = []
         self.inner: dict[int, list[Part]] = {}
         self.taps: dict[int, int] = {}
         self.results: dict[int, int] = {}
-        self.entry: int | None = None
 
 
 class Taps(Survey):
@@ -55,83 +59,67 @@ class Taps(Survey):
     """
 
     def __init__(self, jaxpr: Any):
-        super().__init__(jaxpr)
+        super().__init__()
         self.is_forward = jax_compat.holds(jaxpr, linear_p)
-        # By variable, the spots whose tickets it may hold, and the inputs it may be.
-        self._tickets: dict[Any, set[int]] = {}
-        self._inputs = {var: {n} for n, var in enumerate(jaxpr.invars)}
+        self.handed_on: list[tuple[int, int]] = []
+        # By variable, of which spots it may hold the ticket, and which input it may be:
+        # input n is the number ~n, which is negative.
+        self._held = {var: {~n} for n, var in enumerate(jaxpr.invars)}
         for n, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive in MARKS:
                 self.taps[n] = len(self.spots)
-                self._add_tap(eqn)
+                self._add(eqn, [spot_of(eqn.primitive, eqn.params, eqn.invars)])
                 continue
             inner, seen = spots_below(eqn.primitive, eqn.params)
-            refuse_copies(eqn.source_info.name_stack, seen)
             start = len(self.spots)
             if inner:
                 self.inner[n] = [x._replace(start=start + x.start) for x in inner]
-            self._add_inner(eqn, seen)
+            self._add(eqn, seen)
             self._follow(eqn)
-        pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
-        self.handed_on = [(n, m) for n, var in pairs for m in self._inputs.get(var, ())]
-        for n, place in [(n, x) for n, v in pairs for x in self._tickets.get(v, ())]:
-            spot = self.spots[place]
-            flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
-            self.spots[place] = spot._replace(flow=flow)
+        for n, var in enumerate(jaxpr.outvars):
+            for one in self._held_by(var):
+                if one < 0:
+                    self.handed_on.append((n, ~one))
+                else:
+                    spot = self.spots[one]
+                    flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
+                    self.spots[one] = spot._replace(flow=flow)
 
-    def _add_tap(self, eqn: Any) -> None:
-        stack = eqn.source_info.name_stack
-        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
-        refuse_copies(stack, [spot])
-        if spot.is_tap:
-            self._tickets[eqn.outvars[-1]] = {len(self.spots)}
-        else:
-            spot = self._from(spot, [eqn.invars[-1]])
-        self.spots.append(spot)
+    def _held_by(self, atom: Any) -> set[int]:
+        return set() if isinstance(atom, Literal) else self._held.get(atom, set())
 
-    def _add_inner(self, eqn: Any, seen: Sequence[Spot]) -> None:
-        """Adds the spots in an operation."""
-        base = len(self.spots)
-        stack = eqn.source_info.name_stack
+    def _add(self, eqn: Any, seen: Sequence[Spot]) -> None:
+        """Adds the spots of an operation, seen from outside it.
+
+        The ticket of each comes from a spot here, or else from inputs.
+        """
+        base, stack = len(self.spots), eqn.source_info.name_stack
+        refuse_copies(stack, seen)
         scopes, mappings = scopes_in(stack), mappings_in(stack)
         for spot in seen:
-            flow = Flow(of=tuple(base + n for n in spot.flow.of))
-            seen_here = spot.seen_from(scopes, mappings, flow)
-            if not flow.of and spot.flow.sources:
-                given = [eqn.invars[n] for n in spot.flow.sources]
-                seen_here = self._from(seen_here, given)
+            held = {x for n in spot.flow.sources for x in self._held_by(eqn.invars[n])}
+            of = [base + n for n in spot.flow.of]
+            of += [n for n in sorted(held) if n >= 0 and spot.is_of(self.spots[n])]
+            inputs = [] if of else sorted(~n for n in held if n < 0)
             for n in spot.flow.tickets:
-                self._tickets.setdefault(eqn.outvars[n], set()).add(len(self.spots))
-            self.spots.append(seen_here)
-
-    def _from(self, spot: Spot, given: Sequence[Any]) -> Spot:
-        """A spot with where its ticket comes from: a spot here, or else inputs."""
-        held = [var for var in given if _is_var(var)]
-        places = {n for var in held for n in self._tickets.get(var, ())}
-        of = tuple(n for n in sorted(places) if spot.is_of(self.spots[n]))
-        sources = {n for var in held for n in self._inputs.get(var, ())}
-        return spot._replace(flow=Flow(of, () if of else tuple(sorted(sources))))
+                self._held.setdefault(eqn.outvars[n], set()).add(len(self.spots))
+            flow = Flow(tuple(of), tuple(inputs))
+            self.spots.append(spot.seen_from(scopes, mappings, flow))
 
     def _follow(self, eqn: Any) -> None:
         """Notes tickets that go on in another shape, or through an operation."""
         avals = [var.aval for var in eqn.outvars]
         pairs = handed_on(eqn.primitive, eqn.params, len(eqn.invars), avals)
         for n, source in pairs:
-            old, new = eqn.invars[source], eqn.outvars[n]
-            for known in (self._tickets, self._inputs):
-                if _is_var(old) and old in known:
-                    known[new] = known.get(new, set()) | known[old]
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
+            held = self._held_by(eqn.invars[source])
+            self._held.setdefault(eqn.outvars[n], set()).update(held)
 
 
 S = TypeVar("S", bound=Survey)
 _surveys: JaxprCache[Any] = JaxprCache()
 
 
-def survey(jaxpr: Any, look: type[S]) -> S:
+def survey(jaxpr: Any, look: Callable[[Any], S]) -> S:
     """The spots of an open jaxpr, as a class of surveys finds them."""
     return _surveys.get(jaxpr, look, functools.partial(look, jaxpr))
 
@@ -141,11 +129,24 @@ def taps_in(jaxpr: Any) -> Taps:
     return survey(jaxpr, Taps)
 
 
+_spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Whether an operation is known to hold no taps: a quick look."""
-    return is_plain(primitive, params) or not any(
-        taps_in(body.jaxpr).spots for body in jax_compat.bodies_in(params)
-    )
+    """Whether an operation is known to hold no taps: a quick look.
+
+    A capture asks this of every operation that it comes to. Of those that hold jaxprs
+    nearly all are jits, for which it is one look-up.
+    """
+    if "donated_invars" not in params:
+        return is_plain(primitive, params) or not any(
+            taps_in(body.jaxpr).spots for body in jax_compat.bodies_in(params)
+        )
+    jaxpr = params["jaxpr"]
+    known = _spotless.get(jaxpr)
+    if known is None:
+        known = _spotless[jaxpr] = not taps_in(body_of(jaxpr).jaxpr).spots
+    return known
 
 
 def handed_on(
@@ -161,9 +162,8 @@ def handed_on(
     """
     if is_plain(primitive, params):
         # What JAX does with tickets on the way: it selects, slices, broadcasts.
-        for n, result in enumerate(results):
-            if is_like_ticket(result):
-                yield from ((n, source) for source in range(count))
+        tickets = [n for n, result in enumerate(results) if is_like_ticket(result)]
+        yield from itertools.product(tickets, range(count))
     for body in operation_of(primitive, params).bodies(params):
         for n, source in taps_in(body.jaxpr).handed_on:
             if n < len(results):
@@ -172,9 +172,8 @@ def handed_on(
 
 def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
     """Refuses taps on the way back that nothing tells from those of the way forward."""
-    if not jax_compat.has_new_remat() or not spots:
-        return
-    if is_computed_again(name_stack) and any(spot.is_tap for spot in spots):
+    is_again = jax_compat.has_new_remat() and is_computed_again(name_stack)
+    if is_again and any(spot.is_tap for spot in spots):
         raise CaptureError(
             f"{spots[0].name!r} is in a `jax.checkpoint` that is differentiated inside "
             "the capture, and with JAX's setting `jax_remat3` a value that is computed "

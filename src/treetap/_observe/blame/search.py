@@ -25,7 +25,7 @@ from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.plans import Choice, Part, is_inexact
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import Flow, Wrap, plain_spot
-from treetap._capture.walk.survey import Survey, survey
+from treetap._capture.walk.survey import INPUTS, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 DEPTH = 4  # of loops inside one another whose turns are told
@@ -40,31 +40,31 @@ class EveryValue(Survey):
     """
 
     def __init__(self, jaxpr: Any):
-        super().__init__(jaxpr)
+        super().__init__()
         self.places: dict[Any, tuple[int, int]] = {}
         self.makers: dict[Any, int] = {}
-        self.entry = self._add("", jaxpr.invars, ())
+        self._add(INPUTS, "", jaxpr.invars, ())
         for n, eqn in enumerate(jaxpr.eqns):
             operation = operation_of(eqn.primitive, eqn.params)
             if bodies := list(operation.bodies(eqn.params)):
                 wrap = operation.wrap(eqn.params)
                 self.inner[n] = [self._enter(eqn, body, wrap) for body in bodies]
             scopes = scopes_in(eqn.source_info.name_stack)
-            place = self._add(eqn.primitive.name, eqn.outvars, scopes)
-            if place is not None:
-                self.results[n] = place
+            self._add(n, eqn.primitive.name, eqn.outvars, scopes)
             self.makers.update((var, n) for var in eqn.outvars)
 
-    def _add(self, name: str, variables: Any, scopes: tuple[str, ...]) -> int | None:
+    def _add(
+        self, number: int, name: str, variables: Any, scopes: tuple[str, ...]
+    ) -> None:
+        """Adds the results of an equation."""
         found = [var for var in variables if is_inexact(var.aval)]
         if not found:
-            return None
-        place = len(self.spots)
+            return
+        place = self.results[number] = len(self.spots)
         self.places.update((var, (place, k)) for k, var in enumerate(found))
         label = Label(name, None, "equation", jax.tree.structure(0))
         own = tuple(var.aval for var in found)
         self.spots.append(plain_spot(label, scopes, own))
-        return place
 
     def _enter(self, eqn: Any, body: Body, wrap: Wrap | None) -> Part:
         base, stack = len(self.spots), eqn.source_info.name_stack
