@@ -98,12 +98,19 @@ def less(params_of):
     return lambda params: params_of(params)[:-1]
 
 
+def _forward(step, part):
+    """A reversed scan run forward."""
+    params = {**step.params, "reverse": False}
+    return operations.SCAN.run(step._replace(params=params), part)
+
+
 TABLE = operations.OPERATIONS
 entry("scan", "adds no axis", "scan", turns=None)
 entry("scan", "has a turn less", "grad of scan", turns=less(TABLE["scan"].turns))
 entry("scan", "is a branch", "loop of loops", flag="taken")
 entry("scan", "counts", "scan", flag="count")
 entry("scan", "has rows", "vmap of grad of scan", rows=lambda params: (3,))
+entry("scan", "runs forward", "scan", run=_forward)
 entry("while", "does not count", "while", flag="")
 entry("while", "is a branch", "while", flag="taken")
 entry("while", "has no rows", "vmap of while", rows=lambda params: ())
@@ -211,24 +218,6 @@ def rows_of_a_while_are_not_there(was):
 @mutant(operations, "while_rows", "rows of two mappings")
 def rows_of_a_while_are_exchanged(was):
     return lambda params: was(params)[::-1]
-
-
-class _Forward:
-    """`jax_compat` for which no scan is reversed."""
-
-    def __init__(self, compat):
-        self.compat = compat
-
-    def __getattr__(self, name):
-        return getattr(self.compat, name)
-
-    def scan_options(self, params):
-        return {**self.compat.scan_options(params), "reverse": False}
-
-
-@mutant(operations, "jax_compat", "scan")
-def reversed_loops_run_forward(was):
-    return _Forward(was)
 
 
 def _flag(change):

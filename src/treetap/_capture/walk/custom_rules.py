@@ -51,7 +51,7 @@ def _by_rule(step: Step, part: Part, rule: Body, values: Sequence[Any]) -> Ran:
         return step.walk.run(part._replace(body=rule), values)
     _refuse_feeds(step, part)
     outs = jax_compat.evaluate(rule, values)
-    if not part.spots:
+    if not part.spots:  # nothing is to come out, so the function need not run
         return outs, []
     return outs, step.walk.run(part, values[: len(part.body.jaxpr.invars)])[1]
 

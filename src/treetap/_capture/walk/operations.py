@@ -14,9 +14,9 @@ carried: `carried` says which, and result n of the body is the first, second, ..
 them in the next turn.
 
 *How turns are told apart.* A body may run several times. If the operation adds an axis
-to what comes out, `turns` are the places along it, in the order in which they run (for
-shards: at the same time, `is_at_once`). A `while` has turns too, but no axis for them,
-since nobody knows how many there will be: what comes out is of the last one.
+to what comes out, `turns` are the places along it, in the order in which they run (of
+shards, which have a `mesh`, all at the same time). A `while` has turns too, but no axis
+for them, since nobody knows how many there will be: what comes out is of the last one.
 """
 
 import functools
