@@ -8,10 +8,10 @@ raises: the mutant is caught. One that is not caught would be a hole in `verify`
 
 Left out are changes that no number tells of:
 
-- `is_call`, `is_at_once`, `repeats`, `mesh` and `remade`, `carried` of the table, and
-  the order of `turns`: those who blame, count and rewrite programs read them, not those
-  who capture (of `turns` these read how many there are, which is a mutant here);
-- `is_handed`, and how paths are found: they say where a value is;
+- `is_call`, `repeats`, `mesh` and `carried` of the table, and the order of `turns`:
+  those who blame and count read them, not those who capture (of `turns` these read how
+  many there are, which is a mutant here);
+- how paths are found: they say where a value is;
 - `run` of a checkpoint or a `custom_jvp` as if it were a plain call: captures come
   after the differentiation, and what is left are the same numbers;
 - `is_repeated`, which says what is refused: of second derivatives, or pullbacks that
@@ -98,12 +98,19 @@ def less(params_of):
     return lambda params: params_of(params)[:-1]
 
 
+def _forward(step, part):
+    """A reversed scan run forward."""
+    params = {**step.params, "reverse": False}
+    return operations.SCAN.run(step._replace(params=params), part)
+
+
 TABLE = operations.OPERATIONS
 entry("scan", "adds no axis", "scan", turns=None)
 entry("scan", "has a turn less", "grad of scan", turns=less(TABLE["scan"].turns))
 entry("scan", "is a branch", "loop of loops", flag="taken")
 entry("scan", "counts", "scan", flag="count")
 entry("scan", "has rows", "vmap of grad of scan", rows=lambda params: (3,))
+entry("scan", "runs forward", "scan", run=_forward)
 entry("while", "does not count", "while", flag="")
 entry("while", "is a branch", "while", flag="taken")
 entry("while", "has no rows", "vmap of while", rows=lambda params: ())
@@ -113,7 +120,7 @@ entry(
     "rows of two mappings",
     rows=lambda params: operations.while_rows(params)[::-1],
 )
-entry("while", "has no body", "while", several=lambda params: [])
+entry("while", "has no body", "while", bodies=lambda params: [])
 entry("cond", "has no mask", "cond", flag="")
 entry("cond", "counts", "cond", flag="count")
 entry("cond", "adds an axis", "cond", turns=lambda params: range(2))
@@ -121,19 +128,19 @@ entry(
     "cond",
     "has its branches in another order",
     "cond",
-    several=lambda params: operations._branches(params)[::-1],
+    bodies=lambda params: operations._branches(params)[::-1],
 )
 entry(
     "cond",
     "has one branch",
     "cond",
-    several=lambda params: operations._branches(params)[:1],
+    bodies=lambda params: operations._branches(params)[:1],
 )
 entry(
     "cond",
     "gives its index to the branches",
     "scan of cond",
-    several=lambda params: [
+    bodies=lambda params: [
         body._replace(first=0) for body in operations._branches(params)
     ],
 )
@@ -211,24 +218,6 @@ def rows_of_a_while_are_not_there(was):
 @mutant(operations, "while_rows", "rows of two mappings")
 def rows_of_a_while_are_exchanged(was):
     return lambda params: was(params)[::-1]
-
-
-class _Forward:
-    """`jax_compat` for which no scan is reversed."""
-
-    def __init__(self, compat):
-        self.compat = compat
-
-    def __getattr__(self, name):
-        return getattr(self.compat, name)
-
-    def scan_options(self, params):
-        return {**self.compat.scan_options(params), "reverse": False}
-
-
-@mutant(operations, "jax_compat", "scan")
-def reversed_loops_run_forward(was):
-    return _Forward(was)
 
 
 def _flag(change):
@@ -356,7 +345,7 @@ def leaves_of_a_loop_have_the_axes_of_others(was):
     return wrapped
 
 
-@mutant(spots, "mappings_in", "vmap of while")
+@mutant(survey, "mappings_in", "vmap of while")
 def one_more_mapping_is_further_in(was):
     return lambda stack: was(stack) + 1
 
@@ -463,8 +452,8 @@ def branches_under_vmap_have_no_masks(was):
         avals = [var.aval for var in body.jaxpr.invars]
         masks = [jax.ShapeDtypeStruct((), bool)] * count
         compat = batched_branches.jax_compat
-        fn = lambda *x: compat.evaluate(body.jaxpr, body.consts, x[:inputs])
-        return compat.like(branch, compat.traced(fn, [*avals, *masks]))
+        fn = lambda *x: compat.evaluate(body, x[:inputs])
+        return compat.traced(fn, [*avals, *masks])
 
     return unguarded
 
@@ -576,29 +565,30 @@ def results_are_split_one_too_early(was):
 @mutant(plans.Rewritten, "split", "scan of cond")
 def what_came_out_is_in_reverse(was):
     def change(self, outs):
-        return outs[: self.num_outs] + outs[self.num_outs :][::-1]
+        num_outs = self.tree.children()[0].num_leaves
+        return outs[:num_outs] + outs[num_outs:][::-1]
 
     return _split(change)(was)
 
 
-@mutant(survey.Inner, "part", "grad of checkpoint")
+@mutant(plans.Part, "by", "grad of checkpoint")
 def a_body_has_the_plan_of_the_first(was):
     return lambda self, plan, feeds: was(self._replace(start=0), plan, feeds)
 
 
 @mutant(run, "recorded", "leaves mapped and not")
 def leaves_come_out_in_reverse(was):
-    def recorded(primitive, values, choice, spot):
+    def recorded(values, choice, spot):
         count = len(spot.own)
-        return was(primitive, values[:count][::-1] + values[count:], choice, spot)
+        return was(values[:count][::-1] + values[count:], choice, spot)
 
     return recorded
 
 
 @mutant(run, "recorded", "vmap of cond")
 def masks_come_out_negated(was):
-    def recorded(primitive, values, choice, spot):
-        found = was(primitive, values, choice, spot)
+    def recorded(values, choice, spot):
+        found = was(values, choice, spot)
         if found is None:
             return found
         return found._replace(flags=[jnp.logical_not(x) for x in found.flags])
@@ -704,7 +694,7 @@ def tickets_come_from_the_first_branch(was):
 
 @mutant(survey.Taps, "handed_on", "pulled through others")
 def bodies_hand_no_tickets_on(was):
-    return lambda self: []
+    return property(lambda self: [], lambda self, pairs: None)
 
 
 @mutant(survey, "is_like_ticket", "vmap of grad of cond")
@@ -856,8 +846,8 @@ def test_a_mutant_is_caught(change, monkeypatch):
     if isinstance(of, dict):
         monkeypatch.setitem(of, name, change(of[name]))
     else:
-        was = vars(of).get(name) or getattr(of, name)
-        monkeypatch.setattr(of, name, change(was))
+        was = vars(of).get(name) or getattr(of, name, None)
+        monkeypatch.setattr(of, name, change(was), raising=was is not None)
     assert caught_by(first) is not None
 
 

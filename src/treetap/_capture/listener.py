@@ -23,13 +23,12 @@ from treetap._capture.name_stacks import scopes_in
 from treetap._capture.session import Session
 from treetap._capture.walk import batched_branches, hoisting, jax_compat
 from treetap._capture.walk.hoisting import refuse_hoisted
-from treetap._capture.walk.operations import Step, operation_at
+from treetap._capture.walk.operations import Step, operation_of
 from treetap._capture.walk.plans import Part
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.self_check import check_newer_jax
-from treetap._capture.walk.spots import MARKS, Flow, spot_of
+from treetap._capture.walk.spots import MARKS, spot_of
 from treetap._capture.walk.survey import (
-    Inner,
     handed_on,
     is_spotless,
     refuse_copies,
@@ -144,14 +143,10 @@ class Listener(Through):
 
     def _tap(self, primitive: Any, params: Any, values: list[Any]) -> list[Any]:
         """Runs a mark that came by way of JAX."""
-        name_stack = current_name_stack()
-        spot = spot_of(primitive, params, values, name_stack)
-        refuse_copies(name_stack, [spot])
+        spot = spot_of(primitive, params, values)._replace(outer=0)
+        refuse_copies(current_name_stack(), [spot])
         if jax_compat.is_hoisting():
             refuse_hoisted(spot.name)
-        last = len(values)
-        flow = Flow(tickets=(last,)) if spot.is_tap else Flow(sources=(last - 1,))
-        spot = spot._replace(scopes=(), outer=0, flow=flow)
         planned = self.session.planned([spot], values)
         (choice,), (fed,) = plan_of(planned)
         step = Step(primitive, params, values, self.walk)
@@ -160,7 +155,7 @@ class Listener(Through):
         return outs
 
     def _enter(
-        self, primitive: Any, params: Any, values: Any, inner: list[Inner], seen: Any
+        self, primitive: Any, params: Any, values: Any, inner: list[Part], seen: Any
     ) -> list[Any]:
         """Runs an operation with taps inside, and keeps what comes out."""
         session = self.session
@@ -168,11 +163,10 @@ class Listener(Through):
             refuse_hoisted(seen[0].name)
         if any(taps_in(one.body.jaxpr).is_forward for one in inner):
             session.is_forward = True
-        operation = operation_at(primitive, params)
-        planned = session.planned(seen, values, operation.is_handed)
-        parts = [one.part(*plan_of(planned)) for one in inner]
+        planned = session.planned(seen, values, "donated_invars" in params)
+        parts = [one.by(*plan_of(planned)) for one in inner]
         step = Step(primitive, params, values, self.walk)
-        outs, found = operation.run(step, *parts)
+        outs, found = operation_of(primitive, params).run(step, *parts)
         pairs = handed_on(primitive, params, len(values), outs)
         session.settle(planned, found, outs, values, pairs)
         return outs
@@ -218,5 +212,5 @@ class Listener(Through):
             planned = self.session.planned(taps.spots, values)
             part = Part(body, taps.spots, *plan_of(planned))
             outs, found = self.walk.run(part, list(values))
-            self.session.settle(planned, found, outs, values, taps.handed_on())
+            self.session.settle(planned, found, outs, values, taps.handed_on)
             return jax_compat.with_values(shapes[0], outs)

@@ -24,7 +24,7 @@ from jax.extend.source_info_util import current_name_stack
 
 from treetap._capture.calls import Call, Ticket
 from treetap._capture.listening import Listening
-from treetap._capture.marks import PLAIN_TAPS, Label, tap_p
+from treetap._capture.marks import PLAIN_TAPS, Label
 from treetap._capture.module_paths import (
     Root,
     Roots,
@@ -145,7 +145,7 @@ class Session:
         if fed is not None and isinstance(fed.how, Adding):
             leaves = fed.how.added(leaves, fed.arrays)
         if self.wants(call):
-            self.add(call, recorded(tap_p, leaves, self.taking, call.spot))
+            self.add(call, recorded(leaves, self.taking, call.spot))
         return leaves
 
     def is_heard(self, label: Label) -> bool:

@@ -26,7 +26,7 @@ from treetap._capture.name_stacks import (
     scopes_forward,
 )
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import bodies_of, operation_of
+from treetap._capture.walk.operations import operation_of
 
 NAMED = "name"  # the operation that `jax.ad_checkpoint.checkpoint_name` leaves
 
@@ -69,8 +69,7 @@ def last_uses(jaxpr: Any, live: Sequence[bool]) -> dict[Any, int]:
 def live_results(eqn: Any, n: int, last: dict[Any, int]) -> tuple[bool, ...]:
     """Which results of an operation are used on the way forward; all it carries."""
     used = [last.get(variable, -1) > n for variable in eqn.outvars]
-    operation = operation_of(eqn.primitive, eqn.params)
-    carried = 0 if operation is None else len(operation.carried(eqn.params))
+    carried = len(operation_of(eqn.primitive, eqn.params).carried(eqn.params))
     return (*[True] * carried, *used[carried:])
 
 
@@ -111,7 +110,7 @@ def is_telling(jaxpr: Any) -> bool:
 
 
 def _tells(eqn: Any) -> bool:
-    bodies = bodies_of(eqn.primitive, eqn.params)
+    bodies = operation_of(eqn.primitive, eqn.params).bodies(eqn.params)
     return not is_backward(eqn) and (
         eqn.primitive.name == NAMED
         or not all(is_of_module(part) for _, part in scopes_forward(eqn))

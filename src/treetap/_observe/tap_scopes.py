@@ -8,10 +8,9 @@ made anew with taps in them. From there on all is as if the function had called 
 transforms, gradients, statistics and edits need nothing more.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -30,7 +29,10 @@ from treetap._capture.name_stacks import (
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import bodies_of, with_bodies
+from treetap._capture.walk.operations import operation_of
+from treetap._capture.walk.plans import Part, Rewritten
+from treetap._capture.walk.spots import Spot
+from treetap._capture.walk.steps import Ran, Step
 from treetap._observe.scope_exits import (
     Exit,
     exits,
@@ -79,14 +81,15 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *values]))
     for n, eqn in enumerate(jaxpr.eqns):
         ins = [jax_compat.read(env, atom) for atom in eqn.invars]
-        bodies = bodies_of(eqn.primitive, eqn.params)
+        operation = operation_of(eqn.primitive, eqn.params)
+        bodies = list(operation.bodies(eqn.params))
         if is_backward(eqn) or not any(is_telling(body.jaxpr) for body in bodies):
             outs = jax_compat.rebind(eqn, ins)
         else:
-            used = live_results(eqn, n, last)
-            run, traced = (functools.partial(f, live=used) for f in (_run, _rewritten))
+            marking = _Marking(live_results(eqn, n, last))
+            step = Step(eqn.primitive, eqn.params, ins, marking)
             with _in_scope(eqn):
-                outs = with_bodies(eqn.primitive, eqn.params, ins, run, traced)
+                outs, _ = operation.run(step, *map(Part, bodies))
         env.update(zip(eqn.outvars, outs))
         for one in ends.get(n, ()):
             held = [env[var] for var in one.variables]
@@ -94,18 +97,37 @@ def _run(body: Body, values: Sequence[Any], live: tuple[bool, ...]) -> list[Any]
     return [jax_compat.read(env, atom) for atom in jaxpr.outvars]
 
 
-_made: JaxprCache[Any] = JaxprCache()
+_made: JaxprCache[Rewritten] = JaxprCache()
 
 
-def _rewritten(body: Body, live: tuple[bool, ...]) -> Any:
-    """A body as a closed jaxpr with taps in it."""
+class _Marking(NamedTuple):
+    """Who runs bodies of operations with taps where scopes end.
 
-    def made() -> Any:
-        avals = [var.aval for var in body.jaxpr.invars]
-        return jax_compat.traced(lambda *values: _run(body, values, live), avals)
+    Attributes:
+        live: Which of the operation's results are used on the way forward.
+    """
 
-    key = live, listening.value, jax.sharding.get_abstract_mesh()
-    return _made.get(body.jaxpr, key, made)
+    live: tuple[bool, ...]
+
+    def run(self, part: Part, values: Sequence[Any]) -> Ran:
+        """Runs a body; nothing comes out yet."""
+        return _run(part.body, values, self.live), []
+
+    def rewritten(self, part: Part) -> Rewritten:
+        """A body with taps in it."""
+        jaxpr = part.body.jaxpr
+
+        def made() -> Rewritten:
+            avals = [var.aval for var in jaxpr.invars]
+            traced = jax_compat.traced(lambda *x: _run(part.body, x, self.live), avals)
+            return Rewritten(traced, jax.tree.structure((jaxpr.outvars, [])))
+
+        key = self.live, listening.value, jax.sharding.get_abstract_mesh()
+        return _made.get(jaxpr, key, made)
+
+    def spots(self, jaxpr: Any) -> Sequence[Spot]:
+        """None: the rules of functions are left as they are."""
+        return ()
 
 
 def _is_array(value: Any) -> bool:

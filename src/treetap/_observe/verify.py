@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from treetap._capture.calls import Call
@@ -162,7 +161,7 @@ class Reference:
 
     def _evaluate(self, body: Body, values: Sequence[Any], frame: Frame) -> list[Any]:
         run = partial(self._run, frame)
-        return jax_compat.evaluate(body.jaxpr, body.consts, values, run)
+        return jax_compat.evaluate(body, values, run)
 
     def _run(self, frame: Frame, eqn: Any, ins: list[Any]) -> list[Any]:
         if eqn.primitive is witness_p:
@@ -213,9 +212,9 @@ class Reference:
     def _while(self, frame: Frame, eqn: Any, body: Body, ins: list[Any]) -> list[Any]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts, carry = ins[num_cond:][:num_body], ins[num_cond + num_body :]
-        cond = jax_compat.opened(eqn.params["cond_jaxpr"])
+        cond = body_of(eqn.params["cond_jaxpr"])
         for turn in itertools.count():
-            (again,) = jax_compat.evaluate(*cond, [*ins[:num_cond], *carry])
+            (again,) = jax_compat.evaluate(cond, [*ins[:num_cond], *carry])
             if not np.any(again):
                 break
             around = (*frame, Inside(id(eqn), turn, np.asarray(again)))
@@ -257,9 +256,7 @@ def _bodies(eqn: Any) -> list[Body]:
         return list(map(body_of, params["branches"]))
     if eqn.primitive is while_p:
         return [body_of(params["body_jaxpr"])]
-    # A closed jaxpr has its constants, which the open one in it has not.
-    closed = [one for one in params.values() if isinstance(one, ClosedJaxpr)]
-    found = list(map(body_of, closed or jax_compat.jaxprs_of(params)))
+    found = list(jax_compat.bodies_in(params))
     fits = len(found) == 1 and len(found[0].jaxpr.invars) == len(eqn.invars)
     if not fits or eqn.primitive.name == SHARD_MAP.name:
         raise CaptureError(

@@ -209,7 +209,7 @@ def recorded(node: Any, method: str, args: Any, kwargs: Any, name: str) -> list[
 
     jaxpr = jax.make_jaxpr(pure)(given.arrays)
     names, roots = _Names(node), known[0]
-    found = _notes_in(jax_compat.opened(jaxpr)[0], (), 1)
+    found = _notes_in(jaxpr, (), 1)
     return [names.call(resolve(s, roots).path, note, times) for s, note, times in found]
 
 
@@ -224,18 +224,10 @@ def _notes_in(
             tapped = tree.unflatten(eqn.invars[: tree.num_leaves])
             yield here, tapped.note, None if times is None else times * _rows_of(tapped)
             continue
-        more = _iterations(eqn)
+        more, _ = operation_of(eqn.primitive, eqn.params).repeats(eqn.params)
         inner = None if times is None or more is None else times * more
-        for body in jax_compat.jaxprs_of(eqn.params):
-            yield from _notes_in(jax_compat.opened(body)[0], here, inner)
-
-
-def _iterations(eqn: Any) -> int | None:
-    """How often an operation runs what is inside it; None if that is not known."""
-    operation = operation_of(eqn.primitive, eqn.params)
-    if operation is None or operation.repeats is None:
-        return 1
-    return operation.repeats(eqn.params).times
+        for body in jax_compat.bodies_in(eqn.params):
+            yield from _notes_in(body.jaxpr, here, inner)
 
 
 def _rows_of(start: Start) -> int:

@@ -96,7 +96,7 @@ def _flops_of(body: Body) -> tuple[float, float]:
 
 def _by_xla(body: Body) -> float:
     def fn(*values: Any) -> Any:
-        return jax_compat.evaluate(body.jaxpr, body.consts, values)
+        return jax_compat.evaluate(body, values)
 
     given = [var.aval for var in body.jaxpr.invars]
     found = _analysis(fn, given)
@@ -122,12 +122,9 @@ def _loops_in(jaxpr: Any) -> Iterator[tuple[int, int, Body]]:
     For each: how often it runs, how many copies of it XLA sees, and what it runs.
     """
     for eqn in jaxpr.eqns:
-        operation = operation_of(eqn.primitive, eqn.params)
-        if operation is not None and operation.repeats is not None:
-            times, copies = operation.repeats(eqn.params)
-            if times is not None:
-                (body,) = operation.bodies(eqn.params)
+        times, copies = operation_of(eqn.primitive, eqn.params).repeats(eqn.params)
+        for body in jax_compat.bodies_in(eqn.params):
+            if times in (None, 1):
+                yield from _loops_in(body.jaxpr)
+            else:
                 yield times, copies, body
-                continue
-        for inner in jax_compat.jaxprs_of(eqn.params):
-            yield from _loops_in(jax_compat.opened(inner)[0])

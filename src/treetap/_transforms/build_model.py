@@ -360,7 +360,7 @@ def _is_local(eqn: Any) -> bool:
     if eqn.effects or any(any(x.spec) for x in _given_shardings(params).values()):
         return False
     operation = operation_of(eqn.primitive, eqn.params)
-    if operation is not None and operation.is_call:
+    if operation.is_call:
         (body,) = operation.bodies(params)
         return all(map(_is_local, body.jaxpr.eqns))
     if name == "random_bits":
@@ -383,11 +383,11 @@ def _bind_in_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def _bind_freely(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Does a local operation whatever mesh it was traced for."""
     operation = operation_of(eqn.primitive, eqn.params)
-    if operation is None or not operation.is_call:
+    if not operation.is_call:
         free = dict.fromkeys(_given_shardings(eqn.params))
         return bind(eqn.primitive, values, {**eqn.params, **free})
     (body,) = operation.bodies(eqn.params)
-    return evaluate(body.jaxpr, body.consts, values, _bind_freely)
+    return evaluate(body, values, _bind_freely)
 
 
 def _goal(eqn: Any) -> NamedSharding | None:

@@ -58,6 +58,40 @@ def test_an_edit_under_a_rule_goes_in(is_new, form):
     assert float(edited(0.0)) == 1.0
 
 
+WEIGHTS = jnp.arange(12.0).reshape(3, 4)
+
+
+def with_forward_rule():
+    fn = jax.custom_jvp(lambda x: tt.tap(x @ WEIGHTS, "h"))
+    fn.defjvp(lambda at, along: (at[0] @ WEIGHTS[::-1], along[0] @ WEIGHTS * 7))
+    return fn
+
+
+def with_constants_kept():
+    fn = jax.custom_vjp(lambda x: tt.tap(x @ WEIGHTS, "h"))
+    fn.defvjp(lambda x: (fn(x), WEIGHTS), lambda kept, g: (g @ kept.T * 7,))
+    return fn
+
+
+def with_operands_kept():
+    fn = jax.custom_vjp(lambda x: tt.tap(x @ WEIGHTS, "h"))
+    fn.defvjp(lambda x: (x @ WEIGHTS[::-1], x), lambda x, g: (x * jnp.sum(g),))
+    return fn
+
+
+RULED = [with_forward_rule, with_constants_kept, with_operands_kept]
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit])
+@pytest.mark.parametrize("make", RULED, ids=lambda make: make.__name__)
+def test_a_rule_may_use_arrays_from_outside(is_new, make, around):
+    fn, x = around(make()), jnp.ones(3)
+    slope = lambda fn: jax.grad(lambda x: jnp.sum(fn(x)))(x)
+    for tapped in (fn, tt.tap_scopes(fn)):
+        observed = slope(lambda x, tapped=tapped: tt.observe(tapped)(x)[0])
+        assert jnp.array_equal(observed, slope(fn))
+
+
 def checkpointed(x):
     return jax.checkpoint(lambda x: jnp.sin(tt.tap(jnp.sin(x), "h") * 2))(x)
 

@@ -4,10 +4,12 @@
 import ast
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import treetap
-from treetap._capture.walk.operations import OPERATIONS, stacked_by
+from treetap._capture.walk.operations import OPERATIONS, operation_of, stacked_by
 
 SOURCE = pathlib.Path(treetap.__file__).parent
 # Here the same words are the names of transforms, or options of the command line.
@@ -22,9 +24,14 @@ READERS = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda one: one.name)
-def test_an_entry_says_where_its_jaxprs_are(operation):
-    assert bool(operation.holder) != bool(operation.several)
+def test_an_entry_says_one_thing_of_what_comes_out(operation):
     assert operation.flag in {"", "taken", "count"}
+    assert not (operation.flag and operation.turns)
+
+
+def test_an_operation_that_is_not_in_the_table_has_no_bodies():
+    (eqn,) = jax.make_jaxpr(lambda x: jax.pure_callback(jnp.sin, x, x))(1.0).eqns
+    assert [*operation_of(eqn.primitive, eqn.params).bodies(eqn.params)] == []
 
 
 def test_only_scans_and_shards_put_an_axis_in_front():

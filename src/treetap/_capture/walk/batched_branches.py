@@ -63,7 +63,7 @@ def _with_guards(branch: Any, number: int, count: int) -> Any:
 
         masks = [jax.ShapeDtypeStruct((), bool)] * count
         avals = [var.aval for var in body.jaxpr.invars]
-        return jax_compat.like(branch, jax_compat.traced(fn, [*avals, *masks]))
+        return jax_compat.traced(fn, [*avals, *masks])
 
     return _guarded.get(body.jaxpr, (number, count), made)
 
@@ -84,7 +84,7 @@ def _batch_branches(
 
 
 def _without_marks(jaxpr: Any) -> Any:
-    """A jaxpr without marks, in the form that it has."""
+    """A jaxpr without marks."""
     body = body_of(jaxpr)
     spots = taps_in(body.jaxpr).spots
 
@@ -96,7 +96,7 @@ def _without_marks(jaxpr: Any) -> Any:
             return Walk().run(part, values)[0]
 
         avals = [var.aval for var in body.jaxpr.invars]
-        return jax_compat.like(jaxpr, jax_compat.traced(fn, avals))
+        return jax_compat.traced(fn, avals)
 
     return _unmarked.get(body.jaxpr, None, made)
 

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
 
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.plans import Guarding, Part
-from treetap._capture.walk.steps import Params, Ran, Runs, Step
+from treetap._capture.walk.steps import Ran, Step
 from treetap._core.errors import CaptureError
 
 
@@ -51,7 +50,9 @@ def _by_rule(step: Step, part: Part, rule: Body, values: Sequence[Any]) -> Ran:
     if _says_the_same(step, part, rule):
         return step.walk.run(part._replace(body=rule), values)
     _refuse_feeds(step, part)
-    outs = jax_compat.evaluate(rule.jaxpr, rule.consts, values)
+    outs = jax_compat.evaluate(rule, values)
+    if not part.spots:  # nothing is to come out, so the function need not run
+        return outs, []
     return outs, step.walk.run(part, values[: len(part.body.jaxpr.invars)])[1]
 
 
@@ -122,22 +123,3 @@ def run_custom_vjp(step: Step, part: Part) -> Ran:
 
     with_rule.defvjp(fwd, bwd)
     return with_rule(*operands)
-
-
-def remade_custom_jvp(
-    primitive: Primitive, params: Params, values: list[Any], run: Runs
-) -> list[Any]:
-    (body,) = map(body_of, jax_compat.jaxprs_of(params))
-    rule = jax_compat.rule_of_jvp(primitive, params)
-
-    @jax.custom_jvp
-    def with_rule(*values: Any) -> list[Any]:
-        return run(body, values)
-
-    @with_rule.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        both = rule(*primals, *tangents)
-        half = len(both) // 2
-        return list(both[:half]), list(both[half:])
-
-    return with_rule(*values)

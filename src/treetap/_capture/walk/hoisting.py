@@ -57,8 +57,8 @@ def _stay(primitive: Primitive, trace: Any, *values: Any, **params: Any) -> Any:
 
 def _stay_whole(rule: Any, trace: Any, *values: Any, **params: Any) -> Any:
     """The same of an operation that holds jaxprs, if there are taps in them."""
-    held = (body_of(jaxpr).jaxpr for jaxpr in jax_compat.jaxprs_of(params))
-    if jax_compat.is_hoisting() and any(map(_tap_in, held)):
+    held = jax_compat.bodies_in(params)
+    if jax_compat.is_hoisting() and any(_tap_in(body.jaxpr) for body in held):
         values = _unknown(trace, values)
     return rule(trace, *values, **params)
 

@@ -7,22 +7,15 @@ table of `operations` says what each operation is, in these terms.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Primitive,
-    find_top_trace,
-    jaxprs_in_params,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, find_top_trace
 from jax.extend.core.primitives import custom_jvp_call_p
 
 
@@ -36,26 +29,13 @@ class Body(NamedTuple):
     """
 
     jaxpr: Any
-    consts: tuple[Any, ...]
+    consts: Sequence[Any]
     first: int = 0
-
-
-def opened(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr, open or closed, as the open one and its constants."""
-    if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
-        return jaxpr.jaxpr, tuple(jaxpr.consts)
-    return jaxpr, tuple(getattr(jaxpr, "consts", ()))
 
 
 def body_of(jaxpr: Any, first: int = 0) -> Body:
     """A body from a jaxpr, open or closed."""
-    return Body(*opened(jaxpr), first)
-
-
-def like(original: Any, made: Any) -> Any:
-    """A traced jaxpr in the form, open or closed, that the original had."""
-    is_closed = isinstance(original, ClosedJaxpr) and original.jaxpr is not original
-    return made if is_closed or not hasattr(made, "jaxpr") else made.jaxpr
+    return Body(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), first)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -64,12 +44,6 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts.vals)), len(list(carry.vals))
-
-
-def scan_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The options of a scan for `jax.lax.scan`."""
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    return {name: params[name] for name in names if name in params}
 
 
 def bind(primitive: Primitive, values: Any, params: dict[str, Any]) -> list[Any]:
@@ -84,10 +58,10 @@ def rebind(eqn: Any, values: Any) -> list[Any]:
         return bind(eqn.primitive, values, eqn.params)
 
 
-def evaluate(jaxpr: Any, consts: Any, values: Any, run: Any = rebind) -> list[Any]:
-    """Runs a jaxpr, each operation as it was traced or by another function."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts))
-    env.update(zip(jaxpr.invars, values))
+def evaluate(body: Body, values: Any, run: Any = rebind) -> list[Any]:
+    """Runs a body, each operation as it was traced or by another function."""
+    jaxpr, consts, _ = body
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values]))
     for eqn in jaxpr.eqns:
         ins = [read(env, atom) for atom in eqn.invars]
         env.update(zip(eqn.outvars, run(eqn, ins)))
@@ -139,21 +113,6 @@ def traced(fn: Callable[..., Any], avals: Any) -> Any:
     return jax.make_jaxpr(fn)(*avals)
 
 
-def with_jaxprs(params: dict[str, Any], made: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """Parameters with other jaxprs: pairs of an open one and the closed one for it."""
-
-    def renewed(value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(renewed, value))
-        if not isinstance(value, ClosedJaxpr | Jaxpr):
-            return value
-        held = opened(value)[0]
-        found = [new for old, new in made if old is held]
-        return like(value, found[0]) if found else value
-
-    return {name: renewed(value) for name, value in params.items()}
-
-
 @functools.cache
 def _unspecified() -> Any:
     """What JAX has for the sharding of an operand of which nothing was said."""
@@ -163,21 +122,14 @@ def _unspecified() -> Any:
 
 def rejit(params: dict[str, Any], jaxpr: Any, more_in: int, more_out: int) -> Any:
     """The parameters of a jit with another jaxpr, more inputs and more outputs."""
-    free = _unspecified()
-    body = opened(jaxpr)[0]
-    recorded = {atom for atom in body.outvars if not isinstance(atom, Literal)}
-    pairs = zip(params["donated_invars"], body.invars)
+    recorded = {atom for atom in jaxpr.jaxpr.outvars if not isinstance(atom, Literal)}
+    pairs = zip(params["donated_invars"], jaxpr.jaxpr.invars)
     donated = [flag and var not in recorded for flag, var in pairs]
-    ins, outs = (free,) * more_in, (free,) * more_out
-    return {
-        **params,
-        "jaxpr": like(params["jaxpr"], jaxpr),
-        "in_shardings": (*params["in_shardings"], *ins),
-        "out_shardings": (*params["out_shardings"], *outs),
-        "in_layouts": (*params["in_layouts"], *[None] * more_in),
-        "out_layouts": (*params["out_layouts"], *[None] * more_out),
-        "donated_invars": (*donated, *[False] * more_in),
-    }
+    made = {**params, "jaxpr": jaxpr, "donated_invars": (*donated, *[False] * more_in)}
+    for name, one in (("shardings", _unspecified()), ("layouts", None)):
+        for end, more in (("in", more_in), ("out", more_out)):
+            made[f"{end}_{name}"] += (one,) * more
+    return made
 
 
 def has_new_remat() -> bool:
@@ -185,53 +137,46 @@ def has_new_remat() -> bool:
     return getattr(jax.config, "jax_remat3", False)
 
 
-def name_of(primitive: Primitive, params: dict[str, Any]) -> str:
-    """The name of an operation; of one that is an object (see `kind_of`), its class."""
-    held = params.get("_prim")
-    return primitive.name if held is None else type(held).__name__
-
-
-def kind_of(primitive: Primitive, params: dict[str, Any]) -> Any:
-    """What operations of one kind have in common.
+def kind_of(primitive: Primitive, params: dict[str, Any]) -> tuple[Any, str]:
+    """What operations of one kind have in common, and their name.
 
     JAX is going over to operations that are objects of a class of their own, which one
     primitive holds as a parameter.
     """
     held = params.get("_prim")
-    return primitive if held is None else type(held)
+    if held is None:
+        return primitive, primitive.name
+    return type(held), type(held).__name__
 
 
-def jaxprs_of(params: dict[str, Any]) -> Iterator[Any]:
+def bodies_in(params: dict[str, Any]) -> Iterator[Body]:
     """The jaxprs in the parameters of an operation, also of one that is an object."""
     held = params.get("_prim")
     if held is not None:
-        traced = {"traced": getattr(held, "traced", None)}
-        params = {**held.params, **{k: v.jaxpr for k, v in traced.items() if v}}
-    return jaxprs_in_params(params)
+        traced = getattr(held, "traced", None)
+        params = {**held.params, "traced": traced and traced.jaxpr}
+    for value in params.values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, (ClosedJaxpr, Jaxpr)):
+                yield body_of(one)
 
 
 def rule_of_jvp(primitive: Primitive, params: dict[str, Any]) -> Callable[..., Any]:
     """From primals and tangents to results and their tangents, all flat."""
-    if "_prim" in params:
-        return functools.partial(_jvp_of, primitive, params)
-    _, jvp = primitive.get_bind_params(params)["subfuns"]
-    return jvp.call_wrapped
-
-
-def _jvp_of(primitive: Primitive, params: dict[str, Any], *values: Any) -> list[Any]:
-    """What the rule of an operation makes of primals and tangents."""
-    half = len(values) // 2
-    primals, given = values[:half], values[half:]
-    tangents = tuple(
-        one if jnp.issubdtype(primal.dtype, jnp.inexact) else zero_tangent(primal)
-        for primal, one in zip(primals, given)
-    )
 
     def fn(*primals: Any) -> list[Any]:
         return bind(primitive, primals, params)
 
-    outs, moved = jax.jvp(fn, primals, tangents)
-    return [*outs, *moved]
+    def rule(*values: Any) -> list[Any]:
+        primals = values[: len(values) // 2]
+        tangents = tuple(
+            one if jnp.issubdtype(primal.dtype, jnp.inexact) else zero_tangent(primal)
+            for primal, one in zip(primals, values[len(primals) :])
+        )
+        outs, moved = jax.jvp(fn, primals, tangents)
+        return [*outs, *moved]
+
+    return rule
 
 
 class RuleOfVjp(NamedTuple):
@@ -240,79 +185,60 @@ class RuleOfVjp(NamedTuple):
     forward: Body
     backward: Callable[..., Any]
     num_out: int
-    forwarded: tuple[Any, ...]
+    forwarded: tuple[int | None, ...]
 
 
 def rule_of_vjp(params: dict[str, Any], count: int) -> RuleOfVjp:
-    """Forward and backward functions of a custom_vjp with so many operands."""
-    unperturbed = [False] * (count - params["num_consts"])
-    forward = params["fwd_jaxpr_thunk"].call_wrapped(*unperturbed)
+    """Forward and backward functions of a custom_vjp with so many operands.
+
+    The first operands may be constants of the function, unknown to the rule.
+    """
+    num_consts = params["num_consts"]
+    unperturbed = [False] * (count - num_consts)
+    rule = Body(*params["fwd_jaxpr_thunk"].call_wrapped(*unperturbed)[:2])
     out_tree, _, forwarded = params["out_trees"]()
+    avals = params["call_jaxpr"].in_avals
+    forward = traced(lambda *values: evaluate(rule, values[num_consts:]), avals)
 
     def backward(*values: Any) -> Any:
         found = params["bwd"].call_wrapped(*values)
-        return found[0] if isinstance(found, tuple) else found
+        of_rest = found[0] if isinstance(found, tuple) else found
+        return [*[None] * num_consts, *of_rest]
 
-    return RuleOfVjp(
-        Body(forward[0], tuple(forward[1])), backward, out_tree.num_leaves, forwarded
-    )
-
-
-def shard_axes(params: dict[str, Any]) -> tuple[Any, ...]:
-    """The mesh axes a shard_map makes manual, in the order of the mesh."""
-    manual = params["newly_manual_axes"]
-    return tuple(name for name in params["mesh"].axis_names if name in manual)
+    return RuleOfVjp(body_of(forward), backward, out_tree.num_leaves, forwarded)
 
 
-def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The options of a shard_map for `jax.shard_map`."""
-    return {
-        "mesh": params["mesh"],
-        "axis_names": set(params["newly_manual_axes"]),
-        "check_vma": params["check_vma"],
-    }
+def varying(aval: Any) -> Any:
+    """The axes of a shard_map that a value of this type varies over."""
+    return getattr(getattr(aval, "mat", None), "varying", ())
 
 
-def varying(value: Any) -> Any:
-    """The axes of a shard_map that a value varies over."""
-    return _varying(jax.typeof(value))
-
-
-def _varying(aval: Any) -> Any:
-    held = getattr(aval, "vma", None)
-    return getattr(getattr(aval, "mat", None), "varying", ()) if held is None else held
-
-
-def as_varying(value: Any, axes: tuple[Any, ...]) -> Any:
+def as_varying(value: Any, axes: Iterable[Any]) -> Any:
     """A value in a shard_map, varying over all its axes."""
-    held = varying(value)
+    held = varying(jax.typeof(value))
     missing = tuple(axis for axis in axes if axis not in held)
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
-def zeros_of(aval: Any) -> Any:
-    """Zeros (for a key: some key) of an abstract value."""
-    return jax.lax.full(aval.shape, 0, aval.dtype)
-
-
-def as_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+def as_inputs(jaxpr: Any) -> tuple[Any, Any]:
     """A closed jaxpr as an open one whose constants are its first inputs."""
-    body, consts = opened(jaxpr)
-    if not consts:
-        return body, []
-    avals = [jax.typeof(const) for const in consts]
-    avals += [var.aval for var in body.invars]
-    count = len(consts)
+    body = body_of(jaxpr)
+    if not body.consts:
+        return body.jaxpr, ()
+    count = len(body.consts)
 
     def fn(*values: Any) -> Any:
-        return evaluate(body, values[:count], values[count:])
+        return evaluate(body._replace(consts=values[:count]), values[count:])
 
-    return opened(traced(fn, avals))[0], list(consts)
+    variables = (*body.jaxpr.constvars, *body.jaxpr.invars)
+    made = traced(fn, [var.aval for var in variables])
+    return made.jaxpr, body.consts
 
 
-def zeros_like_aval(aval: Any) -> Any:
-    """Zeros of an abstract value, varying where it does."""
-    return as_varying(zeros_of(aval), tuple(_varying(aval)))
+def zeros_of(aval: Any) -> Any:
+    """Zeros (for a key: some key) of an abstract value, varying where it does."""
+    zeros = jax.lax.full(aval.shape, 0, aval.dtype)
+    return as_varying(zeros, varying(aval))
 
 
 _HOISTING = ("_scan_known_hoisting", "_scan_partial_eval_custom")
@@ -391,17 +317,10 @@ def settle_results(fun: Any, rule: Any) -> None:
 
     It asks either for the structure of the result, and wants no two answers.
     """
-    if any(map(_is_filled, rule.stores)):
-        for store in fun.stores:
-            if store is not None:
-                store.reset()
-
-
-def _is_filled(store: Any) -> bool:
-    try:
-        return store is not None and store.val is not None
-    except Exception:
-        return False
+    with suppress(Exception):  # an empty store raises one: the rule has not run
+        _ = [store.val for store in rule.stores if store is not None]
+        for store in filter(None, fun.stores):
+            store.reset()
 
 
 def flat_values(out: Any) -> list[Any]:
@@ -418,6 +337,6 @@ def holds(jaxpr: Any, primitive: Primitive) -> bool:
     """Whether an operation is anywhere in a jaxpr."""
     return any(
         eqn.primitive is primitive
-        or any(holds(opened(one)[0], primitive) for one in jaxprs_of(eqn.params))
+        or any(holds(body.jaxpr, primitive) for body in bodies_in(eqn.params))
         for eqn in jaxpr.eqns
     )

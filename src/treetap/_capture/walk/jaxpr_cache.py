@@ -24,10 +24,7 @@ class JaxprCache(Generic[T]):
 
     def get(self, jaxpr: Any, key: Hashable, make: Callable[[], T]) -> T:
         """The value for a jaxpr and a key, made if it is not there."""
-        kept = self._held.get(jaxpr)
-        if kept is None:
-            kept = self._held.setdefault(jaxpr, {})
-        found = kept.get(key)
-        if found is None:
-            found = kept.setdefault(key, make())
-        return found
+        kept = self._held.setdefault(jaxpr, {})
+        if key not in kept:
+            kept.setdefault(key, make())
+        return kept[key]

@@ -24,7 +24,7 @@ from treetap._capture.edit_points import derived, edit_p, rows_of
 from treetap._capture.marks import gradient_p, tap_p
 from treetap._capture.statistics.reduced import Reduced, Reduction, arranged, on_each
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.jax_compat import Body, body_of
 from treetap._capture.walk.spots import Has, Spot
 from treetap._core.errors import CaptureError
 from treetap._core.wording import typed
@@ -80,19 +80,26 @@ Found = list[Recorded | None]  # by spot
 
 
 class Part(NamedTuple):
-    """A body, and what is to be done at the spots in it.
+    """A body of an operation, and what is to be done at the spots in it.
 
     Attributes:
         body: The jaxpr.
-        spots: The spots in it.
+        spots: The spots in it, as seen from inside.
         plan: What is done at each.
         feeds: What is fed at each.
+        start: Where the spots begin among those of the jaxpr around.
     """
 
     body: Body
-    spots: Sequence[Spot]
-    plan: Plan
-    feeds: Feeds
+    spots: Sequence[Spot] = ()
+    plan: Plan = ()
+    feeds: Feeds = ()
+    start: int = 0
+
+    def by(self, plan: Plan, feeds: Feeds) -> "Part":
+        """The same with its part of a plan for all spots of the jaxpr around."""
+        place = slice(self.start, self.start + len(self.spots))
+        return self._replace(plan=plan[place], feeds=feeds[place])
 
     @property
     def fed(self) -> list[Any]:
@@ -112,20 +119,16 @@ class Part(NamedTuple):
         """Where the axis of an operation belongs in what comes out: a prefix of it."""
         places: list[Any] = []
         for choice, spot in zip(self.plan, self.spots):
-            of_states: Any = choice.reduce.num_apart if choice.reduce else 0
+            states: Any = choice.reduce.num_apart if choice.reduce else 0
             leaves = list(map(spot.place, spot.has)) if choice.record else []
             flags = list(map(spot.place, spot.flags_have))
-            place = Recorded(of_states, leaves, flags)
-            places.append(place if choice.is_heard else None)
+            place = Recorded(states, leaves, flags) if choice.is_heard else None
+            places.append(place)
         return places
 
     def with_axis(self, found: Found, put: Callable[[Any, int], Any]) -> Found:
         """What came out, with the axis of an operation put where it belongs."""
-
-        def placed(place: int, part: Any) -> Any:
-            return jax.tree.map(lambda value: put(value, place), part)
-
-        return jax.tree.map(placed, self.outers(), found)
+        return jax.tree.map(put, found, jax.tree.broadcast(self.outers(), found))
 
     def fed_outers(self) -> list[int | None]:
         """The same for each value that is fed; None for one without such an axis."""
@@ -187,14 +190,12 @@ class Kept(NamedTuple):
         Args:
             avals: Types of what comes out of a turn, the axes of rows first.
         """
-        size = self.asked.iterations
+        zeros, size = jax.tree.map(jax_compat.zeros_of, avals), self.asked.iterations
 
-        def buffer(aval: Any) -> Any:
-            zeros = jax_compat.zeros_like_aval(aval)
-            return jnp.stack([zeros] * size, axis=len(self.rows)) if size else zeros
+        def buffer(value: Any) -> Any:
+            return jnp.stack([value] * size, axis=len(self.rows)) if size else value
 
-        states = jax.tree.map(jax_compat.zeros_like_aval, avals.states)
-        return Recorded(states, *jax.tree.map(buffer, avals[1:]))
+        return Recorded(zeros.states, *jax.tree.map(buffer, zeros[1:]))
 
     def renewed(self, before: Recorded, after: Recorded, counter: Any) -> Recorded:
         """What the loop keeps after one more turn; `counter` has those of each row."""
@@ -225,11 +226,10 @@ class Kept(NamedTuple):
 
         found, states = self._each(found, back), found.states
         asked, by_row = self.asked.reduce, self.choice.reduce
-        if asked is not None and by_row is not None:
-            over = asked.no_longer_apart(by_row)
-            for place in reversed(over):
-                total = functools.partial(Reduced.total, start=place, stop=place + 1)
-                states = on_each(total, states)
+        over = asked.no_longer_apart(by_row) if asked and by_row else []
+        for place in reversed(over):
+            total = functools.partial(Reduced.total, start=place, stop=place + 1)
+            states = on_each(total, states)
         return flagged(counter, self.spot, found._replace(states=states))
 
 
@@ -251,18 +251,24 @@ class Rewritten(NamedTuple):
 
     Attributes:
         jaxpr: Closed; after its results it gives what comes out, in one list.
-        num_outs: How many results there are.
-        tree: The structure of what comes out.
+        tree: The structure of both together.
     """
 
     jaxpr: Any
-    num_outs: int
     tree: Any
 
     def split(self, outs: Sequence[Any]) -> tuple[list[Any], Found]:
         """Its results, and what came out, from all that it gave."""
-        own, rest = outs[: self.num_outs], outs[self.num_outs :]
-        return list(own), self.tree.unflatten(rest)
+        return self.tree.unflatten(outs)
+
+    def run(self, values: Sequence[Any]) -> tuple[list[Any], Found]:
+        """Runs it: its results, and what came out."""
+        return self.split(jax_compat.evaluate(body_of(self.jaxpr), values))
+
+    @property
+    def types(self) -> Found:
+        """Types of what comes out."""
+        return self.split(self.jaxpr.out_avals)[1]
 
 
 class Feed:
@@ -309,9 +315,7 @@ class Guarding(Feed):
         own = {**params, "branches": (self.number, *params.get("branches", ()))}
         if primitive is tap_p:
             maps = params["maps"]
-            own["maps"] = tuple(
-                one._replace(mapped=(*one.mapped, False)) for one in maps
-            )
+            own["maps"] = tuple(x._replace(mapped=(*x.mapped, False)) for x in maps)
             *out, _, ticket = primitive.bind(*values, mask, **own)
             return [*out, ticket]
         if primitive is gradient_p:
@@ -423,7 +427,7 @@ class Editing(Feed):
                 f"there is {typed(old)}. Shapes and types must be the same."
             )
         new = new if new.dtype == kind.dtype else new.astype(kind.dtype)
-        return jax_compat.as_varying(new, tuple(jax_compat.varying(old)))
+        return jax_compat.as_varying(new, jax_compat.varying(kind))
 
 
 def is_inexact(value: Any) -> bool:

@@ -10,16 +10,16 @@ What comes out of a loop or a mapping has its axis in front; what comes out of a
 is followed by whether the branch was taken, out of a `while` by how often it ran.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from treetap._capture.edit_points import edit_p, unedited
-from treetap._capture.marks import TICKET, gradient_p, linear_p, tap_p
+from treetap._capture.marks import TICKET, linear_p, tap_p
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import Step, operation_at
+from treetap._capture.walk.operations import Step, operation_of
 from treetap._capture.walk.plans import (
     Adding,
     Choice,
@@ -32,7 +32,7 @@ from treetap._capture.walk.plans import (
     is_inexact,
 )
 from treetap._capture.walk.spots import Spot
-from treetap._capture.walk.survey import Survey, Taps, survey
+from treetap._capture.walk.survey import INPUTS, Survey, Taps, survey
 
 _rewritten: JaxprCache[Rewritten] = JaxprCache()
 
@@ -46,7 +46,7 @@ class Walk(NamedTuple):
     """
 
     keep: bool = False
-    look: type[Survey] = Taps
+    look: Callable[[Any], Survey] = Taps
 
     def spots(self, jaxpr: Any) -> Sequence[Spot]:
         """The spots of an open jaxpr."""
@@ -60,13 +60,12 @@ class Walk(NamedTuple):
         env.update(zip(jaxpr.invars, values))
         found: Found = [None] * len(work.spots)
 
-        def note(place: int, values: Sequence[Any]) -> None:
-            numbers = list(filter(is_inexact, values))
-            choice, spot = part.plan[place], work.spots[place]
-            found[place] = recorded(None, numbers, choice, spot)
+        def note(number: int, values: Sequence[Any]) -> None:
+            place, numbers = work.results[number], list(filter(is_inexact, values))
+            found[place] = recorded(numbers, part.plan[place], work.spots[place])
 
-        if work.entry is not None:
-            note(work.entry, values)
+        if INPUTS in work.results:
+            note(INPUTS, values)
         for n, eqn in enumerate(jaxpr.eqns):
             ins = [jax_compat.read(env, atom) for atom in eqn.invars]
             step = Step(eqn.primitive, eqn.params, ins, self)
@@ -77,15 +76,15 @@ class Walk(NamedTuple):
                     asked = part.plan[place], work.spots[place], part.feeds[place]
                     outs, found[place] = self.at_spot(step, *asked)
                 elif n in work.inner:
-                    parts = [one.part(part.plan, part.feeds) for one in work.inner[n]]
-                    operation = operation_at(eqn.primitive, eqn.params)
+                    parts = [one.by(part.plan, part.feeds) for one in work.inner[n]]
+                    operation = operation_of(eqn.primitive, eqn.params)
                     outs, inside = operation.run(step, *parts)
                     start = work.inner[n][0].start
                     found[start : start + len(inside)] = inside
                 else:
                     outs = jax_compat.bind(eqn.primitive, ins, eqn.params)
                 if n in work.results:
-                    note(work.results[n], outs)
+                    note(n, outs)
             env.update(zip(eqn.outvars, outs))
         return [jax_compat.read(env, atom) for atom in jaxpr.outvars], found
 
@@ -95,14 +94,12 @@ class Walk(NamedTuple):
         fed = tuple(unfed.fed)
 
         def made() -> Rewritten:
-            count = len(body.jaxpr.invars)
-
-            def fn(*values: Any) -> tuple[list[Any], Found]:
-                return self.run(unfed.feeding(values[count:]), values[:count])
+            def fn(values: Any, fed: Any) -> tuple[list[Any], Found]:
+                return self.run(unfed.feeding(fed), values)
 
             avals = [var.aval for var in body.jaxpr.invars]
-            jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals, *fed)
-            return Rewritten(jaxpr, len(shapes[0]), jax.tree.structure(shapes[1]))
+            jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(avals, fed)
+            return Rewritten(jaxpr, jax.tree.structure(shapes))
 
         key = (self, part.plan, fed, jax.sharding.get_abstract_mesh())
         return _rewritten.get(body.jaxpr, key, made)
@@ -132,18 +129,14 @@ class Walk(NamedTuple):
             outs = unedited(*values, **params)
         else:
             outs = [*values, TICKET] if primitive is tap_p else values[:-1]
-        return outs, recorded(primitive, values, choice, spot)
+        return outs, recorded(values, choice, spot)
 
 
-def recorded(
-    primitive: Any, values: Sequence[Any], choice: Choice, spot: Spot
-) -> Recorded | None:
-    """What comes out of the operands of a tap; or None."""
+def recorded(values: Sequence[Any], choice: Choice, spot: Spot) -> Recorded | None:
+    """What comes out of the operands of a mark: leaves, then its flags; or None."""
     if not choice.is_heard:
         return None
     count = len(spot.own)
-    leaves, guards = list(values[:count]), list(values[count:])
-    if primitive is gradient_p:
-        guards = []  # what follows the leaves is the ticket
-    states = choice.reduce and choice.reduce.measure(leaves, guards, spot)
-    return Recorded(states, leaves if choice.record else [], guards)
+    leaves, flags = list(values[:count]), list(values[count:][: len(spot.flags)])
+    states = choice.reduce and choice.reduce.measure(leaves, flags, spot)
+    return Recorded(states, leaves if choice.record else [], flags)

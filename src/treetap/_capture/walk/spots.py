@@ -36,7 +36,7 @@ import jax
 
 from treetap._capture.edit_points import edit_p
 from treetap._capture.marks import Label, again_p, gradient_p, tap_p
-from treetap._capture.name_stacks import Scope, mappings_in, scopes_in
+from treetap._capture.name_stacks import Scope
 from treetap._core.errors import CaptureError
 
 MARKS = (tap_p, gradient_p, again_p, edit_p)
@@ -207,30 +207,27 @@ class Spot(NamedTuple):
         """
         if wrap is None:
             return self
-        rows, is_branch = self.row_levels(wrap.rows), wrap.flag == "taken"
-        flags, flags_have = self.flags, self.flags_have
+        rows, spot = self.row_levels(wrap.rows), self
         if wrap.flag and not self.is_gradient:
-            flags, flags_have = (*flags, wrap.flag), (*flags_have, ())
-        spot = self._replace(
-            wraps=(wrap.name, *self.wraps),
-            branches=(number, *self.branches) if is_branch else self.branches,
-            flags=flags,
-            flags_have=flags_have,
-        )
+            flags, flags_have = (*self.flags, wrap.flag), (*self.flags_have, ())
+            spot = spot._replace(flags=flags, flags_have=flags_have)
+        if wrap.flag == "taken":
+            spot = spot._replace(branches=(number, *self.branches))
+        spot = spot._replace(wraps=(wrap.name, *self.wraps))
         # Of a `while` it is a place for the iterations that may be kept.
         size = UNKEPT if wrap.flag == "count" else wrap.size
         if size is None:
             return spot
-        place = self.outer
-        axis, own = Axis(wrap.name, size), () if size == UNKEPT else (place,)
+        place, own = self.outer, () if size == UNKEPT else (self.outer,)
 
         def within(has: Has) -> Has:
             """The levels of an array, in one more, and with its rows."""
-            held = _united(has, rows)
-            return _united(tuple(n + (n >= place) for n in held), own)
+            return _united(tuple(n + (n >= place) for n in _united(has, rows)), own)
 
+        levels = list(self.levels)
+        levels.insert(place, Axis(wrap.name, size))
         return spot._replace(
-            levels=(*self.levels[:place], axis, *self.levels[place:]),
+            levels=tuple(levels),
             has=tuple(map(within, spot.has)),
             flags_have=tuple(map(within, spot.flags_have)),
         )
@@ -267,11 +264,8 @@ class Spot(NamedTuple):
         sizes = [axis.size for axis in self.levels[: self.outer]]
         if len(sizes) < len(rows):
             return ()  # a value of whose mappings nothing is known
-        fitting = [
-            levels
-            for levels in itertools.combinations(range(len(sizes)), len(rows))
-            if [sizes[n] for n in levels] == list(rows)
-        ]
+        some = itertools.combinations(range(len(sizes)), len(rows))
+        fitting = [one for one in some if [sizes[n] for n in one] == list(rows)]
         if len(fitting) == 1:
             return fitting[0]
         raise CaptureError(
@@ -281,28 +275,30 @@ class Spot(NamedTuple):
         )
 
 
-def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
-    """The spot of a single tap, by its operands: variables or values."""
+def spot_of(primitive: Any, params: Any, values: Any) -> Spot:
+    """The spot of a mark, seen from inside it, by its operands: variables or values."""
     label, maps = params["label"], params["maps"]
     own = tuple(getattr(value, "aval", None) or jax.typeof(value) for value in values)
-    count = label.tree.num_leaves if primitive is tap_p else len(own) - 1
-    # After the leaves of a tap come its guards, after those of others the ticket.
-    guards = len(own) - count if primitive is tap_p else 0
-    is_edit = primitive is edit_p  # all operands of which are mapped alike
+    is_tap, is_edit = primitive is tap_p, primitive is edit_p
+    # After the leaves of a tap come its guards, after those of others the ticket. That
+    # of a tap is its last result.
+    count = label.tree.num_leaves if is_tap else len(own) - 1
+    guards = len(own) - count if is_tap else 0
+    flow = Flow(tickets=(len(own),)) if is_tap else Flow(sources=(count,))
     mapped = [one.mapped for one in reversed(maps)]
-    has = [
+    has = [  # all operands of an edit are mapped alike
         tuple(n for n, flags in enumerate(mapped) if flags[0 if is_edit else leaf])
         for leaf in range(count + guards)
     ]
     bases = [aval.shape[len(each) :] for aval, each in zip(own, has)]
     return Spot(
         label,
-        scopes_in(name_stack),
+        (),
         own[:count],
         tuple(bases[:count]),
         tuple(has[:count]),
         tuple(Axis(VMAP, one.size, one.name) for one in reversed(maps)),
-        max(0, len(maps) - mappings_in(name_stack)),
+        len(maps),
         params.get("moved", ()),
         params.get("leaves"),
         primitive is again_p or params.get("is_again", False),
@@ -310,6 +306,7 @@ def spot_of(primitive: Any, params: Any, values: Any, name_stack: Any) -> Spot:
         branches=params.get("branches", ()),
         flags=("taken",) * guards,
         flags_have=tuple(has[count:]),
+        flow=flow,
     )
 
 

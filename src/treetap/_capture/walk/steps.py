@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step: one operation that holds jaxprs, to be run by a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax.extend.core import Primitive
 
-from treetap._capture.walk.jax_compat import Body
 from treetap._capture.walk.plans import Found, Part, Rewritten
 from treetap._capture.walk.spots import Spot
 
 Params = dict[str, Any]
 Ran = tuple[list[Any], Found]  # results, and what came out of all bodies
-Runs = Callable[[Body, Sequence[Any]], list[Any]]
 
 
 class Walker(Protocol):
-    """Who runs bodies by plans: see `run.Walk`."""
+    """Who runs bodies by plans, such as `run.Walk`."""
 
     def run(self, part: Part, values: Sequence[Any]) -> tuple[list[Any], Found]:
         """Runs a body: its results, and what came out at each spot."""

@@ -12,9 +12,9 @@ other values. Who walks says which (see `run.Walk`).
 """
 
 import functools
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from jax.extend.core import Literal, Primitive
@@ -22,37 +22,14 @@ from jax.extend.core import Literal, Primitive
 from treetap._capture.marks import is_like_ticket, linear_p
 from treetap._capture.name_stacks import is_computed_again, mappings_in, scopes_in
 from treetap._capture.walk import jax_compat
-from treetap._capture.walk.jax_compat import Body
+from treetap._capture.walk.jax_compat import body_of
 from treetap._capture.walk.jaxpr_cache import JaxprCache
-from treetap._capture.walk.operations import (
-    OPERATIONS,
-    bodies_of,
-    hidden_jaxprs,
-    is_plain,
-    operation_of,
-)
-from treetap._capture.walk.plans import Feeds, Part, Plan
+from treetap._capture.walk.operations import is_plain, operation_of
+from treetap._capture.walk.plans import Part
 from treetap._capture.walk.spots import MARKS, Flow, Spot, spot_of
 from treetap._core.errors import CaptureError
 
-
-class Inner(NamedTuple):
-    """A body of an operation, with its spots.
-
-    Attributes:
-        body: The jaxpr.
-        spots: Its spots, as seen from inside.
-        start: Where these begin among the spots outside.
-    """
-
-    body: Body
-    spots: Sequence[Spot]
-    start: int
-
-    def part(self, plan: Plan, feeds: Feeds) -> Part:
-        """What is to be done in it, by a plan for all spots outside."""
-        place = slice(self.start, self.start + len(self.spots))
-        return Part(self.body, self.spots, plan[place], feeds[place])
+INPUTS = -1
 
 
 class Survey:
@@ -62,109 +39,87 @@ class Survey:
         spots: All of them, in order of execution.
         inner: By equation, its bodies that have spots; none for a tap.
         taps: By equation that is a tap, its spot.
-        results: By equation, the spot of its results, where these are spots.
-        entry: The spot of the inputs, where they are one.
+        results: By equation, the spot of its results, where these are spots; `INPUTS`
+            stands for what gives the inputs.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self):
         self.spots: list[Spot] = []
-        self.inner: dict[int, list[Inner]] = {}
+        self.inner: dict[int, list[Part]] = {}
         self.taps: dict[int, int] = {}
         self.results: dict[int, int] = {}
-        self.entry: int | None = None
-        self._jaxpr = weakref.ref(jaxpr)  # a survey is kept for as long as that
 
 
 class Taps(Survey):
-    """The taps of a jaxpr."""
+    """The taps of a jaxpr.
+
+    Attributes:
+        is_forward: Whether something marked is differentiated forward in here.
+        handed_on: Outputs that may be inputs: the number of each, and of the input.
+    """
 
     def __init__(self, jaxpr: Any):
-        super().__init__(jaxpr)
-        # By variable, the spots whose tickets it may hold, and the inputs it may be.
-        self._tickets: dict[Any, set[int]] = {}
-        self._inputs = {var: {n} for n, var in enumerate(jaxpr.invars)}
+        super().__init__()
+        self.is_forward = jax_compat.holds(jaxpr, linear_p)
+        self.handed_on: list[tuple[int, int]] = []
+        # By variable, of which spots it may hold the ticket, and which input it may be:
+        # input n is the number ~n, which is negative.
+        self._held = {var: {~n} for n, var in enumerate(jaxpr.invars)}
         for n, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive in MARKS:
                 self.taps[n] = len(self.spots)
-                self._add_tap(eqn)
+                self._add(eqn, [spot_of(eqn.primitive, eqn.params, eqn.invars)])
                 continue
             inner, seen = spots_below(eqn.primitive, eqn.params)
-            refuse_copies(eqn.source_info.name_stack, seen)
             start = len(self.spots)
             if inner:
                 self.inner[n] = [x._replace(start=start + x.start) for x in inner]
-            self._add_inner(eqn, seen)
+            self._add(eqn, seen)
             self._follow(eqn)
         for n, var in enumerate(jaxpr.outvars):
-            for place in self._tickets.get(var, ()) if _is_var(var) else ():
-                spot = self.spots[place]
-                flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
-                self.spots[place] = spot._replace(flow=flow)
+            for one in self._held_by(var):
+                if one < 0:
+                    self.handed_on.append((n, ~one))
+                else:
+                    spot = self.spots[one]
+                    flow = spot.flow._replace(tickets=(*spot.flow.tickets, n))
+                    self.spots[one] = spot._replace(flow=flow)
 
-    @functools.cached_property
-    def is_forward(self) -> bool:
-        """Whether something marked is differentiated forward in here."""
-        return jax_compat.holds(self._jaxpr(), linear_p)
+    def _held_by(self, atom: Any) -> set[int]:
+        return set() if isinstance(atom, Literal) else self._held.get(atom, set())
 
-    def handed_on(self) -> list[tuple[int, int]]:
-        """Outputs that may be inputs: the number of each, and that of the input."""
-        jaxpr: Any = self._jaxpr()
-        pairs = [(n, var) for n, var in enumerate(jaxpr.outvars) if _is_var(var)]
-        return [(n, m) for n, var in pairs for m in self._inputs.get(var, ())]
+    def _add(self, eqn: Any, seen: Sequence[Spot]) -> None:
+        """Adds the spots of an operation, seen from outside it.
 
-    def _add_tap(self, eqn: Any) -> None:
-        stack = eqn.source_info.name_stack
-        spot = spot_of(eqn.primitive, eqn.params, eqn.invars, stack)
-        refuse_copies(stack, [spot])
-        if spot.is_tap:
-            self._tickets[eqn.outvars[-1]] = {len(self.spots)}
-        else:
-            spot = self._from(spot, [eqn.invars[-1]])
-        self.spots.append(spot)
-
-    def _add_inner(self, eqn: Any, seen: Sequence[Spot]) -> None:
-        """Adds the spots in an operation."""
-        base = len(self.spots)
-        stack = eqn.source_info.name_stack
+        The ticket of each comes from a spot here, or else from inputs.
+        """
+        base, stack = len(self.spots), eqn.source_info.name_stack
+        refuse_copies(stack, seen)
         scopes, mappings = scopes_in(stack), mappings_in(stack)
         for spot in seen:
-            flow = Flow(of=tuple(base + n for n in spot.flow.of))
-            seen_here = spot.seen_from(scopes, mappings, flow)
-            if not flow.of and spot.flow.sources:
-                given = [eqn.invars[n] for n in spot.flow.sources]
-                seen_here = self._from(seen_here, given)
+            held = {x for n in spot.flow.sources for x in self._held_by(eqn.invars[n])}
+            of = [base + n for n in spot.flow.of]
+            of += [n for n in sorted(held) if n >= 0 and spot.is_of(self.spots[n])]
+            inputs = [] if of else sorted(~n for n in held if n < 0)
             for n in spot.flow.tickets:
-                self._tickets.setdefault(eqn.outvars[n], set()).add(len(self.spots))
-            self.spots.append(seen_here)
-
-    def _from(self, spot: Spot, given: Sequence[Any]) -> Spot:
-        """A spot with where its ticket comes from: a spot here, or else inputs."""
-        held = [var for var in given if _is_var(var)]
-        places = {n for var in held for n in self._tickets.get(var, ())}
-        of = tuple(n for n in sorted(places) if spot.is_of(self.spots[n]))
-        sources = {n for var in held for n in self._inputs.get(var, ())}
-        return spot._replace(flow=Flow(of, () if of else tuple(sorted(sources))))
+                self._held.setdefault(eqn.outvars[n], set()).add(len(self.spots))
+            flow = Flow(tuple(of), tuple(inputs))
+            self.spots.append(spot.seen_from(scopes, mappings, flow))
 
     def _follow(self, eqn: Any) -> None:
         """Notes tickets that go on in another shape, or through an operation."""
         avals = [var.aval for var in eqn.outvars]
         pairs = handed_on(eqn.primitive, eqn.params, len(eqn.invars), avals)
         for n, source in pairs:
-            old, new = eqn.invars[source], eqn.outvars[n]
-            for known in (self._tickets, self._inputs):
-                if _is_var(old) and old in known:
-                    known[new] = known.get(new, set()) | known[old]
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
+            held = self._held_by(eqn.invars[source])
+            self._held.setdefault(eqn.outvars[n], set()).update(held)
 
 
 S = TypeVar("S", bound=Survey)
 _surveys: JaxprCache[Any] = JaxprCache()
 
 
-def survey(jaxpr: Any, look: type[S]) -> S:
+def survey(jaxpr: Any, look: Callable[[Any], S]) -> S:
     """The spots of an open jaxpr, as a class of surveys finds them."""
     return _surveys.get(jaxpr, look, functools.partial(look, jaxpr))
 
@@ -174,20 +129,23 @@ def taps_in(jaxpr: Any) -> Taps:
     return survey(jaxpr, Taps)
 
 
-# Asked for every operation that a capture comes to, so it is one plain look-up.
 _spotless: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def is_spotless(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Whether an operation is known to hold no taps: a quick look."""
-    operation = OPERATIONS.get(primitive.name)  # objects have no `holder`
-    if operation is None or not operation.holder:
-        return is_plain(primitive, params)
-    jaxpr = params[operation.holder]
+    """Whether an operation is known to hold no taps: a quick look.
+
+    A capture asks this of every operation that it comes to. Of those that hold jaxprs
+    nearly all are jits, for which it is one look-up.
+    """
+    if "donated_invars" not in params:
+        return is_plain(primitive, params) or not any(
+            taps_in(body.jaxpr).spots for body in jax_compat.bodies_in(params)
+        )
+    jaxpr = params["jaxpr"]
     known = _spotless.get(jaxpr)
     if known is None:
-        spots = taps_in(jax_compat.opened(jaxpr)[0]).spots
-        known = _spotless[jaxpr] = not spots
+        known = _spotless[jaxpr] = not taps_in(body_of(jaxpr).jaxpr).spots
     return known
 
 
@@ -204,20 +162,18 @@ def handed_on(
     """
     if is_plain(primitive, params):
         # What JAX does with tickets on the way: it selects, slices, broadcasts.
-        for n, result in enumerate(results):
-            if is_like_ticket(result):
-                yield from ((n, source) for source in range(count))
-    for body in bodies_of(primitive, params):
-        for n, source in taps_in(body.jaxpr).handed_on():
+        tickets = [n for n, result in enumerate(results) if is_like_ticket(result)]
+        yield from itertools.product(tickets, range(count))
+    for body in operation_of(primitive, params).bodies(params):
+        for n, source in taps_in(body.jaxpr).handed_on:
             if n < len(results):
                 yield n, body.first + source
 
 
 def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
     """Refuses taps on the way back that nothing tells from those of the way forward."""
-    if not jax_compat.has_new_remat() or not spots:
-        return
-    if is_computed_again(name_stack) and any(spot.is_tap for spot in spots):
+    is_again = jax_compat.has_new_remat() and is_computed_again(name_stack)
+    if is_again and any(spot.is_tap for spot in spots):
         raise CaptureError(
             f"{spots[0].name!r} is in a `jax.checkpoint` that is differentiated inside "
             "the capture, and with JAX's setting `jax_remat3` a value that is computed "
@@ -229,30 +185,31 @@ def refuse_copies(name_stack: Any, spots: Sequence[Spot]) -> None:
 
 def spots_below(
     primitive: Primitive, params: dict[str, Any]
-) -> tuple[list[Inner], list[Spot]]:
+) -> tuple[list[Part], list[Spot]]:
     """The bodies of an operation, if it holds taps, and all their spots from outside.
 
     The tickets of these come by its operands, and go by its results. Those that the
     walk cannot come to are the last, so that nothing is found at them.
     """
-    inner: list[Inner] = []
+    inner: list[Part] = []
     seen: list[Spot] = []
     if is_plain(primitive, params):
         return inner, seen
     operation = operation_of(primitive, params)
-    for number, body in enumerate(bodies_of(primitive, params)):
-        assert operation is not None
+    wrap = operation.wrap(params)
+    for number, body in enumerate(operation.bodies(params)):
         own, base = taps_in(body.jaxpr).spots, len(seen)
-        inner.append(Inner(body, own, base))
+        inner.append(Part(body, own, start=base))
         for spot in own:
             flow = spot.flow.shifted(base, body.first)
-            outside = spot.wrapped(operation.wrap(params), number)._replace(flow=flow)
             again = operation.is_repeated or spot.is_repeated
-            seen.append(outside._replace(is_repeated=again))
+            outside = spot.wrapped(wrap, number)
+            seen.append(outside._replace(flow=flow, is_repeated=again))
+    known = [part.body.jaxpr for part in inner]
     inner = inner if seen else []
-    where = (operation and operation.hides) or f"the operation {primitive.name!r}"
-    for jaxpr in hidden_jaxprs(primitive, params):
-        for spot in taps_in(jaxpr).spots:
+    where = operation.hides or f"the operation {primitive.name!r}"
+    for body in jax_compat.bodies_in(params):
+        for spot in [] if body.jaxpr in known else taps_in(body.jaxpr).spots:
             hidden_in = spot.hidden_in or where
             seen.append(spot._replace(hidden_in=hidden_in, flow=Flow()))
     return inner, seen

@@ -152,7 +152,7 @@ def _told_in(jaxpr: Any) -> Iterator[tuple[Told, bool]]:
 
 def equations_in(jaxpr: Any, around: Any = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """All equations in a jaxpr, open or closed, and in which others each is."""
-    for eqn in jax_compat.opened(jaxpr)[0].eqns:
+    for eqn in jax_compat.body_of(jaxpr).jaxpr.eqns:
         yield eqn, around
-        for inner in jax_compat.jaxprs_of(eqn.params):
-            yield from equations_in(inner, (*around, eqn))
+        for inner in jax_compat.bodies_in(eqn.params):
+            yield from equations_in(inner.jaxpr, (*around, eqn))

@@ -212,7 +212,7 @@ class _Suspect:
         self.search = jax.jit(functools.partial(search, self.body))
 
     def _all_finite(self, *values: Any) -> Any:
-        outs = jax_compat.evaluate(*self.body[:2], values)
+        outs = jax_compat.evaluate(self.body, values)
         return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in outs], bool))
 
     def blame(
@@ -271,7 +271,7 @@ def _turns(findings: Findings, value: ValueAt) -> dict[str, Any]:
     """The iterations and the shard of a value."""
     loops, shard = [], None
     for frame, turn in findings.steps(value):
-        if frame.operation.is_at_once:
+        if frame.mesh:
             shard = turn
         elif turn is not None and not frame.rows:  # which would end one by one
             loops.append((frame.operation.name, turn))

@@ -19,9 +19,10 @@ the first iteration in which it was bad, and can only come from what was bad by 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, product
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from jax.extend.core import JaxprEqn, Literal
 from treetap._capture.name_stacks import is_transposed
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
-from treetap._capture.walk.operations import operation_at
+from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.survey import survey
 from treetap._observe.blame.search import (
     FINITE,
@@ -78,6 +79,7 @@ class Frame:
         turns: The turns of it that are told apart, as they run; or None.
         carried: The inputs that are results of the turn before.
         rows: Of a loop whose rows end one by one: how many there are.
+        mesh: For shards, whose turns are at the same time: the mesh axes, with sizes.
         loops: The frames around that are loops whose turns are not told apart.
     """
 
@@ -85,6 +87,7 @@ class Frame:
     turns: range | None = None
     carried = range(0)
     rows: tuple[int, ...] = ()
+    mesh: Mapping[Any, int] = MappingProxyType({})
 
     def __init__(
         self, body: Body, base: int = 0, above: Any = None, equation: Any = None
@@ -94,11 +97,12 @@ class Frame:
         if above is not None:
             self.equation, params = equation, equation.params
             self.around = (*above.around, self)
-            self.operation = operation_at(equation.primitive, params)
+            self.operation = operation_of(equation.primitive, params)
             find = self.operation.turns
             self.turns = None if find is None else find(params)
             self.carried = self.operation.carried(params)
             self.rows = self.operation.rows(params)
+            self.mesh = self.operation.mesh(params)
         self.loops = [x for x in self.around if x.carried and x.turns is None]
         self.inner = {
             n: [Frame(x.body, base + x.start, self, body.jaxpr.eqns[n]) for x in bodies]
@@ -118,7 +122,7 @@ class Frame:
 
     def number_of(self, turn: int | None) -> int:
         """How many turns were before one; of turns at the same time, none."""
-        if turn is None or self.operation.is_at_once:
+        if turn is None or self.mesh:
             return 0
         return turn if self.turns is None else self.turns.index(turn)
 
@@ -233,7 +237,7 @@ class Findings:
         steps, place = list(self.steps(value)), value.place
         when = [(frame.base, frame.number_of(turn)) for frame, turn in steps]
         last = -1 if place is None else value.frame.base + place.spot
-        shards = [turn or 0 for frame, turn in steps if frame.operation.is_at_once]
+        shards = [turn or 0 for frame, turn in steps if frame.mesh]
         return (*chain(*when), last, *shards)
 
     def is_backward(self, value: ValueAt, equations: Iterable[JaxprEqn]) -> bool:
@@ -316,11 +320,10 @@ def _moments(value: ValueAt, eqn: JaxprEqn) -> Iterator[Turns]:
     names = set(named if isinstance(named, tuple | list) else (named,))
 
     def read(frame: Frame, turn: Any) -> list[Any]:
-        if not frame.operation.is_at_once:
+        if not frame.mesh:
             return [turn]
-        mesh = frame.operation.mesh(frame.equation.params)
-        sizes = tuple(mesh.values())
-        own = zip(mesh, np.unravel_index(turn, sizes))
+        sizes = tuple(frame.mesh.values())
+        own = zip(frame.mesh, np.unravel_index(turn, sizes))
         group = tuple(slice(None) if axis in names else n for axis, n in own)
         return np.arange(math.prod(sizes)).reshape(sizes)[group].flatten().tolist()
 

@@ -24,7 +24,7 @@ from treetap._capture.walk.operations import operation_of
 from treetap._capture.walk.plans import Choice, Part, is_inexact
 from treetap._capture.walk.run import Walk
 from treetap._capture.walk.spots import Wrap, plain_spot
-from treetap._capture.walk.survey import Inner, Survey, survey
+from treetap._capture.walk.survey import INPUTS, Survey, survey
 
 FINITE, INFINITE, NAN = 0, 1, 2
 DEPTH = 4  # of loops inside one another whose turns are told
@@ -55,14 +55,13 @@ class EveryValue(Survey):
     """
 
     def __init__(self, jaxpr: Any):
-        super().__init__(jaxpr)
+        super().__init__()
         self.places: dict[Any, Place] = {}
-        self.entry = self._add(jaxpr.invars, None)
+        self.results[INPUTS] = self._add(jaxpr.invars, None)
         for n, eqn in enumerate(jaxpr.eqns):
             operation = operation_of(eqn.primitive, eqn.params)
-            if operation is not None:
+            if bodies := list(operation.bodies(eqn.params)):
                 wrap = operation.wrap(eqn.params)
-                bodies = operation.bodies(eqn.params)
                 self.inner[n] = [self._enter(body, wrap) for body in bodies]
             self.results[n] = self._add(eqn.outvars, n)
 
@@ -73,10 +72,10 @@ class EveryValue(Survey):
         self.spots.append(plain_spot(LABEL, (), tuple(var.aval for var in found)))
         return spot
 
-    def _enter(self, body: Body, wrap: Wrap | None) -> Inner:
+    def _enter(self, body: Body, wrap: Wrap | None) -> Part:
         start, own = len(self.spots), survey(body.jaxpr, EveryValue).spots
         self.spots += [spot.wrapped(wrap) for spot in own]
-        return Inner(body, own, start)
+        return Part(body, own, start=start)
 
 
 class Finiteness(NamedTuple):
