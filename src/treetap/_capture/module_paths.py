@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scopes: where in a model an operation is, while somebody listens.
 
-A Module's method runs in a named scope whose text says where the Module is. Scopes are
+A Module's method runs in a named scope whose name says where the Module is. Scopes are
 part of JAX's name stack: they stay with operations through every transform, and start
 anew in a function that is traced on its own. So a jitted function that is traced once
 and called for many layers does not say which layer it belongs to; the scopes around its
