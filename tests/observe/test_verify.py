@@ -178,3 +178,38 @@ def sharded(x):
 def test_what_cannot_be_verified_is_refused(call, message):
     with pytest.raises(tt.CaptureError, match=message):
         call()
+
+
+def test_branches_that_are_one_function_are_told_apart():
+    branch = lambda x: tt.tap(jnp.sin(x), "v")
+    fn = lambda x: jax.lax.switch(x.astype(int), [branch, branch], x)
+    _, record = tt.observe(fn, verify=True)(jnp.ones(()))
+    assert [bool(site.taken) for site in record] == [False, True]
+    rows = jnp.array([0.0, 1.0])
+    with pytest.raises(tt.CaptureError, match="apart that are one function"):
+        tt.observe(jax.vmap(fn), verify=True)(rows)
+
+
+@pytest.mark.parametrize("tapped", [True, False])
+@pytest.mark.parametrize("held", ["cond", "scan", "custom_vjp"])
+def test_what_is_the_same_in_all_iterations_is_verified(held, tapped):
+    def tapping(x):
+        value = tt.tap(jnp.sin(x), "v")
+        return value if tapped else x
+
+    ruled = jax.custom_vjp(tapping)
+    ruled.defvjp(lambda x: (ruled(x), None), lambda _, cotangent: (cotangent,))
+    add = lambda c, x: (c + tapping(x), None)
+    inside = {
+        "cond": lambda x: jax.lax.cond(x > -9, tapping, lambda x: x, x),
+        "scan": lambda x: jax.lax.scan(lambda c, _: add(c, x), 0.0, length=2)[0],
+        "custom_vjp": ruled,
+    }[held]
+
+    def fn(x):
+        same = jax.lax.stop_gradient(x)
+        return jax.lax.scan(lambda c, _: (c * inside(same), None), x, length=3)[0]
+
+    for program in (jax.grad(fn), jax.jit(jax.grad(jax.checkpoint(fn)))):
+        _, record = tt.observe(program, verify=True)(0.5)
+        assert record.verified

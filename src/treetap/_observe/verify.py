@@ -57,12 +57,12 @@ class Inside(NamedTuple):
     """An operation around what runs.
 
     Attributes:
-        eqn: The operation, by its `id`.
+        body: What runs of the operation, see `_body`.
         turn: Of a loop, the turn.
         active: Of a loop whose rows end one by one, which of them still run.
     """
 
-    eqn: int
+    body: tuple[int, int]
     turn: int | None = None
     active: Any = np.True_
 
@@ -123,13 +123,16 @@ class Reference:
         seen: Counter[Any] = Counter()
         # Of one call of `tap` there is a witness for each row, and all are one telling.
         for eqn, around in equations_in(closed):
-            if eqn.primitive is witness_p and not any(map(_has_told, around)):
-                holders, told = tuple(map(id, around)), eqn.params["told"]
+            if eqn.primitive is witness_p and not any(_has_told(x) for x, _ in around):
+                holders, told = (
+                    tuple(itertools.starmap(_body, around)),
+                    eqn.params["told"],
+                )
                 key = holders, told, eqn.params["rows"]
                 seen[key] += 1
                 telling = known.setdefault((*key[:2], seen[key]), Telling(told))
                 self._at[*holders, id(eqn)] = telling
-                self._holders.update(holders)
+                self._holders.update(id(x) for x, _ in around)
         tellings = [one for one in known.values() if isinstance(one.told, Told)]
         self.values = [one for one in tellings if one.told.gradient_of is None]
         self.gradients = [one for one in tellings if one.told.gradient_of is not None]
@@ -172,16 +175,24 @@ class Reference:
         bodies, loops = _bodies(eqn), {scan_p: self._scan, while_p: self._while}
         if loop := loops.get(eqn.primitive):
             return loop(frame, eqn, bodies[0], ins)
+        number = 0
         if eqn.primitive is cond_p:
-            number, *ins = ins
-            bodies = bodies[int(number) :]
-        return self._evaluate(bodies[0], ins, (*frame, Inside(id(eqn))))
+            number, *ins = int(ins[0]), *ins[1:]
+        inside = Inside(_body(eqn, number))
+        return self._evaluate(bodies[number], ins, (*frame, inside))
 
     def _note(self, frame: Frame, eqn: Any, ins: list[Any]) -> None:
         told, rows = eqn.params["told"], eqn.params["rows"]
         if isinstance(told, Branching):
-            taken = told.inside[int(ins[0])]
-            self.skipped[told, rows] = frozenset().union(*told.inside) - taken
+            taken, of_all = told.inside[int(ins[0])], frozenset().union(*told.inside)
+            if sum(map(len, told.inside)) > len(of_all):
+                raise CaptureError(
+                    "observe: `verify=True` cannot tell branches apart that are one "
+                    f"function, which `vmap` runs for all rows. One tells "
+                    f"{min(one.label.name for one in of_all)!r}. Give each a function "
+                    "of its own, or observe without."
+                )
+            self.skipped[told, rows] = of_all - taken
             return
         is_skipped = any(
             told in skipped and rows[len(rows) - len(at) :] == at
@@ -190,11 +201,10 @@ class Reference:
         if _runs(frame, rows) and not is_skipped:
             outermost_first = tuple(row.number for row in reversed(rows))
             turns = tuple(one.turn for one in frame if one.turn is not None)
-            pairs = zip(
-                ins, eqn.invars
-            )  # literals are of the type that the program says
+            pairs = zip(ins, eqn.invars)
+            # Literals are of the type that the program says.
             leaves = [_plain(jnp.asarray(x, atom.aval.dtype)) for x, atom in pairs]
-            telling = self._at[*(one.eqn for one in frame), id(eqn)]
+            telling = self._at[*(one.body for one in frame), id(eqn)]
             telling.notes.append(Note(outermost_first, turns, leaves))
 
     def _scan(self, frame: Frame, eqn: Any, body: Body, ins: list[Any]) -> list[Any]:
@@ -204,7 +214,7 @@ class Reference:
         stacked = [jax_compat.zeros_of(var.aval) for var in eqn.outvars[num_carry:]]
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
             values = [*ins[:num_consts], *carry, *(each[turn] for each in ins[first:])]
-            outs = self._evaluate(body, values, (*frame, Inside(id(eqn), turn)))
+            outs = self._evaluate(body, values, (*frame, Inside(_body(eqn), turn)))
             carry, new = outs[:num_carry], outs[num_carry:]
             stacked = [old.at[turn].set(value) for old, value in zip(stacked, new)]
         return [*carry, *stacked]
@@ -217,10 +227,15 @@ class Reference:
             (again,) = jax_compat.evaluate(cond, [*ins[:num_cond], *carry])
             if not np.any(again):
                 break
-            around = (*frame, Inside(id(eqn), turn, np.asarray(again)))
+            around = (*frame, Inside(_body(eqn), turn, np.asarray(again)))
             outs = self._evaluate(body, [*consts, *carry], around)
             carry = [_where(again, new, old) for new, old in zip(outs, carry)]
         return carry
+
+
+def _body(eqn: Any, number: int = 0) -> tuple[int, int]:
+    """A body of an operation: which operation, and which branch, as two may be one."""
+    return id(eqn), number * (eqn.primitive is cond_p)
 
 
 def _has_told(eqn: Any) -> bool:

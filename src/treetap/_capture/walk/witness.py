@@ -146,13 +146,18 @@ def _told_in(jaxpr: Any) -> Iterator[tuple[Told, bool]]:
     ruled = custom_jvp_call_p, custom_vjp_call_p
     for eqn, around in equations_in(jaxpr):
         if eqn.primitive is witness_p and isinstance(eqn.params["told"], Told):
-            is_ruled = any(x.primitive in ruled or "_prim" in x.params for x in around)
+            is_ruled = any(
+                x.primitive in ruled or "_prim" in x.params for x, _ in around
+            )
             yield eqn.params["told"], is_ruled
 
 
-def equations_in(jaxpr: Any, around: Any = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+Around = tuple[tuple[Any, int], ...]  # equations, and which of their bodies
+
+
+def equations_in(jaxpr: Any, around: Around = ()) -> Iterator[tuple[Any, Around]]:
     """All equations in a jaxpr, open or closed, and in which others each is."""
     for eqn in jax_compat.body_of(jaxpr).jaxpr.eqns:
         yield eqn, around
-        for inner in jax_compat.bodies_in(eqn.params):
-            yield from equations_in(inner.jaxpr, (*around, eqn))
+        for n, inner in enumerate(jax_compat.bodies_in(eqn.params)):
+            yield from equations_in(inner.jaxpr, (*around, (eqn, n)))
