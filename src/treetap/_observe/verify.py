@@ -117,18 +117,16 @@ class Reference:
 
     def __init__(self, closed: Any, values: Sequence[Any]):
         self.skipped: dict[tuple[Branching, tuple[Row, ...]], frozenset[Told]] = {}
-        self._at: dict[tuple[int, ...], Telling] = {}
+        self._at: dict[Any, Telling] = {}
         self._holders: set[int] = set()  # the operations with witnesses inside
         known: dict[Any, Telling] = {}
         seen: Counter[Any] = Counter()
         # Of one call of `tap` there is a witness for each row, and all are one telling.
         for eqn, around in equations_in(closed):
             if eqn.primitive is witness_p and not any(_has_told(x) for x, _ in around):
-                holders, told = (
-                    tuple(itertools.starmap(_body, around)),
-                    eqn.params["told"],
-                )
-                key = holders, told, eqn.params["rows"]
+                holders = tuple(itertools.starmap(_body, around))
+                told, rows = eqn.params["told"], eqn.params["rows"]
+                key = holders, told, rows
                 seen[key] += 1
                 telling = known.setdefault((*key[:2], seen[key]), Telling(told))
                 self._at[*holders, id(eqn)] = telling

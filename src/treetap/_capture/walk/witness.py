@@ -146,9 +146,8 @@ def _told_in(jaxpr: Any) -> Iterator[tuple[Told, bool]]:
     ruled = custom_jvp_call_p, custom_vjp_call_p
     for eqn, around in equations_in(jaxpr):
         if eqn.primitive is witness_p and isinstance(eqn.params["told"], Told):
-            is_ruled = any(
-                x.primitive in ruled or "_prim" in x.params for x, _ in around
-            )
+            holders = [x for x, _ in around]
+            is_ruled = any(x.primitive in ruled or "_prim" in x.params for x in holders)
             yield eqn.params["told"], is_ruled
 
 
