@@ -127,7 +127,10 @@ def test_both_ways_to_bars_agree(scale):
     assert as_integers(counted).sum() == 400
 
 
-@pytest.mark.parametrize("value", [0.0, 5.0, -1e10, 1e-30])
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -1e10, 1e-30, LARGEST, -LARGEST])
 @pytest.mark.usefixtures("size")
 def test_bars_of_equal_numbers_have_a_width(value):
     bars = figures_of(jnp.full(9, value)).bars
@@ -219,6 +222,28 @@ def test_units_of_shards_are_the_same_units():
     found = figures_of_all([Wanted(array, 1, shards=(0,))])[0]
     assert found.dead == pytest.approx(1 / 3)
     assert [part.dead for part in found.parts] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_units_of_iterations_that_never_ran_are_not_dead():
+    array = jnp.array([[[1.0, 2.0]], [[0.0, 0.0]]])  # two iterations, one shard
+    ran = jnp.array([True, False])
+    found = figures_of_all([Wanted(array, 2, shards=(1,), masks=[[ran]])])[0]
+    assert found.dead == 0.0
+    assert [part.dead for part in found.parts] == [0.0, None]
+    mesh = jax.make_mesh((1,), ("s",), axis_types=(AxisType.Auto,))
+
+    def row(x):
+        return tt.tap(x, "v")
+
+    def step(carry, x):
+        spread = jax.shard_map(row, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        return carry, jax.lax.cond(x[0] > 0, spread, lambda x: x, x)
+
+    fn = lambda xs: jax.lax.scan(step, 0.0, xs)[1]
+    for options in ({}, {"reduce": [tt.DeadUnits(), tt.Moments()]}):
+        _, record = tt.observe(fn, **options)(jnp.array([[1.0, 2.0], [-1.0, 0.0]]))
+        assert record["v"].taken.tolist() == [True, False]
+        assert record["v"].figures.dead == 0.0
 
 
 @pytest.mark.usefixtures("size")

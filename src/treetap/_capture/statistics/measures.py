@@ -235,12 +235,13 @@ def _measured(how: How, leaves: Leaves) -> list[Measured]:
         part = functools.partial(_part, edges.astype(numbers.real.dtype))
         states, columns, alive = _over_parts(part, how.apart, numbers)
         columns["bars"] = Bars(columns["bars"], edges)
-        reduced = Reduced(
-            numbers.xp.ones(leaf.shape[: how.apart], bool), states, REDUCERS
-        )
+        seen = numbers.xp.ones(leaf.shape[: how.apart], bool)
+        reduced = Reduced(seen, states, REDUCERS)
         has_axis = leaf.ndim > how.apart and jnp.issubdtype(leaf.dtype, jnp.inexact)
         has_units = how.has_units and has_axis
-        units = _units(alive, how.apart, how.shards) if has_units else ({}, None)
+        rest = tuple(range(how.apart, leaf.ndim))
+        has_run = numbers.xp.any(numbers.is_finite, axis=rest)
+        units = _units(alive, has_run, how.shards) if has_units else ({}, None)
         found.append(Measured(reduced, columns | units[0], units[1]))
     return found
 
@@ -261,11 +262,12 @@ def _over_parts(part: Callable[..., Any], apart: int, numbers: Numbers) -> Any:
 
 def _edges(low: Any, high: Any, bins: int) -> Any:
     """Of equal width from the lowest to the highest number; never of no width."""
-    xp = xp_of(low)
+    xp, largest = xp_of(low), np.finfo(low.dtype).max
     more = xp.maximum(xp.abs(low) / 1024, 0.5)
     more = xp.where(low == high, more, xp.zeros_like(more))
     share = xp.arange(bins + 1, dtype=low.dtype) / bins
-    return (low - more) * (1 - share) + (high + more) * share
+    low, high = (xp.clip(x, -largest, largest) for x in (low - more, high + more))
+    return low * (1 - share) + high * share
 
 
 def _part(edges: Any, real: Any, is_finite: Any) -> Any:
@@ -277,19 +279,27 @@ def _part(edges: Any, real: Any, is_finite: Any) -> Any:
     return states, columns, DeadUnits()._of(numbers)
 
 
-def _units(alive: Any, apart: int, shards: Sequence[int]) -> tuple[Any, Any]:
+def _units(alive: Any, seen: Any, shards: Sequence[int]) -> tuple[Any, Any]:
     """How many units are dead, where some first axes are apart, of these some shards.
+
+    Args:
+        alive: Which units are alive in which part.
+        seen: Which parts there are; others say nothing of units they share.
+        shards: Which axes of these are shards.
 
     Returns:
         Columns, and how many are dead on all shards, of how many; or None.
     """
-    xp = xp_of(alive)
+    xp, apart = xp_of(alive), np.ndim(seen)
     dead = xp.sum(~alive, axis=tuple(range(apart, alive.ndim)))
     units = xp.full_like(dead, math.prod(alive.shape[apart:]))
     shards = tuple(axis for axis in shards if axis < apart)
-    nowhere = ~xp.any(alive, axis=shards)
-    shared = (xp.sum(nowhere), nowhere.size) if shards else None
-    return {"dead": dead, "units": units}, shared
+    if not shards:
+        return {"dead": dead, "units": units}, None
+    has_run, is_alive = xp.any(seen, axis=shards), xp.any(alive, axis=shards)
+    has_run = has_run.reshape(has_run.shape + (1,) * (is_alive.ndim - has_run.ndim))
+    shared = [xp.sum(has_run & flags) for flags in (~is_alive, xp.ones_like(is_alive))]
+    return {"dead": dead, "units": units}, tuple(shared)
 
 
 # What was fetched is read: as columns, by what is measured, then by part.
@@ -312,7 +322,7 @@ def _parts_of(wanted: Wanted, leaf: Measured) -> tuple[Parts, Any]:
             found |= reducer._figures(state)
         has_units = wanted.has_units and isinstance(reducer, DeadUnits)
         if has_units and state.ndim > apart:
-            units, shared = _units(state, apart, wanted.shards)
+            units, shared = _units(state, reduced.seen, wanted.shards)
             found |= units
     bars, seen = found.pop("bars", None), reduced.seen & (found.get("count", 1) != 0)
     columns = {name: np.ravel(column).tolist() for name, column in found.items()}
