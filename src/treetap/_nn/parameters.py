@@ -105,6 +105,28 @@ def check_features(layer: Any, inputs: Any, features: int, axis: int = -1) -> No
         )
 
 
+def held(parameter: Any) -> Any:
+    """Return what a layer computes with: the value of a parameter.
+
+    In a parameter's place may stand an array, or an object of somebody else's that
+    gives its array for `[...]`, as those of quantisers do; so may one inside a
+    Variable.
+    """
+    value = unboxed(parameter)
+    if value is None or isinstance(value, jax.Array | np.ndarray | float | int):
+        return value
+    return value[...] if hasattr(value, "__getitem__") else value
+
+
+def sizes_of(array: Any, expected: Shape) -> Shape:
+    """Return the shape of an array that stands in a parameter's place.
+
+    Inputs are checked against the parameter that is there, which may be a shard of the
+    one that was made. What has no shape is taken to be as expected.
+    """
+    return tuple(getattr(array, "shape", expected))
+
+
 def check_rngs(layer: Any, rngs: Any) -> Rngs:
     """Return the random streams to draw parameters from; anything else is refused."""
     if isinstance(rngs, Rngs):
