@@ -54,7 +54,7 @@ ORDER = {
     """,
     "_observe.blame": "search origins blame",
     "_nn": """
-        /initializers dtypes parameters activations attention decoding dropout embedding
+        /initializers dtypes parameters activations attention rotary decoding dropout embedding
         linear adapters cells convolution normalization
         multihead pooling recurrence reparametrization
     """,

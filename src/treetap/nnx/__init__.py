@@ -164,6 +164,10 @@ from treetap._nn.recurrence import RNN as RNN
 from treetap._nn.recurrence import Bidirectional as Bidirectional
 from treetap._nn.reparametrization import SpectralNorm as SpectralNorm
 from treetap._nn.reparametrization import WeightNorm as WeightNorm
+from treetap._nn.rotary import (
+    dot_product_attention_with_rope as dot_product_attention_with_rope,
+)
+from treetap._nn.rotary import RoPE as RoPE
 from treetap._observe.capture import capture as capture
 from treetap._report.summary import tabulate as tabulate
 from treetap._train.optimizer import OptArray as OptArray
