@@ -181,5 +181,5 @@ def test_inputs_that_do_not_fit_are_refused(shape, positions, words):
 
 
 def test_features_are_pairs():
-    with pytest.raises(tt.StructureError, match="RoPE: .* even, got 7"):
+    with pytest.raises(tt.StructureError, match=r"RoPE: .* even, got 7"):
         tt.RoPE()(array(5, 7))

@@ -80,7 +80,7 @@ class Module(Pytree):
         """
         self._switch("eval", True, attributes)
 
-    def sow(
+    def sow(  # noqa: PLR0917 - the arguments are those of NNX
         self,
         variable_type: Any,
         name: str,

@@ -281,7 +281,8 @@ class MultiHeadAttention(Layer):
         step = decoded(self, query, key, value, mask) if decode else None
         if step is not None:
             if input_positions is None and has_rope(self.attention_fn):
-                input_positions = jnp.reshape(self.cache_index.get_value(), (1,))
+                place = step.following - jnp.asarray(step.has_room, jnp.int32)
+                input_positions = jnp.reshape(place, (1,))
             key, value, mask = step.keys, step.values, step.seen
         elif self.attention_fn is dot_product_attention:
             # What attention would refuse, before a key is drawn, and saying where.

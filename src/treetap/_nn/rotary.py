@@ -166,7 +166,7 @@ def of_heads(positions: Any, x: Array) -> Any:
 
 
 def has_rope(attention_fn: Any) -> bool:
-    """Whether a function is `dot_product_attention_with_rope`, with arguments or not."""
+    """Whether a function is `dot_product_attention_with_rope`, or a partial of it."""
     while isinstance(attention_fn, functools.partial):
         attention_fn = attention_fn.func
     return attention_fn is dot_product_attention_with_rope
