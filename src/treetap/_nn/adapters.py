@@ -29,6 +29,7 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
+    broadcasts,
     check_features,
     check_rngs,
     check_sizes,
@@ -126,7 +127,7 @@ class LoRA(Layer):
         if self.base_module is None:
             return out
         base = self.base_module(x, **kwargs)
-        if np.shape(base) != out.shape:
+        if not broadcasts(np.shape(base), out.shape):
             raise StructureError(
                 f"{where(self)}: `base_module` returned {typed(base)}, which the map "
                 f"of shape {out.shape} cannot be added to."

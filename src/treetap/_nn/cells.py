@@ -30,6 +30,7 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
+    broadcasts,
     check_features,
     check_rngs,
     check_sizes,
@@ -151,7 +152,7 @@ class Cell(RNNCellBase, Layer):
         if self._carries == 2:
             given = carry if isinstance(carry, tuple | list) else ()
             what = f"a pair of arrays of shape {shape}"
-        fits = [_broadcasts(getattr(part, "shape", None), shape) for part in given]
+        fits = [broadcasts(getattr(part, "shape", None), shape) for part in given]
         if fits != [True] * self._carries:
             found = jax.tree.map(typed, carry)
             raise StructureError(
@@ -189,15 +190,6 @@ class Cell(RNNCellBase, Layer):
             for _ in range(self._carries)
         ]
         return made[0] if self._carries == 1 else tuple(made)
-
-
-def _broadcasts(shape: tuple[int, ...] | None, whole: tuple[int, ...]) -> bool:
-    """Whether an array of a shape broadcasts to a whole one."""
-    return (
-        shape is not None
-        and len(shape) <= len(whole)
-        and all(n in (1, m) for n, m in zip(reversed(shape), reversed(whole)))
-    )
 
 
 def _deprecated(old: str, new: str) -> None:

@@ -166,6 +166,15 @@ def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[in
     return found
 
 
+def broadcasts(shape: Shape | None, whole: Shape) -> bool:
+    """Whether an array of a shape broadcasts to a whole one."""
+    return (
+        shape is not None
+        and len(shape) <= len(whole)
+        and all(n in (1, m) for n, m in zip(reversed(shape), reversed(whole)))
+    )
+
+
 def broadcastable(
     layer: Any, name: str, array: Array, what: str, shape: Shape
 ) -> jax.Array:
@@ -179,13 +188,12 @@ def broadcastable(
         shape: The shape to which the array must broadcast.
     """
     array = jnp.asarray(array)
-    sizes = (1,) * (len(shape) - array.ndim) + array.shape
-    if len(sizes) != len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape)):
+    if not broadcasts(array.shape, shape):
         raise StructureError(
             f"{where(layer)}: `{name}` must broadcast to {what} of shape {shape}, got "
             f"{typed(array)}."
         )
-    return jnp.reshape(array, sizes)
+    return jnp.reshape(array, (1,) * (len(shape) - array.ndim) + array.shape)
 
 
 def mode_of_call(layer: Any, name: str, given: Any) -> Any:

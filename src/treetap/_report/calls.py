@@ -175,8 +175,8 @@ def _with_note(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
     given, values = taken_apart(module, name, args, kwargs)
     arrays = [value for value in values if isinstance(value, jax.Array)] or [TICKET]
     shapes = tuple(np.shape(value) for value in arrays)
-    texts = (arguments_text(args, kwargs, is_all) for is_all in (False, True))
-    note = Note(type(module), *texts, given, shapes)
+    told, every = (arguments_text(args, kwargs, is_all) for is_all in (False, True))
+    note = Note(type(module), told, every, given, shapes)
     leaves, tree = jax.tree.flatten(Start(arrays, note))
     bind_tap(Label(name, Start, "call", tree), leaves)
     out = fn(module, *args, **kwargs)
