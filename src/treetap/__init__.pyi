@@ -192,6 +192,10 @@ from treetap._nn.recurrence import Bidirectional as Bidirectional
 from treetap._nn.recurrence import flip_sequences as flip_sequences
 from treetap._nn.reparametrization import SpectralNorm as SpectralNorm
 from treetap._nn.reparametrization import WeightNorm as WeightNorm
+from treetap._nn.rotary import RoPE as RoPE
+from treetap._nn.rotary import (
+    dot_product_attention_with_rope as dot_product_attention_with_rope,
+)
 from treetap._observe.blame.blame import Blame as Blame
 from treetap._observe.blame.blame import blame as blame
 from treetap._observe.blame.blame import guard as guard

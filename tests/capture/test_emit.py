@@ -12,18 +12,11 @@ from jax.experimental import checkify, jet
 import treetap as tt
 from modes import NAMED
 from treetap import nnx
-from treetap._capture import emit
+from treetap._core.settings import sow_capture_noop
 
 I = tt.Intermediate  # noqa: E741 - short, as everywhere in these tests
 P = tt.Perturbation
 ONE = jnp.array(1.0)
-
-
-@pytest.fixture(autouse=True)
-def policy_restored():
-    before = list(emit._outside)
-    yield
-    emit._outside[:] = before
 
 
 def tapped(x):
@@ -302,6 +295,28 @@ def test_an_attribute_that_is_none_is_refused():
     assert model.x is None
 
 
+@pytest.mark.parametrize("policy", ["store", "ignore"])
+@pytest.mark.parametrize("noop", [True, False])
+def test_each_sow_may_say_what_it_does_outside_a_capture(policy, noop):
+    class Careful(tt.Module):
+        def __call__(self, x):
+            self.heard = self.sow(I, "x", x, capture_noop=noop)
+            return self.perturb("p", x, capture_noop=noop)
+
+    model = Careful()
+    tt.set_sow_outside_capture(policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert float(model(ONE)) == 1.0
+    assert model.heard is not noop
+    assert hasattr(model, "x") is hasattr(model, "p") is not noop
+    assert len(caught) == (0 if noop else 2)
+    if noop:  # a capture is not affected
+        _, sown, perturbed = tt.capture(model, I, P)(ONE)
+        assert [*sown] == ["x"]
+        assert [*perturbed] == ["p"]
+
+
 def test_sow_outside_a_capture_can_be_ignored():
     tt.set_sow_outside_capture("ignore")
     model, bent = Sower(), Bent()
@@ -323,7 +338,7 @@ def test_sow_outside_a_capture_can_be_ignored():
 def test_other_policies_are_refused(policy):
     with pytest.raises(ValueError, match="'store' or 'ignore'"):
         tt.set_sow_outside_capture(policy)
-    assert emit._outside == ["store"]
+    assert sow_capture_noop.current_value() is False
 
 
 class Forgotten(tt.Module):

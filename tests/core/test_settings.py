@@ -14,7 +14,12 @@ import treetap as tt
 from treetap import nnx
 from treetap._core import settings
 
-SETTINGS = [tt.set_graph_mode, tt.set_graph_updates, tt.use_eager_sharding]
+SETTINGS = [
+    tt.set_graph_mode,
+    tt.set_graph_updates,
+    tt.use_eager_sharding,
+    settings.sow_capture_noop,
+]
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.__name__)
 
 
@@ -221,6 +226,12 @@ def test_the_environment_presets_both_namespaces():
     )
     ran = in_process(program, NNX_GRAPH_MODE="yes", NNX_GRAPH_UPDATES="0")
     assert ran.stdout.split("\n")[:3] == ["True False", "True False", "False"]
+
+
+def test_the_environment_may_silence_sow():
+    program = "import treetap as tt; print(tt.Module().sow(tt.Intermediate, 'x', 1.0))"
+    ran = in_process(program, NNX_SOW_CAPTURE_NOOP="1")
+    assert (ran.stdout, ran.stderr) == ("False\n", "")
 
 
 def test_a_wrong_environment_fails_at_import():

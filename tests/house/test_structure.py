@@ -54,8 +54,8 @@ ORDER = {
     """,
     "_observe.blame": "search origins blame",
     "_nn": """
-        /initializers dtypes parameters activations attention decoding dropout embedding
-        linear adapters cells convolution normalization
+        /initializers dtypes parameters activations attention rotary decoding dropout
+        embedding linear adapters cells convolution normalization
         multihead pooling recurrence reparametrization
     """,
     "_train": "/metrics comparable_functions matching ema optimizer",
@@ -66,7 +66,10 @@ ORDER = {
     "_io.store": "axes journals contents arrays stores writers",
     "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
-    "nnx": "defaults compat contexts deprecated objects traversals flax_parts as_flax",
+    "nnx": """
+        defaults compat contexts states deprecated objects traversals flax_parts
+        as_flax
+    """,
     "_cli": """
         console demo failures run_nnx targets inputs programs figures command main
     """,

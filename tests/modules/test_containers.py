@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """List, Dict and Sequential."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -149,11 +151,39 @@ def test_dict_order_survives_round_trips():
         assert list(again) == ["b", "a", "c"]
 
 
-def test_containers_compare_and_hash_by_identity():
-    one, two = tt.List([1]), tt.List([1])
-    assert one != two
-    assert one in [one]
+def test_containers_compare_by_their_items_and_hash_by_identity():
+    relu, module = jax.nn.relu, tt.List()
+    items = [1, relu, module]
+    one = tt.List(items)
+    assert one == items == one
+    assert one == tt.List(items)
+    assert one != tt.List([1, relu, tt.Dict()])
+    assert one != items[:2]
+    assert one != tuple(items)
+    assert tt.List(params(1, 2)) == tt.List(params(1, 2))
+    assert tt.List(params(1, 2)) != tt.List(params(1, 3))
+    assert tt.Dict(a=1) == {"a": 1} == tt.Dict(a=1)
+    assert tt.Dict(a=1) != {"a": 2}
+    assert tt.Dict(a=1) != tt.Dict(b=1)
+    assert tt.Dict(a=1) != [1]
     assert {one: 1, tt.Dict(): 2}[one] == 1
+
+
+def test_lists_are_joined():
+    first, second, third = params(0, 1, 2)
+    items = tt.List([first, second])
+    for joined in (
+        operator.add(items, [third]),
+        items[:1] + items[1:] + tt.List([third]),
+    ):
+        assert isinstance(joined, tt.List)
+        assert numbers(joined) == [0, 1, 2]
+    assert numbers(operator.add([third], items)) == [2, 0, 1]
+    assert numbers(items) == [0, 1]
+    with pytest.raises(TypeError):
+        operator.add(items, (third,))
+    with pytest.raises(TypeError):
+        operator.add((third,), items)
 
 
 def test_sequential_passes_results_on():
@@ -183,9 +213,45 @@ def test_an_empty_sequential_returns_its_arguments(args, kwargs, result):
     assert tt.Sequential()(*args, **kwargs) == result
 
 
-def test_sequential_refuses_what_cannot_be_called():
+def test_sequential_gives_its_layers():
+    layers = (jnp.sin, tt.List(), jnp.cos)
+    assert [*tt.Sequential(*layers)] == [*layers]
+    assert jnp.cos in tt.Sequential(*layers)
+
+
+def test_sequential_hands_keywords_to_every_layer_that_takes_them():
+    def scale(x, *, by=1):
+        return x * by
+
+    def shift(x, by=0, to=0):
+        return x + by + to
+
+    def count(x, **options):
+        return x + 1000 * len(options)
+
+    def pair(x, by=0):
+        return x, by
+
+    chain = tt.Sequential(scale, abs, shift, jnp.negative)
+    assert chain(-2.0, by=3, to=100) == -109
+    assert chain(-2.0) == -2
+    assert chain(-2.0, other=5) == -2
+    assert tt.Sequential(scale, count, scale)(1.0, by=3, other=4) == 6009
+    assert tt.Sequential(lambda x, y, /: x * y)(2.0, 3.0, x=4) == 6
+    # What a layer returns fills its places first; a name may not come from both.
+    assert tt.Sequential(pair, shift)(1.0, by=7) == 8
+    chain = tt.Sequential(lambda x: {"x": x, "by": 5}, shift)
+    assert chain(1.0, to=7) == 13
+    with pytest.raises(TypeError, match=r"Sequential: layer 1 gets \['by'\] twice"):
+        chain(1.0, by=7)
+
+
+def test_sequential_refuses_to_call_what_cannot_be_called():
+    chain = tt.Sequential(jnp.sin, 3)
     with pytest.raises(TypeError, match="Sequential: layer 1 is a int, which cannot"):
-        tt.Sequential(jnp.sin, 3)
+        chain(1.0)
+    chain.layers[1] = jnp.cos
+    assert chain(0.0) == 1
 
 
 def test_sequential_splits_by_position():
@@ -248,17 +314,6 @@ def test_a_refused_insertion_changes_nothing():
         items.insert(0, [jnp.ones(2)])
     assert len(items) == 2
     assert items[1] is jax.nn.relu
-
-
-def test_lists_are_equal_only_to_themselves_and_hash():
-    first, second = tt.List([1]), tt.List([2])
-    assert first != second
-    assert first == first  # noqa: PLR0124 - the point
-    assert first != tt.List([1])
-    assert len({first, second, first}) == 2
-    same = tt.Dict(a=1)
-    assert same != tt.Dict(a=1)
-    assert len({same, tt.Dict(a=1)}) == 2
 
 
 def test_keys_of_a_dict_do_not_hide_its_methods():

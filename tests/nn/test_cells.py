@@ -161,17 +161,29 @@ def test_a_carry_that_is_drawn_needs_streams(cls):
 
 @EACH
 def test_what_a_cell_kept_in_older_programs(cls):
-    with pytest.warns(DeprecationWarning, match=rf"`{cls.__name__}\(keep_rngs=True\)`"):
+    with pytest.warns(UserWarning, match=rf"`{cls.__name__}\(keep_rngs=True\)`"):
         cell = made(cls, 3, 4, keep_rngs=True, rngs=tt.Rngs(params=0, carry=3))
     assert cell.rngs.tag == "carry"
     ones = jax.nn.initializers.ones
-    with pytest.warns(DeprecationWarning, match=rf"`{cls.__name__}\(carry_init=...\)`"):
+    with pytest.warns(UserWarning, match=rf"`{cls.__name__}\(carry_init=...\)`"):
         cell = made(cls, 3, 4, carry_init=ones)
     assert cell.carry_init is ones
     assert all(
         (np.asarray(part) == 1).all()
         for part in jax.tree.leaves(cell.initialize_carry(X, tt.Rngs(0)))
     )
+
+
+@EACH
+def test_a_carry_broadcasts_over_the_batch(cls):
+    cell = made(cls, 3, 4)
+    one = jax.tree.map(lambda part: part[:1], carry_of(cls))
+    whole = jax.tree.map(lambda part: jnp.broadcast_to(part, (2, 4)), one)
+    for found, expected in zip(
+        jax.tree.leaves(cell(one, array(2, 3))),
+        jax.tree.leaves(cell(whole, array(2, 3))),
+    ):
+        close(found, expected)
 
 
 def test_a_base_for_cells_of_the_user():

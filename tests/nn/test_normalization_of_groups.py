@@ -204,7 +204,6 @@ def test_inputs_that_do_not_fit_groups_are_refused(options, shape, words):
         (0, (6, 3, 5), r"the first axis is the batch .* feature_axes=0 of float32"),
         (-3, (6, 3, 5), "the first axis is the batch"),
         (3, (2, 3, 6), r"the axes \(3,\) are not .* rank 3"),
-        (-1, (2, 6), r"float32\[2,6\] has no axis between batch and features"),
     ],
 )
 def test_inputs_that_do_not_fit_instances_are_refused(features, shape, words):

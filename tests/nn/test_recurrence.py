@@ -251,10 +251,13 @@ def test_where_the_stream_for_a_carry_comes_from():
 
 def test_a_call_may_bring_its_own_stream():
     rnn = tt.RNN(Noisy(), return_carry=True)
-    key = jax.random.fold_in(jax.random.key(3), 0)
-    expected = np.asarray(jax.random.uniform(key, (2, 3))) + numbers(*X).sum(1)
-    for rngs in (tt.Rngs(carry=3), tt.RngStream(3, tag="carry")):
-        close(rnn(array(*X), rngs=rngs)[0], expected)
+    key = jax.random.key(3)
+    forked = jax.random.fold_in(key, 0)
+    given = ((tt.Rngs(carry=3), forked), (tt.RngStream(3, tag="carry"), key))
+    for rngs, key in given:
+        begun = jax.random.uniform(jax.random.fold_in(key, 0), (2, 3))
+        found = rnn(array(*X), rngs=rngs)[0]
+        close(found, np.asarray(begun) + numbers(*X).sum(1))
     assert counts_of(rnn.rngs) == {("count",): 0}
 
 
@@ -330,12 +333,49 @@ def test_both_ways_have_an_order():
     assert ran(layer, array(*X), reverse=False, keep_order=True).shape == (2, 5, 8)
 
 
+class Leaky(tt.Module):
+    """A cell that derives from no base: it only has the methods of one."""
+
+    num_feature_axes = 1
+
+    def __init__(self):
+        self.leak = tt.Param(jnp.asarray(0.5))
+
+    def initialize_carry(self, input_shape, rngs=None):
+        return {"sum": jnp.zeros(input_shape), "steps": jnp.zeros((), jnp.int32)}
+
+    def __call__(self, carry, x):
+        total = carry["sum"] * self.leak + x
+        return {"sum": total, "steps": carry["steps"] + 1}, total
+
+
+def test_anything_with_the_methods_of_a_cell_is_one():
+    carry, outputs = tt.RNN(Leaky(), return_carry=True)(array(*X))
+    expected = np.zeros((2, 3))
+    for x in np.moveaxis(numbers(*X), 1, 0):
+        expected = expected * 0.5 + x
+    close(carry["sum"], expected)
+    close(outputs[:, -1], expected)
+    assert carry["steps"] == X[1]
+
+
+def test_anything_that_is_called_like_an_rnn_goes_both_ways():
+    class Running:
+        def __call__(self, x, *, reverse, **options):
+            order = slice(None, None, -1 if reverse else 1)
+            return x[:, -1], jnp.cumsum(x[:, order], 1)[:, order]
+
+    found = tt.Bidirectional(Running(), Running())(array(*X))
+    ahead, back = numbers(*X).cumsum(1), numbers(*X)[:, ::-1].cumsum(1)[:, ::-1]
+    close(found, np.concatenate([ahead, back], -1))
+
+
 # Errors.
 
 
 @pytest.mark.parametrize("wrong", [3, None, jnp.sin])
 def test_a_cell_is_a_cell(wrong):
-    message = "^RNN: `cell` must be a recurrent cell, got "
+    message = "^RNN: `cell` must be a recurrent cell, .* got "
     with pytest.raises(TypeError, match=message):
         tt.RNN(wrong)
 

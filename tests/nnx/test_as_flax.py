@@ -128,6 +128,8 @@ def test_config_reads_and_sets_the_settings(flax):
     flax.config.update("nnx_graph_mode", False)
     assert nnx.set_graph_mode.current_value() is False
     assert flax.config.nnx_graph_mode is False
+    flax.config.update("nnx_sow_capture_noop", True)
+    assert flax.nnx.Module().sow(flax.nnx.Intermediate, "x", 1.0) is False
     flax.config.update("flax_filter_frames", False)
     assert flax.config.flax_filter_frames is False
     flax.config.update("flax_hijax_variable", False)

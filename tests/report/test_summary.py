@@ -459,7 +459,36 @@ def test_rows_may_be_chosen():
 def test_depth_and_method_are_passed_on():
     table = tt.tabulate(net(), X, depth=0, method="encode", console_kwargs=PLAIN)
     paths = [row[0] for row in cells(table) if row[1] == "Net"]
-    assert paths == [":encode"]
+    assert paths == ["encode"]
+
+
+def test_tabulate_writes_paths_and_inputs_as_nnx_does():
+    traced = []
+
+    class Half(tt.Module):
+        def forward(self, x, mask=None, options=None):
+            traced.append("half")
+            return x / 2, None, {}
+
+    class Whole(tt.Module):
+        def __init__(self):
+            self.half = Half()
+
+        def __call__(self, x):
+            x, _, _ = self.half.forward(x, mask=None, options={})
+            return self.half.forward(x, mask=None, options={})[0]
+
+    table = tt.tabulate(Whole(), X, console_kwargs=PLAIN)
+    text = str(X.shape).replace(" ", "")[1:-1]
+    rows = [row[:4] for row in cells(table) if row[0] or row[1]]
+    assert ["half/forward", "Half", f"- float32[{text}]", f"- float32[{text}]"] in rows
+    for line in ("mask: None", "options: {}", "- None", "- {}"):
+        assert line in table
+    assert "half/forward " in table
+    assert len(traced) == 2  # the two calls, each traced once
+    table = tt.tabulate(Whole(), X, depth=1, console_kwargs=PLAIN)
+    assert "forward" not in table
+    assert "half:forward" in str(tt.summary(Whole(), X, depth=1))
 
 
 def test_options_reach_rich():

@@ -18,6 +18,7 @@ from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside_once
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
+from treetap._core.settings import sow_capture_noop
 from treetap._core.trace_level import Through, set_on_purpose
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.kinds import kind_of_name
@@ -170,15 +171,15 @@ def kind_given(variable_type: Any, what: str) -> Any:
     return variable_type
 
 
-def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> bool:
+def sow(  # noqa: PLR0917 - as `Module.sow` is given them
+    module: Any, variable_type: Any, name: str, value: Any, reduce: Any, noop: Any
+) -> bool:
     """What `Module.sow` does."""
     check_name(name, "sow")
     kind = kind_given(variable_type, "sow")
     asked = listening.value
     if asked is None:
-        if _outside[0] == "ignore":
-            return False
-        return _sow_outside(module, kind, name, value, reduce)
+        return not _is_noop(noop) and _sow_outside(module, kind, name, value, reduce)
     is_heard = asked.hears(kind)
     if not (is_heard or asked.edits):
         return False
@@ -193,15 +194,14 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
     return is_heard
 
 
-def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
+def perturb(module: Any, name: str, value: Any, variable_type: Any, noop: Any) -> Any:
     """What `Module.perturb` does."""
     check_name(name, "perturb")
     kind = kind_given(variable_type, "perturb")
     asked = listening.value
     if asked is None:
-        if _outside[0] == "ignore":
-            return value
-        return _perturb_outside(module, kind, name, value)
+        is_noop = _is_noop(noop)
+        return value if is_noop else _perturb_outside(module, kind, name, value)
     is_heard = asked.hears(kind)
     if not (is_heard or asked.edits):
         return value
@@ -219,8 +219,6 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
 
 # Outside a capture: NNX's former way, an attribute on the Module.
 
-_outside: list[str] = ["store"]
-
 
 def set_sow_outside_capture(policy: Literal["store", "ignore"]) -> None:
     """Sets what `sow` and `perturb` do when no capture is open.
@@ -233,7 +231,11 @@ def set_sow_outside_capture(policy: Literal["store", "ignore"]) -> None:
         raise ValueError(
             f"What sow does outside a capture is 'store' or 'ignore', not {policy!r}."
         )
-    _outside[0] = policy
+    sow_capture_noop(policy == "ignore")
+
+
+def _is_noop(asked: bool | None) -> bool:
+    return sow_capture_noop.current_value() if asked is None else bool(asked)
 
 
 def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> bool:

@@ -10,7 +10,8 @@ the context (thread, task) that runs it:
     @set_graph_mode(True)           # while the function runs
     def f(): ...
 
-`nnx_graph_mode` and `nnx_graph_updates` may be preset in the environment.
+`nnx_graph_mode`, `nnx_graph_updates` and `nnx_sow_capture_noop` may be preset in the
+environment.
 """
 
 import os
@@ -108,6 +109,12 @@ class set_graph_mode(Setting, key="nnx_graph_mode", variable="NNX_GRAPH_MODE"):
 
 class set_graph_updates(Setting, key="nnx_graph_updates", variable="NNX_GRAPH_UPDATES"):
     """Sets whether transforms carry changes of structure out to the caller."""
+
+
+class sow_capture_noop(
+    Setting, key="nnx_sow_capture_noop", variable="NNX_SOW_CAPTURE_NOOP"
+):
+    """Sets whether `sow` and `perturb` do nothing while no capture is open."""
 
 
 class use_eager_sharding(Setting, key="eager_sharding", default=True):

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, overload
 from treetap._core import display
 from treetap._core.trees.attributes import classify, is_data
 from treetap._core.trees.pytree import Pytree, adopt, attributes_of, counts, unseal
+from treetap._core.trees.state import same_values
 from treetap._modules.module import Module
 
 T = TypeVar("T")
@@ -148,6 +149,19 @@ class List(Module, MutableSequence[T], Generic[T]):
         """Turns the order of the items around."""
         self._renumber(self._items()[::-1])
 
+    def __add__(self, other: Iterable[T]) -> "List[T]":
+        return _joined(self, other)
+
+    def __radd__(self, other: Iterable[T]) -> "List[T]":
+        return _joined(other, self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, List | list):
+            return NotImplemented
+        return len(self) == len(other) and all(map(_same_item, self, other))
+
+    __hash__ = object.__hash__  # as a Module
+
     def _remove_child(self, key: Any) -> None:
         if type(key) is int:
             del self[key]
@@ -164,6 +178,22 @@ class List(Module, MutableSequence[T], Generic[T]):
         named = [(name, held[name]) for name in names]
         items = [("", value) for value, _ in self._items()]
         return display.Parts(counts(self), named + items, ("([", "])"))
+
+
+def _joined(first: Iterable[T], second: Iterable[T]) -> "List[T]":
+    """A new List of the items of one and those of another."""
+    if not isinstance(first, List | list) or not isinstance(second, List | list):
+        return NotImplemented
+    joined = List(first)
+    joined.extend(second)
+    return joined
+
+
+def _same_item(first: Any, second: Any) -> bool:
+    """Whether items are equal: Modules as Python has it, the rest by value."""
+    if isinstance(first, Module) or isinstance(second, Module):
+        return bool(first == second)
+    return same_values(first, second)
 
 
 class ByName(Pytree):
@@ -230,7 +260,13 @@ class Dict(Module, ByName, MutableMapping[str, T], Generic[T]):
             raise KeyError(key)
         self.__delattr__(key)
 
-    __eq__ = object.__eq__
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            _same_item(value, other[key]) for key, value in self.items()
+        )
+
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - as a Module
 
     def _display_parts(self) -> display.Parts:
@@ -242,7 +278,8 @@ class Sequential(Module):
     """Calls one thing after another.
 
     The first gets the arguments; a tuple returned becomes positional arguments of the
-    next, a dict keyword arguments, anything else its one argument.
+    next, a dict keyword arguments, anything else its one argument. Keyword arguments of
+    the call go to every layer that takes them. Iterating gives the layers.
 
     Args:
         *fns: Modules or functions.
@@ -251,39 +288,60 @@ class Sequential(Module):
         >>> import treetap as tt
         >>> tt.Sequential(lambda x: (x, x + 1), lambda x, y: x * y)(3)
         12
+        >>> tt.Sequential(abs, lambda x, scale=1: x * scale)(-3, scale=2)
+        6
     """
 
     def __init__(self, *fns: Callable[..., Any]):
-        for place, fn in enumerate(fns):
-            if not callable(fn):
-                raise TypeError(
-                    f"Sequential: layer {place} is a {type(fn).__name__}, which cannot "
-                    "be called."
-                )
         self.layers = List(fns)
 
-    def __call__(self, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """Runs the layers; `rngs` goes to those that take it.
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter(self.layers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layers.
 
         Args:
             *args: Arguments of the first layer.
-            rngs: Random streams.
-            **kwargs: Keyword arguments of the first layer.
+            **kwargs: Keyword arguments, of any layer.
         """
         result: Any = args[0] if len(args) == 1 else (args or kwargs or None)
-        for layer in self.layers:
-            extra = {"rngs": rngs} if rngs is not None and _takes_rngs(layer) else {}
-            result = layer(*args, **kwargs, **extra)
-            args, kwargs = (result,), {}
+        named: dict[str, Any] = {}
+        for place, layer in enumerate(self.layers):
+            if not callable(layer):
+                raise TypeError(
+                    f"Sequential: layer {place} is a {type(layer).__name__}, which "
+                    "cannot be called."
+                )
+            taken = _taken(layer, len(args), kwargs)
+            if twice := named.keys() & taken:
+                raise TypeError(
+                    f"Sequential: layer {place} gets {sorted(twice)} twice: from the "
+                    "layer before it, and from the call."
+                )
+            result = layer(*args, **named, **taken)
+            args, named = (result,), {}
             if isinstance(result, tuple):
                 args = result
             elif isinstance(result, dict):
-                args, kwargs = (), result
+                args, named = (), result
         return result
 
 
-def _takes_rngs(fn: Callable[..., Any]) -> bool:
+def _taken(
+    fn: Callable[..., Any], positional: int, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Those keyword arguments that a function takes, beside so many positional ones."""
     try:
-        return "rngs" in inspect.signature(fn).parameters
+        parameters = [*inspect.signature(fn).parameters.values()] if kwargs else []
     except (TypeError, ValueError):
-        return False  # a builtin without a signature
+        return {}  # a builtin without a signature
+    known: set[str] = set()
+    for place, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            known |= kwargs.keys() - {filled.name for filled in parameters[:positional]}
+        elif parameter.kind is parameter.KEYWORD_ONLY or (
+            parameter.kind is parameter.POSITIONAL_OR_KEYWORD and place >= positional
+        ):
+            known.add(parameter.name)
+    return {name: value for name, value in kwargs.items() if name in known}

@@ -80,13 +80,14 @@ class Module(Pytree):
         """
         self._switch("eval", True, attributes)
 
-    def sow(
+    def sow(  # noqa: PLR0917 - the arguments are those of NNX
         self,
         variable_type: Any,
         name: str,
         value: Any,
         reduce_fn: Callable[[Any, Any], Any] = append,
         init_fn: Callable[[], Any] = tuple,
+        capture_noop: bool | None = None,
     ) -> bool:
         """Records a value; a `capture` of that kind of Variable collects it.
 
@@ -96,15 +97,24 @@ class Module(Pytree):
             value: An array, or any tree of arrays.
             reduce_fn: Adds a value to what was recorded before: to a tuple by default.
             init_fn: What to begin with.
+            capture_noop: Whether to do nothing while no capture is open, instead of
+                storing the value on the Module; `set_sow_outside_capture` by default.
 
         Returns:
             Whether somebody records it.
         """
         from treetap._capture.emit import sow  # for those who sow only
 
-        return sow(self, variable_type, name, value, (reduce_fn, init_fn))
+        reduce = (reduce_fn, init_fn)
+        return sow(self, variable_type, name, value, reduce, capture_noop)
 
-    def perturb(self, name: str, value: Any, variable_type: Any = Perturbation) -> Any:
+    def perturb(
+        self,
+        name: str,
+        value: Any,
+        variable_type: Any = Perturbation,
+        capture_noop: bool | None = None,
+    ) -> Any:
         """Adds to a value what a `capture` was given for it, zeros at first.
 
         The gradient with respect to what is added is that of the value.
@@ -113,13 +123,14 @@ class Module(Pytree):
             name: What to call the value.
             value: An array, or any tree of arrays.
             variable_type: The kind of Variable, or the name of one.
+            capture_noop: As for `sow`.
 
         Returns:
             The sum; use it in place of the value.
         """
         from treetap._capture.emit import perturb  # for those who perturb only
 
-        return perturb(self, name, value, variable_type)
+        return perturb(self, name, value, variable_type, capture_noop)
 
     def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
         both = {"deterministic": value, "use_running_average": value}

@@ -17,8 +17,9 @@ promotes, computes. The families:
   of low rank beside them, `embedding` looks vectors up in a table.
 - `normalization`: moments, and the layers that divide by them.
 - `dropout`: random zeros, and where layers get keys from.
-- `attention`: the function and its masks; `decoding`: one position with a cache of
-  those before; `multihead`: the layer around both.
+- `attention`: the function and its masks; `rotary`: positions as rotations, and the
+  function with them; `decoding`: one position with a cache of those before;
+  `multihead`: the layer around all.
 - `cells`: one step in time; `recurrence`: cells run over sequences.
 - `pooling`: windows without parameters.
 - `reparametrization`: layers that run another with weights made from its own.

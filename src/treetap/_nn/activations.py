@@ -9,7 +9,15 @@ import jax.numpy as jnp
 
 from treetap._core.variables.kinds import Param
 from treetap._nn.dtypes import promote_dtype as default_promote
-from treetap._nn.parameters import NO_METADATA, Array, Dtype, Layer, Metadata, Promote
+from treetap._nn.parameters import (
+    NO_METADATA,
+    Array,
+    Dtype,
+    Layer,
+    Metadata,
+    Promote,
+    held,
+)
 
 
 class PReLU(Layer):
@@ -49,10 +57,10 @@ class PReLU(Layer):
         Args:
             inputs: An array.
         """
-        slope = self.negative_slope.get_value()
+        slope = held(self.negative_slope)
         if self.dtype is None:
             inputs = jnp.asarray(inputs)
-            slope = slope.astype(inputs.dtype)
+            slope = jnp.asarray(slope, inputs.dtype)
         else:
             inputs, slope = self.promote_dtype((inputs, slope), dtype=self.dtype)
         return jnp.where(inputs >= 0, inputs, slope * inputs)

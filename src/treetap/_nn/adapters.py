@@ -29,11 +29,14 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
+    broadcasts,
     check_features,
     check_rngs,
     check_sizes,
     chosen,
+    held,
     make_parameter,
+    sizes_of,
     where,
 )
 from treetap.initializers import he_uniform, zeros
@@ -117,13 +120,14 @@ class LoRA(Layer):
             x: An array with `in_features` on its last axis.
             **kwargs: For the base module.
         """
-        check_features(self, x, self.in_features)
-        inputs, lora_a, lora_b = self._promoted(x, self.lora_a, self.lora_b)
+        lora_a, lora_b = held(self.lora_a), held(self.lora_b)
+        check_features(self, x, sizes_of(lora_a, (self.in_features,))[0])
+        inputs, lora_a, lora_b = self._promoted(x, lora_a, lora_b)
         out = inputs @ lora_a @ lora_b
         if self.base_module is None:
             return out
         base = self.base_module(x, **kwargs)
-        if np.shape(base) != out.shape:
+        if not broadcasts(np.shape(base), out.shape):
             raise StructureError(
                 f"{where(self)}: `base_module` returned {typed(base)}, which the map "
                 f"of shape {out.shape} cannot be added to."
@@ -178,11 +182,11 @@ class LoRALinear(Linear):
         options["promote_dtype"] = lora_promote_dtype
         self.lora = LoRA(in_features, lora_rank, out_features, **options)
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
-        """Map `inputs`, and add what the adapter makes of them.
+    def __call__(self, x: Array, out_sharding: Any = None) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride] - NNX's name for it
+        """Map `x`, and add what the adapter makes of it.
 
         Args:
-            inputs: An array with `in_features` on its last axis.
+            x: An array with `in_features` on its last axis.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
-        return super().__call__(inputs, out_sharding=out_sharding) + self.lora(inputs)
+        return super().__call__(x, out_sharding=out_sharding) + self.lora(x)

@@ -30,10 +30,14 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
+    broadcasts,
+    check_features,
     check_rngs,
     check_sizes,
     chosen,
     default_kernel_init,
+    held,
+    sizes_of,
     where,
 )
 from treetap.initializers import orthogonal, zeros
@@ -88,6 +92,7 @@ class Cell(RNNCellBase, Layer):
     """A cell whose carry is one or more vectors of `hidden_features`."""
 
     _carries = 1
+    _input_map = "dense_i"  # which map of the inputs shows how many features they have
 
     @property
     def num_feature_axes(self) -> int:
@@ -126,6 +131,15 @@ class Cell(RNNCellBase, Layer):
             for kernel in ("kernel", "recurrent_kernel")
         ]
 
+    def check_inputs(self, inputs: Array) -> None:
+        """Refuse inputs that do not have the features of the cell.
+
+        Args:
+            inputs: An array with the features on its last axis.
+        """
+        kernel = held(getattr(getattr(self, self._input_map, None), "kernel", None))
+        check_features(self, inputs, sizes_of(kernel, (self.in_features,))[0])
+
     def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
         """Refuse a carry whose shapes do not fit the inputs.
 
@@ -138,7 +152,8 @@ class Cell(RNNCellBase, Layer):
         if self._carries == 2:
             given = carry if isinstance(carry, tuple | list) else ()
             what = f"a pair of arrays of shape {shape}"
-        if [getattr(part, "shape", None) for part in given] != [shape] * self._carries:
+        fits = [broadcasts(getattr(part, "shape", None), shape) for part in given]
+        if fits != [True] * self._carries:
             found = jax.tree.map(typed, carry)
             raise StructureError(
                 f"{where(self)}: the carry must be {what}, got {found}. Begin with "
@@ -178,7 +193,7 @@ class Cell(RNNCellBase, Layer):
 
 
 def _deprecated(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=5)
+    warnings.warn(f"{old} is deprecated; use {new}.", UserWarning, stacklevel=5)
 
 
 class LSTMCell(Cell):
@@ -216,6 +231,7 @@ class LSTMCell(Cell):
     """
 
     _carries = 2
+    _input_map = "ii"
 
     def __init__(
         self,

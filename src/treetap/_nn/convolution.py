@@ -39,7 +39,9 @@ from treetap._nn.parameters import (
     check_features,
     check_sizes,
     default_kernel_init,
+    held,
     is_positive,
+    sizes_of,
     where,
 )
 from treetap.initializers import zeros
@@ -118,10 +120,16 @@ class Convolution(Affine):
         """What the kernel is multiplied with."""
         return None if self._mask is None else self._mask.array
 
+    def _channels(self, kernel: Shape) -> int:
+        """Return the channels that inputs have for a kernel of a shape."""
+        return kernel[-2]
+
     def _prepared(self, inputs: Array) -> tuple[tuple[jax.Array, ...], Shape]:
         """Return inputs with one batch axis, kernel and bias; also all batch axes."""
-        check_features(self, inputs, self.in_features)
-        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
+        kernel, bias = held(self.kernel), held(self.bias)
+        sizes = sizes_of(kernel, self.kernel_shape)
+        check_features(self, inputs, self._channels(sizes))
+        inputs, kernel, bias = self._promoted(inputs, kernel, bias)
         axes = len(self.kernel_size)
         if inputs.ndim < axes + 1:
             raise StructureError(
@@ -254,6 +262,9 @@ class Conv(Convolution):
         self.feature_group_count = groups
         self.conv_general_dilated = conv_general_dilated
 
+    def _channels(self, kernel: Shape) -> int:
+        return kernel[-2] * self.feature_group_count
+
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Convolve `inputs`.
 
@@ -354,6 +365,9 @@ class ConvTranspose(Convolution):
         sizes = check_sizes(self, in_features=in_features, out_features=out_features)
         self._set_up(locals(), sizes, sizes[::-1] if transpose_kernel else sizes)
         self.transpose_kernel = transpose_kernel
+
+    def _channels(self, kernel: Shape) -> int:
+        return kernel[-1] if self.transpose_kernel else kernel[-2]
 
     def __call__(self, inputs: Array) -> jax.Array:
         """Convolve `inputs` transposed.

@@ -25,6 +25,8 @@ from treetap._nn.parameters import (
     Promote,
     check_features,
     check_sizes,
+    held,
+    sizes_of,
     where,
 )
 from treetap.initializers import variance_scaling
@@ -90,7 +92,7 @@ class Embed(Layer):
                 f"{typed(inputs)}. Cast them with `.astype(int)`."
             )
         (table,) = self.promote_dtype(
-            (self.embedding.get_value(),), dtype=self.dtype, inexact=False
+            (held(self.embedding),), dtype=self.dtype, inexact=False
         )
         if out_sharding is None:
             out_sharding = _sharding_of_rows(table, inputs)
@@ -106,8 +108,9 @@ class Embed(Layer):
             query: An array with `features` on its last axis.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
-        check_features(self, query, self.features)
-        query, table = self._promoted(query, self.embedding)
+        table = held(self.embedding)
+        check_features(self, query, sizes_of(table, (self.features,))[-1])
+        query, table = self._promoted(query, table)
         return jnp.dot(query, table.T, out_sharding=out_sharding)
 
 

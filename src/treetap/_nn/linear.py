@@ -35,6 +35,8 @@ from treetap._nn.parameters import (
     check_features,
     check_sizes,
     default_kernel_init,
+    held,
+    sizes_of,
     where,
 )
 from treetap.initializers import zeros
@@ -129,8 +131,9 @@ class Linear(Affine):
             inputs: An array with `in_features` on its last axis.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
-        check_features(self, inputs, self.in_features)
-        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
+        kernel, bias = held(self.kernel), held(self.bias)
+        check_features(self, inputs, sizes_of(kernel, (self.in_features,))[0])
+        inputs, kernel, bias = self._promoted(inputs, kernel, bias)
         summed = ((inputs.ndim - 1,), (0,)), ((), ())
         options = self._options(out_sharding)
         return with_bias(self.dot_general(inputs, kernel, summed, **options), bias)
@@ -252,8 +255,9 @@ class LinearGeneral(Affine):
             inputs: An array.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
-        axes = self._axes_of(inputs)
-        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
+        kernel, bias = held(self.kernel), held(self.bias)
+        axes = self._axes_of(inputs, kernel)
+        inputs, kernel, bias = self._promoted(inputs, kernel, bias)
         batch = tuple(range(len(self.batch_axis)))
         summed = tuple(range(len(batch), len(batch) + len(axes)))
         dimensions = (axes, summed), (batch, batch)
@@ -267,16 +271,23 @@ class LinearGeneral(Affine):
             bias = jnp.reshape(bias, shape)
         return with_bias(outputs, bias)
 
-    def _axes_of(self, inputs: Array) -> tuple[int, ...]:
-        """Return the axes of the inputs to sum over, if they have the sizes."""
-        shape = jnp.shape(inputs)
+    def _axes_of(self, inputs: Array, kernel: Any) -> tuple[int, ...]:
+        """Return the axes of the inputs to sum over, if they have the kernel's sizes.
+
+        Args:
+            inputs: The inputs.
+            kernel: The kernel that is there.
+        """
+        shape, batches = jnp.shape(inputs), len(self.batch_axis)
         axes = canonical_axes(self, self.axis, len(shape))
-        batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
-        wrong = tuple(shape[axis] for axis in axes) != self.in_features
+        made = (*(self.batch_axis[i] for i in range(batches)), *self.in_features)
+        sizes = sizes_of(kernel, made)
+        batch, summed = sizes[:batches], sizes[batches : batches + len(axes)]
+        wrong = tuple(shape[axis] for axis in axes) != summed
         if wrong or shape[: len(batch)] != batch or any(a < len(batch) for a in axes):
             first = f" after the batch axes {batch}" if batch else ""
             raise StructureError(
-                f"{where(self)}: expected {self.in_features} on the axes {self.axis}"
+                f"{where(self)}: expected {summed} on the axes {self.axis}"
                 f"{first}, got {typed(inputs)}."
             )
         return axes
@@ -314,8 +325,8 @@ class Einsum(Affine):
     def __init__(
         self,
         einsum_str: str | None,
-        kernel_shape: Shape,
-        bias_shape: Shape | None = None,
+        kernel_shape: int | Shape,
+        bias_shape: int | Shape | None = None,
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -332,7 +343,8 @@ class Einsum(Affine):
         if einsum_str is not None:
             _terms(self, einsum_str)
         kernel_shape = check_all_sizes(self, "kernel_shape", kernel_shape)
-        bias_shape = None if bias_shape is None else tuple(bias_shape)
+        if bias_shape is not None:
+            bias_shape = check_all_sizes(self, "bias_shape", bias_shape)
         self._make_parameters(locals(), kernel=kernel_shape, bias=bias_shape)
         self.einsum_str = einsum_str
         self.kernel_shape = kernel_shape
@@ -356,18 +368,22 @@ class Einsum(Affine):
             )
         text = text.replace(" ", "")
         terms = _terms(self, text)
-        self._check(text, terms, inputs)
-        inputs, kernel, bias = self._promoted(inputs, self.kernel, self.bias)
+        kernel, bias = held(self.kernel), held(self.bias)
+        sizes = sizes_of(kernel, self.kernel_shape)
+        self._check(text, terms, inputs, sizes)
+        inputs, kernel, bias = self._promoted(inputs, kernel, bias)
         outputs = self.einsum_op(text, inputs, kernel, **self._options(out_sharding))
         if bias is not None:
-            bias = self._over_result(bias, terms, outputs.ndim)
+            bias = self._over_result(bias, terms, sizes, outputs.ndim)
         return with_bias(outputs, bias)
 
-    def _check(self, text: str, terms: tuple[str, str, str], inputs: Any) -> None:
+    def _check(
+        self, text: str, terms: tuple[str, str, str], inputs: Any, kernel: Shape
+    ) -> None:
         """Refuse operands that do not have the axes that the string says."""
         sizes: dict[str, int] = {}
         fits = all(letter in terms[0] + terms[1] for letter in terms[2])
-        for letters, shape in zip(terms, (np.shape(inputs), self.kernel_shape)):
+        for letters, shape in zip(terms, (np.shape(inputs), kernel)):
             axes = _axes(letters, len(shape))
             fits &= len(axes) == len(shape)
             for axis, size in zip(axes, shape):
@@ -375,22 +391,22 @@ class Einsum(Affine):
         if not fits:
             raise StructureError(
                 f"{where(self)}: {text!r} does not fit inputs {typed(inputs)} and a "
-                f"kernel of {self.kernel_shape}."
+                f"kernel of {kernel}."
             )
 
     def _over_result(
-        self, bias: jax.Array, terms: tuple[str, str, str], rank: int
+        self, bias: jax.Array, terms: tuple[str, str, str], kernel: Shape, rank: int
     ) -> jax.Array:
         """Return the bias, with size 1 on axes that are not from the kernel."""
-        _, kernel, result = terms
-        sizes = dict(zip(_axes(kernel, len(self.kernel_shape)), self.kernel_shape))
+        _, letters, result = terms
+        sizes = dict(zip(_axes(letters, len(kernel)), kernel))
         axes = _axes(result, rank)
         shape = tuple(sizes.get(axis, 1) for axis in axes)
         if math.prod(shape) != bias.size:
             kept = tuple(sizes[axis] for axis in axes if axis in sizes)
             raise StructureError(
                 f"{where(self)}: the result of {','.join(terms[:2])}->{result} has "
-                f"the axes {kept} from the kernel, but bias_shape={self.bias_shape}."
+                f"the axes {kept} from the kernel, but the bias is of {bias.shape}."
             )
         return jnp.reshape(bias, shape)
 

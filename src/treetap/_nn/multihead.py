@@ -48,6 +48,7 @@ from treetap._nn.parameters import (
     mode_of_call,
     where,
 )
+from treetap._nn.rotary import has_rope
 from treetap.initializers import zeros
 
 
@@ -249,6 +250,7 @@ class MultiHeadAttention(Layer):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: Array | None = None,
     ) -> jax.Array:
         """Attend from `inputs_q` to `inputs_k`.
 
@@ -265,6 +267,9 @@ class MultiHeadAttention(Layer):
             is_causal: Whether a query sees only keys up to its own position.
             out_sharding: The sharding of the result, on an explicit mesh.
             qkv_sharding: The sharding of queries, keys and values.
+            input_positions: Where the queries stand, for an `attention_fn` that wants
+                to know, as `dot_product_attention_with_rope`; that one is told the
+                place in the cache without it.
         """
         inputs_k, inputs_v = self._checked_inputs(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -275,6 +280,9 @@ class MultiHeadAttention(Layer):
         decode = self.decode if decode is None else decode
         step = decoded(self, query, key, value, mask) if decode else None
         if step is not None:
+            if input_positions is None and has_rope(self.attention_fn):
+                place = step.following - jnp.asarray(step.has_room, jnp.int32)
+                input_positions = jnp.reshape(place, (1,))
             key, value, mask = step.keys, step.values, step.seen
         elif self.attention_fn is dot_product_attention:
             # What attention would refuse, before a key is drawn, and saying where.
@@ -293,7 +301,9 @@ class MultiHeadAttention(Layer):
             precision=self.precision,
             module=self if sow_weights else None,
             is_causal=is_causal and not decode,
-            **given(implementation=self.implementation),
+            **given(
+                implementation=self.implementation, input_positions=input_positions
+            ),
         )
         out = self.out(x, out_sharding=out_sharding)
         if step is None:

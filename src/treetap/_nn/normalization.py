@@ -18,7 +18,6 @@ from jax import lax
 
 from treetap._core.errors import StructureError
 from treetap._core.variables.kinds import BatchStat, Param
-from treetap._core.variables.operators import unboxed
 from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
 from treetap._nn.dtypes import common_dtype
@@ -37,8 +36,10 @@ from treetap._nn.parameters import (
     canonical_axes,
     check_features,
     check_sizes,
+    held,
     is_positive,
     mode_of_call,
+    sizes_of,
     where,
 )
 from treetap.initializers import ones, zeros
@@ -149,14 +150,14 @@ class Normalizing(Layer):
             shape: The shape of scale and bias against `x`.
         """
         mean, var = moments
-        scale, bias = unboxed(self.scale), unboxed(self.bias)
+        scale, bias = held(self.scale), held(self.bias)
         dtype = self._result_dtype((inputs, scale, bias))
         factor = lax.rsqrt(var + jnp.asarray(self.epsilon, var.dtype))
         if scale is not None:
-            factor = factor * jnp.reshape(scale.astype(factor.dtype), shape)
+            factor = factor * jnp.reshape(jnp.asarray(scale, factor.dtype), shape)
         y = (x if mean is None else x - mean) * factor
         if bias is not None:
-            y = y + jnp.reshape(bias.astype(y.dtype), shape)
+            y = y + jnp.reshape(jnp.asarray(bias, y.dtype), shape)
         return y.astype(dtype)
 
     def _result_dtype(self, values: tuple[Any, ...]) -> Dtype:
@@ -169,11 +170,13 @@ class Normalizing(Layer):
         """Return the shape of scale and bias against `x`: that of its feature axes."""
         taken = canonical_axes(self, axes, x.ndim)
         shape = [size if i in taken else 1 for i, size in enumerate(x.shape)]
-        if math.prod(shape) != self.num_features:
-            raise StructureError(
-                f"{where(self)}: expected {self.num_features} features on axis {axes}, "
-                f"got {typed(x)}."
-            )
+        for parameter in (held(self.scale), held(self.bias)):
+            features = math.prod(sizes_of(parameter, (math.prod(shape),)))
+            if parameter is not None and math.prod(shape) != features:
+                raise StructureError(
+                    f"{where(self)}: expected {features} features on axis {axes}, got "
+                    f"{typed(x)}."
+                )
         return shape
 
 
@@ -264,11 +267,12 @@ class BatchNorm(Normalizing):
             mask: Which elements count.
         """
         use_average = mode_of_call(self, "use_running_average", use_running_average)
-        check_features(self, x, self.num_features, self.axis)
+        features = sizes_of(held(self.mean), (self.num_features,))[0]
+        check_features(self, x, features, self.axis)
         inputs = wide(x)
         shape = self._feature_shape(inputs, self.axis)
         if use_average:
-            remembered = (self.mean.get_value(), self.var.get_value())
+            remembered = (held(self.mean), held(self.var))
             moments = [jnp.reshape(n.astype(inputs.dtype), shape) for n in remembered]
         else:
             axes = [i for i in range(inputs.ndim) if i != self.axis % inputs.ndim]
@@ -598,9 +602,4 @@ class InstanceNorm(Normalizing):
                 f"but feature_axes={self.feature_axes} of {typed(x)}."
             )
         axes = [axis for axis in range(1, rank) if axis not in features]
-        if not axes:
-            raise StructureError(
-                f"{where(self)}: {typed(x)} has no axis between batch and features "
-                "to normalize over."
-            )
         return self._normalized_over(x, axes, self.feature_axes, mask)

@@ -105,6 +105,28 @@ def check_features(layer: Any, inputs: Any, features: int, axis: int = -1) -> No
         )
 
 
+def held(parameter: Any) -> Any:
+    """Return what a layer computes with: the value of a parameter.
+
+    In a parameter's place may stand an array, or an object of somebody else's that
+    gives its array for `[...]`, as those of quantisers do; so may one inside a
+    Variable.
+    """
+    value = unboxed(parameter)
+    if value is None or isinstance(value, jax.Array | np.ndarray | float | int):
+        return value
+    return value[...] if hasattr(value, "__getitem__") else value
+
+
+def sizes_of(array: Any, expected: Shape) -> Shape:
+    """Return the shape of an array that stands in a parameter's place.
+
+    Inputs are checked against the parameter that is there, which may be a shard of the
+    one that was made. What has no shape is taken to be as expected.
+    """
+    return tuple(getattr(array, "shape", expected))
+
+
 def check_rngs(layer: Any, rngs: Any) -> Rngs:
     """Return the random streams to draw parameters from; anything else is refused."""
     if isinstance(rngs, Rngs):
@@ -144,6 +166,15 @@ def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[in
     return found
 
 
+def broadcasts(shape: Shape | None, whole: Shape) -> bool:
+    """Whether an array of a shape broadcasts to a whole one."""
+    return (
+        shape is not None
+        and len(shape) <= len(whole)
+        and all(n in (1, m) for n, m in zip(reversed(shape), reversed(whole)))
+    )
+
+
 def broadcastable(
     layer: Any, name: str, array: Array, what: str, shape: Shape
 ) -> jax.Array:
@@ -157,13 +188,12 @@ def broadcastable(
         shape: The shape to which the array must broadcast.
     """
     array = jnp.asarray(array)
-    sizes = (1,) * (len(shape) - array.ndim) + array.shape
-    if len(sizes) != len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape)):
+    if not broadcasts(array.shape, shape):
         raise StructureError(
             f"{where(layer)}: `{name}` must broadcast to {what} of shape {shape}, got "
             f"{typed(array)}."
         )
-    return jnp.reshape(array, sizes)
+    return jnp.reshape(array, (1,) * (len(shape) - array.ndim) + array.shape)
 
 
 def mode_of_call(layer: Any, name: str, given: Any) -> Any:

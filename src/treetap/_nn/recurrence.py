@@ -25,7 +25,7 @@ from treetap._modules.random_rules import SplitBackups, StreamBackup
 from treetap._modules.random_streams import Rngs, RngStream
 from treetap._nn.cells import Cell, RNNCellBase
 from treetap._nn.dropout import forked
-from treetap._nn.parameters import Array, check_features, where
+from treetap._nn.parameters import Array, where
 from treetap._transforms.lift.prefixes import StateAxes
 from treetap._transforms.scan import Carry, scan
 
@@ -70,7 +70,7 @@ class RNN(Module):
     """Run a cell over sequences.
 
     Args:
-        cell: The cell.
+        cell: The cell: an `RNNCellBase`, or anything else that has its methods.
         time_major: Whether time is the first axis of the inputs.
         return_carry: Whether to return the last carry as well, before the outputs.
         reverse: Whether to go from the end to the beginning.
@@ -91,7 +91,7 @@ class RNN(Module):
 
     def __init__(
         self,
-        cell: RNNCellBase,
+        cell: RNNCellBase | Any,
         *,
         time_major: bool = False,
         return_carry: bool = False,
@@ -102,13 +102,15 @@ class RNN(Module):
         broadcast_rngs: Filter = None,
         rngs: Streams = True,
     ):
-        if not isinstance(cell, RNNCellBase):
+        has_axes = isinstance(cell, RNNCellBase) or hasattr(cell, "num_feature_axes")
+        if not (callable(cell) and has_axes):
             raise TypeError(
-                f"RNN: `cell` must be a recurrent cell, got {type(cell).__name__}."
+                "RNN: `cell` must be a recurrent cell, with `num_feature_axes` and "
+                f"called with a carry and an input; got {type(cell).__name__}."
             )
         if not isinstance(unroll, bool) and unroll < 1:
             raise StructureError(f"RNN: `unroll` must be at least 1, got {unroll!r}.")
-        self.cell = cell
+        self.cell: Any = cell
         self.time_major = time_major
         self.return_carry = return_carry
         self.reverse = reverse
@@ -159,11 +161,13 @@ class RNN(Module):
         batch = step_shape[:batch_dims]
         lengths = self._checked_lengths(seq_lengths, batch, inputs.shape[axis])
         if isinstance(self.cell, Cell):
-            check_features(self.cell, inputs, self.cell.in_features)
+            self.cell.check_inputs(inputs)
             if initial_carry is not None:
                 self.cell.check_carry(initial_carry, batch)
         if initial_carry is None:
             rngs = self.rngs if rngs is None else rngs
+            if isinstance(rngs, Rngs):
+                rngs = rngs.carry.fork()
             initial_carry = self.cell.initialize_carry(step_shape, rngs)
 
         def flip(x: jax.Array) -> jax.Array:
@@ -299,7 +303,7 @@ class Bidirectional(Module):
         rngs: Streams = True,
     ):
         for name, rnn in (("forward_rnn", forward_rnn), ("backward_rnn", backward_rnn)):
-            if not isinstance(rnn, Module):
+            if not callable(rnn):
                 raise TypeError(
                     f"Bidirectional: `{name}` must be an RNN, got {type(rnn).__name__}."
                 )
@@ -347,8 +351,9 @@ class Bidirectional(Module):
                 "keeps the order of the inputs."
             )
         return_carry = self.return_carry if return_carry is None else return_carry
+        rngs = self.rngs if rngs is None else rngs
         options = {
-            "rngs": self.rngs if rngs is None else rngs,
+            "rngs": rngs.carry if isinstance(rngs, Rngs) else rngs,
             "seq_lengths": seq_lengths,
             "return_carry": True,
             "time_major": self.time_major if time_major is None else time_major,

@@ -140,6 +140,7 @@ class Note:
     Attributes:
         kind: The class of the Module.
         inputs: The arguments, as text.
+        all_inputs: The same, with keyword arguments that are None.
         given: Module, method and arguments.
         shapes: The shapes of the values that the tap was given.
         outputs: The result, as text; None if the method did not return.
@@ -147,6 +148,7 @@ class Note:
 
     kind: type
     inputs: str
+    all_inputs: str
     given: MethodCall
     shapes: tuple[tuple[int, ...], ...]
     outputs: str | None = None
@@ -173,7 +175,8 @@ def _with_note(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
     given, values = taken_apart(module, name, args, kwargs)
     arrays = [value for value in values if isinstance(value, jax.Array)] or [TICKET]
     shapes = tuple(np.shape(value) for value in arrays)
-    note = Note(type(module), arguments_text(args, kwargs), given, shapes)
+    told, every = (arguments_text(args, kwargs, is_all) for is_all in (False, True))
+    note = Note(type(module), told, every, given, shapes)
     leaves, tree = jax.tree.flatten(Start(arrays, note))
     bind_tap(Label(name, Start, "call", tree), leaves)
     out = fn(module, *args, **kwargs)

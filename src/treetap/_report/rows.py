@@ -63,10 +63,16 @@ class Row:
         """Path and method: `blocks/3/attn`, `blocks/3:encode`."""
         return self.text_below(0)
 
-    def text_below(self, level: int) -> str:
-        """The same, without the first keys of the path."""
-        method = "" if self.method == "__call__" else f":{self.method}"
-        return "/".join(map(str, self.path[level:])) + method
+    def text_below(self, level: int, as_key: bool = False) -> str:
+        """The same, without the first keys of the path.
+
+        Args:
+            level: How many keys to leave out.
+            as_key: Whether the method is written as one more key, as NNX does.
+        """
+        method = [] if self.method == "__call__" else [self.method]
+        keys = [*map(str, self.path[level:]), *(method if as_key else ())]
+        return "/".join(keys) + "".join(f":{name}" for name in method if not as_key)
 
     def to_dict(self) -> dict[str, Any]:
         """Names, numbers and texts only."""
@@ -122,6 +128,7 @@ def rows_of(
     *,
     depth: int | None,
     figures: Sequence[str],
+    as_nnx: bool = False,
 ) -> list[tuple[Row, Any]]:
     """The rows of a call, each with its Module (or an abstract copy of it).
 
@@ -135,15 +142,18 @@ def rows_of(
         name: The public function at work, for messages.
         depth: How long the paths of rows may be.
         figures: What is counted of `flops` and `vjp_flops`.
+        as_nnx: Whether methods but `__call__` count as a key of the path, and inputs
+            that are None are shown, as in NNX's tables.
     """
     _check(node, method, depth, name)
     at = nodes_of(node)
     counter = Flops()
     found: list[tuple[Row, Any]] = []
     for call in _distinct(recorded(node, method, args, kwargs, name)):
-        if depth is not None and len(call.path) > depth:
+        note, path = call.note, call.path
+        is_key = as_nnx and note.given.method != "__call__"
+        if depth is not None and path and len(path) + is_key > depth:
             continue
-        note = call.note
         module = at.get(call.path)
         if module is None:  # not part of the model: an argument, or made on the way
             module = note.given.node
@@ -152,7 +162,7 @@ def rows_of(
             path=call.path,
             type=note.kind,
             method=note.given.method,
-            inputs=note.inputs,
+            inputs=note.all_inputs if as_nnx else note.inputs,
             outputs=note.outputs or "",
             calls=call.times,
             sizes=sizes_of(module),

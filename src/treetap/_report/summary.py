@@ -145,10 +145,12 @@ def count_text(count: int | None) -> str:
     return "-" if count is None else in_thousands(count, ("", "K", "M", "G", "T", "P"))
 
 
-def labels(rows: Sequence[Row], compact: bool, root: str = "") -> list[str]:
+def labels(
+    rows: Sequence[Row], compact: bool, root: str = "", as_nnx: bool = False
+) -> list[str]:
     """What rows are called: by path, or compact, below the row of what holds it.
 
-    How often a row is called follows, unless it is once.
+    How often a row is called follows, unless it is once; not in NNX's tables.
     """
     around: list[Path] = []
     found: list[str] = []
@@ -158,8 +160,9 @@ def labels(rows: Sequence[Row], compact: bool, root: str = "") -> list[str]:
         level = len(around[-1]) if around and compact else 0
         indent = "  " * len(around) if compact else ""
         times = "?" if row.calls is None else row.calls
-        text = indent + row.text_below(level) or root
-        found.append(text + (f" {TIMES}{times}" if times != 1 else ""))
+        text = indent + row.text_below(level, as_nnx) or root
+        is_told = times != 1 and not as_nnx
+        found.append(text + (f" {TIMES}{times}" if is_told else ""))
         around += [row.path] if row.path else []
     return found
 
@@ -179,12 +182,14 @@ def class_text(row: Row, compact: bool) -> str:
     return f"{name[:middle]}\n{name[middle:]}"
 
 
-def call_columns(rows: Sequence[Row], compact: bool, root: str = "") -> list[Column]:
+def call_columns(
+    rows: Sequence[Row], compact: bool, root: str = "", as_nnx: bool = False
+) -> list[Column]:
     """What is called, and with what."""
 
     short = short_types if compact else str
     return [
-        Column("path", labels(rows, compact, root)),
+        Column("path", labels(rows, compact, root, as_nnx)),
         Column("type", [class_text(row, compact) for row in rows]),
         Column("inputs", [short(row.inputs) for row in rows]),
         Column("outputs", [short(row.outputs) for row in rows]),
@@ -275,7 +280,7 @@ def tabulate(
     Args:
         obj: As for `summary`.
         *args: As for `summary`.
-        depth: As for `summary`.
+        depth: As for `summary`; a method but `__call__` counts as one more key.
         method: As for `summary`.
         row_filter: Which rows to show, by `row.type`, `row.path` and the other
             attributes of the rows of a `Summary`.
@@ -315,7 +320,8 @@ def tabulate(
                         Total Parameters: 3 (12 B)
     """
     figures = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
-    found = rows_of(obj, method, args, kwargs, "tabulate", depth=depth, figures=figures)
+    options = {"depth": depth, "figures": figures, "as_nnx": True}
+    found = rows_of(obj, method, args, kwargs, "tabulate", **options)
     shown = [(row, node) for row, node in found if row_filter(row)]
     sizes, parameters = sizes_of(obj), parameters_of(leaves_below(obj))
     caption = f"\nTotal Parameters: {parameters}\n{others_text(sizes, chr(10))}"
@@ -349,7 +355,7 @@ def _columns_of(
         return re.sub(r"(?m)^([\d,]+) \(", r"\1\n(", short_types(text))
 
     rows = [row for row, _ in found]
-    columns = call_columns(rows, compact)
+    columns = call_columns(rows, compact, as_nnx=True)
     for head in figures:
         counts = (getattr(row, head) for row in rows)
         texts = ["-" if count is None else f"{count:,}" for count in counts]

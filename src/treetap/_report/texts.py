@@ -27,12 +27,13 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
-def arguments_text(args: Any, kwargs: Any) -> str:
+def arguments_text(args: Any, kwargs: Any, is_all: bool = False) -> str:
     """Arguments of a call, a line for each unless there is only one.
 
-    Keyword arguments that are None are left out: most are defaults, written out.
+    Keyword arguments that are None are left out, unless all are asked for: most are
+    defaults, written out.
     """
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    kwargs = {name: x for name, x in kwargs.items() if is_all or x is not None}
     if not kwargs and len(args) < 2:
         return text_of(args[0]) if args else ""
     lines = [_item("-", value) for value in args]

@@ -13,6 +13,7 @@ What only NNX needs is in this folder:
 * `compat`: the same functions in graph mode, whatever the settings say;
 * `contexts`: split and merge contexts, for transforms of one's own;
 * `traversals`: nested mappings as flat ones, and back;
+* `states`: `update` and `merge_state`, which ask less than those of `treetap`;
 * `objects`: `Object` and `display`;
 * `deprecated`: names that NNX has deprecated. Importing it gives `Variable`, `Module`,
   `GraphDef` and `State` their deprecated methods, so it is loaded with this namespace,
@@ -90,7 +91,6 @@ from treetap._core.trees.state import State as State
 from treetap._core.trees.state import filter_state as filter_state
 from treetap._core.trees.state import from_flat_state as from_flat_state
 from treetap._core.trees.state import map_state as map_state
-from treetap._core.trees.state import merge_state as merge_state
 from treetap._core.trees.state import replace_by_pure_dict as replace_by_pure_dict
 from treetap._core.trees.state import restore_int_paths as restore_int_paths
 from treetap._core.trees.state import split_state as split_state
@@ -100,7 +100,6 @@ from treetap._core.trees.traverse import iter_graph as iter_graph
 from treetap._core.trees.traverse import recursive_map as recursive_map
 from treetap._core.trees.update import pop as pop
 from treetap._core.trees.update import set_metadata as set_metadata
-from treetap._core.trees.update import update as update
 from treetap._core.trees.update import with_vars as with_vars
 from treetap._core.variables.kinds import BatchStat as BatchStat
 from treetap._core.variables.kinds import Cache as Cache
@@ -164,6 +163,10 @@ from treetap._nn.recurrence import RNN as RNN
 from treetap._nn.recurrence import Bidirectional as Bidirectional
 from treetap._nn.reparametrization import SpectralNorm as SpectralNorm
 from treetap._nn.reparametrization import WeightNorm as WeightNorm
+from treetap._nn.rotary import RoPE as RoPE
+from treetap._nn.rotary import (
+    dot_product_attention_with_rope as dot_product_attention_with_rope,
+)
 from treetap._observe.capture import capture as capture
 from treetap._report.summary import tabulate as tabulate
 from treetap._train.optimizer import OptArray as OptArray
@@ -234,6 +237,8 @@ from treetap.nnx.deprecated import variable_type_from_name as variable_type_from
 from treetap.nnx.deprecated import vars_as as vars_as
 from treetap.nnx.objects import Object as Object
 from treetap.nnx.objects import display as display
+from treetap.nnx.states import merge_state as merge_state
+from treetap.nnx.states import update as update
 
 _defaults.give_defaults(
     globals(), set_graph_mode.current_value, set_graph_updates.current_value

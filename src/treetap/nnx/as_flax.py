@@ -35,6 +35,7 @@ FOLLOWED_VERSION = "0.12.8"  # the release of flax whose names and behaviour the
 SETTINGS = {
     "nnx_graph_mode": nnx.set_graph_mode,
     "nnx_graph_updates": nnx.set_graph_updates,
+    "nnx_sow_capture_noop": settings.sow_capture_noop,
     "flax_always_shard_variable": settings.use_eager_sharding,
 }
 OPTIONS = {  # they concern Linen, checkpoints or displays

@@ -22,6 +22,7 @@ from treetap._core.variables import kinds
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable, _Defaults
 from treetap._modules.module import Module, iter_children, iter_modules
+from treetap.nnx.states import merge_state
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,7 +74,7 @@ _STATE_METHODS = {
     "split": ("split_state", _states.split_state),
     "filter": ("filter_state", _states.filter_state),
     "__sub__": ("diff_state", _states.diff_state),
-    "merge": ("merge_state", _states.merge_state),
+    "merge": ("merge_state", merge_state),
     "from_flat_path": ("from_flat_state", _states.from_flat_state),
 }
 

@@ -34,6 +34,20 @@ def test_map_replaces_every_leaf(graph):
     assert mapped.first.dout == 3
 
 
+@both_modes
+def test_map_may_make_variables_of_another_kind(graph):
+    def cached(path, leaf):
+        return tt.Cache(leaf[...]) if isinstance(leaf, tt.Param) else leaf
+
+    net = Net()
+    mapped = tt.map(cached, net, graph=graph)
+    assert (type(mapped.first.w), type(net.first.w)) == (tt.Cache, tt.Param)
+    assert mapped.first.w[...] is net.first.w[...]
+    state = tt.map(cached, tt.state(net, tt.Param), graph=graph)
+    kinds = {type(leaf) for leaf in tt.to_flat_state(state).leaves}
+    assert kinds == {tt.Cache}
+
+
 def test_map_can_leave_values_bare_and_keeps_sharing():
     doubled = tt.map(lambda p, x: x * 2, [tt.Param(2)], recreate_variables=False)
     assert doubled == [4]

@@ -137,10 +137,6 @@ def test_merge_with_copy_gives_variables_of_their_own():
         (lambda s: s.first.__delitem__("w"), "missing first/w"),
         (lambda s: s.first.__setitem__("v", tt.Param(1)), "unexpected first/v"),
         (
-            lambda s: s.first.__setitem__("w", tt.BatchStat(1)),
-            "first/w is a BatchStat, expected a Param",
-        ),
-        (
             lambda s: s.__setitem__("scale", tt.Param(1)),
             "scale is a Param where a plain value belongs",
         ),
@@ -445,11 +441,18 @@ def test_merge_names_what_is_missing_and_what_is_unexpected():
     assert "Pass the State(s) that `split` gave" in str(error.value)
 
 
-def test_merge_refuses_another_kind_of_variable():
-    graphdef, state = tt.split(nested_model())
-    state.b.d = tt.Param(jnp.zeros(3))
-    with pytest.raises(tt.StructureError, match="b/d is a Param, expected a BatchStat"):
-        tt.merge(graphdef, state)
+@pytest.mark.parametrize("graph", [False, True])
+def test_merge_takes_variables_of_another_kind(graph):
+    graphdef, state = tt.split(nested_model(), graph=graph)
+    state.b.d = tt.Cache(jnp.ones(3), note="new")
+    model = tt.merge(graphdef, state)
+    assert (type(model.b.d), model.b.d.note) == (tt.Cache, "new")
+    again, caches, rest = tt.split(model, tt.Cache, ..., graph=graph)
+    assert tt.to_flat_state(caches).paths == (("b", "d"),)
+    assert type(tt.merge(again, rest, caches).b.d) is tt.Cache
+    doubled = jax.jit(lambda model: jax.tree.map(lambda x: 2 * x, model))(model)
+    assert (type(doubled.b.d), float(doubled.b.d[0])) == (tt.Cache, 2.0)
+    assert again != graphdef
 
 
 def test_merge_counts_when_something_is_left_out():

@@ -199,7 +199,7 @@ class Merging:
         elif state is MISSING:
             self.problems.append(f"missing {show_path(path)}")
         elif kind is VariableSpec:
-            self.leaves.append(self.variable(spec, state, path))
+            self.leaves.append(self.variable(spec, state))
         else:
             is_variable = isinstance(state, Variable)
             if is_variable or is_branch(state):
@@ -207,12 +207,9 @@ class Merging:
                 self.problem(path, f"a {name} where a plain value belongs")
             self.leaves.append(state)
 
-    def variable(self, spec: VariableSpec, state: Any, path: Path) -> Any:
-        """A Variable from a Variable, or from its bare value."""
+    def variable(self, spec: VariableSpec, state: Any) -> Any:
+        """A Variable from a Variable, which may be of another kind, or from a value."""
         if isinstance(state, Variable):
-            if type(state) is not spec.type:
-                wanted = spec.type.__name__
-                self.problem(path, f"a {type(state).__name__}, expected a {wanted}")
             return state.copy() if self.copy else state
         if not self.recreate:
             return state
@@ -274,9 +271,9 @@ def put_together(
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 
-    Every name, and the kind of every Variable, must be right; all that is wrong is
-    listed in one StructureError, and then nothing was made. See `regrow` for `made` and
-    `owners`.
+    Every name must be right; all that is wrong is listed in one StructureError, and
+    then nothing was made. Variables may be of another kind than was described. See
+    `regrow` for `made` and `owners`.
     """
     named = Merging(copy, recreate)
     named.any(graphdef.spec, state, ())

@@ -300,17 +300,18 @@ def to_flat_state(state: Nested) -> FlatState:
 
 
 def from_flat_state(
-    flat: Mapping[Path, Any] | Iterable[tuple[Path, Any]],
+    flat_state: Mapping[Path, Any] | Iterable[tuple[Path, Any]],
     *,
     cls: Callable[[dict[Key, Any]], Any] = State,
 ) -> Any:
     """A nested State from paths and values.
 
     Args:
-        flat: A FlatState, a mapping from path to value, or pairs.
+        flat_state: A FlatState, a mapping from path to value, or pairs.
         cls: What to make of the nested dict.
     """
-    items = flat.items() if isinstance(flat, Mapping) else flat
+    is_mapping = isinstance(flat_state, Mapping)
+    items: Any = flat_state.items() if is_mapping else flat_state
     return cls(nested(items))
 
 
@@ -466,9 +467,9 @@ def united(
     return union
 
 
-def map_state(fn: Callable[[Path, Any], Any], state: Nested) -> State:
-    """A State of `fn(path, value)` for every value."""
-    return State(nested((path, fn(path, value)) for path, value in flat_items(state)))
+def map_state(f: Callable[[Path, Any], Any], state: Nested) -> State:
+    """A State of `f(path, value)` for every value."""
+    return State(nested((path, f(path, value)) for path, value in flat_items(state)))
 
 
 def diff_state(state: Nested, other: Nested) -> State:

@@ -21,7 +21,7 @@ from treetap._core.paths import (
     sorted_keys,
 )
 from treetap._core.trace_level import current_trace, refuse_foreign_variable
-from treetap._core.trees.attributes import Node
+from treetap._core.trees.attributes import Node, has_data
 from treetap._core.trees.build import rebuilt
 from treetap._core.trees.filters import All, Filter, grouped
 from treetap._core.trees.pytree import Pytree, attributes_of, flat_of, opened
@@ -49,9 +49,14 @@ from treetap._core.wording import first_few
 
 
 class _Plan:
-    """The writes of one update, gathered before any is made."""
+    """The writes of one update, gathered before any is made.
 
-    def __init__(self) -> None:
+    Args:
+        fits: Whether values must fit: names must be there, shapes and dtypes agree.
+    """
+
+    def __init__(self, fits: bool) -> None:
+        self.fits = fits
         self.trace = current_trace()
         self.variables: list[Variable[Any]] = []
         self.values: list[Any] = []
@@ -83,7 +88,10 @@ class _Plan:
 
     def plain(self, owner: Any, known: Any, key: Key, new: Any, path: Path) -> None:
         """Plans for what is neither a Variable nor an object of ours."""
-        if key not in known:
+        if not self.fits and self.may_set(owner, known, key, new):
+            owner._check_trace()
+            self.others.append(lambda: setattr(owner, key, new))
+        elif key not in known:
             has = f"{type(owner).__name__} has {sorted_keys(known)}"
             self.problems.append(f"unexpected {show_path(path)}: {has}")
         elif isinstance(owner, Node) and key not in flat_of(owner)[1][0].keys:
@@ -92,6 +100,15 @@ class _Plan:
             self.any(known[key], new, path)
         else:
             self.leaf(owner, key, known[key], new, path)
+
+    def may_set(self, owner: Any, known: Any, key: Key, new: Any) -> bool:
+        """Whether to set an attribute: a new one to a Variable, a static one."""
+        if not isinstance(owner, Pytree) or not isinstance(key, str):
+            return False
+        if key not in known:
+            return isinstance(new, Variable)
+        is_static = key not in flat_of(owner)[1][0].keys
+        return is_static and not is_branch(new) and not has_data(new)
 
     def variable(self, variable: Variable[Any], new: Any) -> str:
         """Plans a write into a Variable, from a Variable or a bare value.
@@ -104,9 +121,6 @@ class _Plan:
         if variable._trace is not self.trace and not own["ref"]:
             raise refuse_foreign_variable(type(variable).__name__)
         if isinstance(new, Variable):
-            if type(new) is not type(variable):
-                expected = type(variable).__name__
-                return f" is a {type(new).__name__}, expected a {expected}"
             if new._metadata is not own:
                 metadata = {**new._metadata, **required_of(own)}
                 self.others.append(lambda: variable._replace_metadata(metadata))
@@ -116,7 +130,7 @@ class _Plan:
             return ""
         if not same_aval(raw, new):
             new = without_ref(new)
-            if difference := misfit(raw, new):
+            if self.fits and (difference := misfit(raw, new)):
                 return f": {difference}"
             new = _fitted(raw, copy_containers(new))
         if own["ref"]:
@@ -131,7 +145,7 @@ class _Plan:
         if new is old:
             return
         is_node = isinstance(owner, Pytree)
-        difference = misfit(old, new)
+        difference = misfit(old, new) if self.fits else ""
         if isinstance(new, Variable):
             difference = f"a {type(new).__name__} where a plain value stands"
         elif not difference and not (is_node or isinstance(owner, list | dict)):
@@ -186,9 +200,9 @@ def _fitted(old: Any, new: Any) -> Any:
 def update(node: Any, state: Any, /, *states: Any) -> None:
     """Writes a State into an object, in place.
 
-    The State may be partial. A name the object does not have, a Variable of another
-    kind, or an array of another shape or dtype is an error, and then nothing is
-    changed. (To change a shape on purpose, use `variable.set_value`.)
+    The State may be partial. A name the object does not have, or an array of another
+    shape or dtype is an error, and then nothing is changed. (To change a shape on
+    purpose, use `variable.set_value`.) Variables keep their kind.
 
     Args:
         node: The object to change.
@@ -203,13 +217,25 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
         >>> model["w"][...]
         2.0
     """
+    write_states(node, (state, *states), fits=True)
+
+
+def write_states(node: Any, states: tuple[Any, ...], fits: bool) -> None:
+    """Writes States into an object, in place; see `update`.
+
+    Args:
+        node: The object.
+        states: The States.
+        fits: Whether they must fit. If not, values may have another shape or dtype, a
+            Variable may be new, and a static attribute may be set.
+    """
     if opened(node) is None and not isinstance(node, Variable):
         raise TypeError(
             f"update: a {type(node).__name__} cannot be changed in place. Pass a "
             "Module, a Variable, or a container of them."
         )
-    plan = _Plan()
-    for given in (state, *states):
+    plan = _Plan(fits)
+    for given in states:
         new = from_items(given) if isinstance(given, FlatState) else given
         plan.any(node, new.raw_mapping if isinstance(new, State) else new, ())
     if plan.problems:
