@@ -17,11 +17,13 @@ from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside, is_inside
+from treetap._capture.sown_so_far import note
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.trace_level import Through, set_on_purpose
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.kinds import kind_of_name
+from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable
 
 T = TypeVar("T")
@@ -206,6 +208,7 @@ def sow(module: Any, variable_type: Any, name: str, value: Any, reduce: Any) -> 
             bind_tap(marked, _as_arrays(leaves))
         if is_heard:
             _record(label, leaves)
+            note(module, kind, name, reduce, value)
     return is_heard
 
 
@@ -238,7 +241,9 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any) -> Any:
     label = Label(name, kind, "perturb", tree)
     with _scope_of(module):
         leaves = _flowing(label, leaves, asked.edits > 0, is_heard)
-        return jax.tree.unflatten(tree, leaves)
+        out = jax.tree.unflatten(tree, leaves)
+        note(module, kind, name, None, (value, out))
+        return out
 
 
 # Outside a capture: NNX's former way, an attribute on the Module.
@@ -280,13 +285,13 @@ def _store(module: Any, name: str, variable: Any) -> None:
 def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> bool:
     if _outside[0] == "ignore":
         return False
+    held = getattr(module, name, MISSING)
+    _check_held("sow", module, held, kind, name, type(held) is kind)
     _warn("sow")
     reduce_fn, init_fn = reduce
-    if not hasattr(module, name):
+    if held is MISSING:
         _store(module, name, kind(reduce_fn(init_fn(), value)))
         return True
-    held = getattr(module, name)
-    _check_held(module, held, kind, name, type(held) is kind)
     held.set_value(reduce_fn(held.get_value(), value))
     return True
 
@@ -294,21 +299,24 @@ def _sow_outside(module: Any, kind: Any, name: str, value: Any, reduce: Any) -> 
 def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
     if _outside[0] == "ignore":
         return value
+    held = getattr(module, name, MISSING)
+    _check_held("perturb", module, held, kind, name, isinstance(held, kind))
     _warn("perturb")
-    if not hasattr(module, name):
-        _store(module, name, kind(jax.tree.map(jnp.zeros_like, value)))
-    held = getattr(module, name)
-    _check_held(module, held, kind, name, isinstance(held, kind))
+    if held is MISSING:
+        _store(module, name, held := kind(jax.tree.map(jnp.zeros_like, value)))
     return jax.tree.map(jnp.add, held.get_value(), value)
 
 
-def _check_held(module: Any, held: Any, kind: Any, name: str, is_kind: bool) -> None:
+def _check_held(  # noqa: PLR0917 - what there is, and what is wanted
+    what: str, module: Any, held: Any, kind: Any, name: str, is_kind: bool
+) -> None:
     """Refuses an attribute that is something else than what would be stored."""
-    if is_kind:
+    if is_kind or held is MISSING:
         return
     is_variable = isinstance(held, Variable)
-    wanted = f"of type {kind.__name__}" if is_variable else "a Variable"
+    wanted = f"of type '{kind.__name__}'" if is_variable else "a Variable"
+    found = f"'{type(held).__name__}'" if is_variable else type(held).__name__
     raise StructureError(
-        f"Expected {type(module).__name__}.{name} to be {wanted}, got "
-        f"{type(held).__name__}. Choose another name."
+        f"{type(module).__name__}.{what}: Expected '{name}' to be {wanted}, got "
+        f"{found}. Choose another name."
     )
