@@ -44,16 +44,17 @@ _policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=N
 _process: list[Policy | None] = [None]
 
 
-def set_structure_policy(policy: Policy) -> None:
+def set_structure_policy(policy: Policy | None) -> None:
     """Sets, for the whole process, what a change of structure in a transform does.
 
     Args:
         policy: `"error"` refuses changed data attributes and warns of static ones,
             `"quiet"` refuses the first and says nothing of the second, `"warn"` warns
             of both, `"ignore"` says nothing. Where none is set it is `"error"`, and in
-            `treetap.nnx` `"quiet"`.
+            `treetap.nnx` `"quiet"`; None goes back to that.
     """
-    check_policy(policy)
+    if policy is not None:
+        check_policy(policy)
     _process[0] = policy
 
 
