@@ -10,24 +10,16 @@ The public names stand in `__init__.pyi`, each with the file that defines it. A 
 imported when it is first asked for, so a program waits only for what it uses.
 """
 
-import re as _re
 from importlib import import_module as _import_module
-from pathlib import Path as _Path
 
 from treetap._core import earlier_names
 from treetap._core import settings as _settings  # noqa: F401 - it reads the environment, and says at once what is wrong there
+from treetap._core.public_names import by_kind as _by_kind
+from treetap._core.public_names import places_in as _places_in
 
 earlier_names.install()
 
-_LINE = _re.compile(r"^from (\S+) import \(?\s*(\w+) as \2\b", _re.M)
-_STUB = _Path(__file__).with_suffix(".pyi").read_text("utf-8")
-_PLACES = {name: module for module, name in _LINE.findall(_STUB)}
-
-
-def _by_kind(name: str) -> tuple[bool, bool, str]:
-    """Constants, then classes, then functions and modules, each in order."""
-    return not name.isupper(), not name[0].isupper(), name
-
+_PLACES = _places_in(__file__)
 
 __all__ = sorted(_PLACES, key=_by_kind)  # noqa: PLE0605 - a list, of what stands in the stub  # pyright: ignore[reportUnsupportedDunderAll] - the stub lists them
 

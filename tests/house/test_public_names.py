@@ -35,6 +35,8 @@ def test_all_is_sorted_and_complete():
 
 
 def test_all_of_nnx_is_sorted_and_complete():
+    for name in nnx.__all__:
+        getattr(nnx, name)
     assert nnx.__all__ == sorted(own_names(nnx), key=by_kind)
 
 

@@ -19,8 +19,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        bounded_cache wording display earlier_names errors static_values paths settings
-        trace_level variables trees
+        public_names bounded_cache wording display earlier_names errors static_values
+        paths settings trace_level variables trees
     """,
     "_core.variables": """
         change_marks metadata operators placement values variable kinds
@@ -31,8 +31,8 @@ ORDER = {
         flatten build split traverse update
     """,
     "_capture": """
-        listening marks edit_points name_stacks statistics walk module_paths callee
-        calls selectors session listener emit
+        listening sown_so_far marks edit_points name_stacks statistics walk module_paths
+        callee calls selectors session listener emit
     """,
     "_capture.walk": """
         jax_compat jaxpr_cache spots plans steps custom_rules operations survey run
@@ -67,9 +67,17 @@ ORDER = {
     "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """
-        defaults compat contexts states deprecated objects traversals flax_parts
-        as_flax
+        annotations defaults compat contexts states deprecated deprecations ids objects
+        proxy_caller reprlib tracers private_names traversals flax_parts train_state
+        bridge extract filterlib graphlib graph helpers module pytreelib rnglib spmd
+        statelib summary variablelib visualization nn training transforms as_flax
     """,
+    "nnx.nn": """
+        activations attention dtypes initializers linear lora normalization recurrent
+        stochastic
+    """,
+    "nnx.training": "ema metrics optimizer",
+    "nnx.transforms": "autodiff compilation general iteration transforms",
     "_cli": """
         console demo failures run_nnx targets inputs programs figures command main
     """,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The surface of Modules: setting attributes, iteration."""
 
+from contextlib import nullcontext
+
 import jax.numpy as jnp
 import pytest
 
@@ -120,6 +122,26 @@ def test_set_attributes_follows_attribute_rules_before_it_changes_anything():
     assert modes(block) == [False] * 6
 
 
+@pytest.mark.parametrize("how", ["argument", "setting"])
+def test_tree_mode_that_is_asked_for_refuses_what_is_no_tree(how):
+    shared = Block()
+    shared.again = shared.sub
+    hidden = tt.Dict(inside=nnx.Object())
+    by = {"graph": False} if how == "argument" else {}
+    setting = tt.set_graph_mode(False) if how == "setting" else nullcontext()
+    with setting:
+        with pytest.raises(tt.AliasError, match="set_attributes: Duplicate"):
+            shared.set_attributes(deterministic=True, **by)
+        with pytest.raises(tt.StructureError, match="pytree=False"):
+            hidden.set_attributes(deterministic=True, **by)
+        with pytest.raises(tt.StructureError, match="iter_children: Object is"):
+            tt.iter_children(hidden.inside, **by)
+    assert not shared.drop.deterministic
+    shared.set_attributes(deterministic=True)
+    assert shared.drop.deterministic
+    assert list(nnx.iter_children(hidden.inside)) == []
+
+
 def test_iter_children_yields_modules_only():
     class Holder(tt.Module):
         def __init__(self):
@@ -147,12 +169,10 @@ def test_only_modules_are_module_children(function):
 
 
 @pytest.mark.parametrize(("name", "value"), [("train", False), ("eval", True)])
-def test_train_and_eval_say_what_they_set_themselves(name, value):
+def test_in_train_and_eval_the_value_given_wins(name, value):
     model = Model()
-    before = modes_of(model)
-    message = f"{name}: deterministic is what `{name}` itself sets, to {value}.*set_att"
-    with pytest.raises(TypeError, match=message):
-        getattr(model, name)(deterministic=not value, rate=0.1)
-    assert modes_of(model) == before
+    getattr(model, name)(deterministic=not value)
+    assert modes_of(model)[:2] == (not value, value)
+    getattr(model, name)()
     getattr(model, name)(rate=0.1, unknown=1)
     assert modes_of(model) == (value, value, 0.1)

@@ -63,12 +63,8 @@ def test_an_entry_may_have_the_name_of_a_deprecated_method():
 
 
 def test_first_from():
-    found = deprecated("first_from", lambda: nnx.first_from(None, 0, 1, error_msg="x"))
-    assert found == 0
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match="all are None"),
-    ):
+    assert nnx.first_from(None, 0, 1, error_msg="x") == 0
+    with pytest.raises(ValueError, match="all are None"):
         nnx.first_from(None, error_msg="all are None")
 
 
@@ -81,44 +77,32 @@ def test_pure_and_vars_as():
 
 
 def test_the_type_registry():
-    kind = deprecated(
-        "variable_type_from_name", lambda: nnx.variable_type_from_name("params")
-    )
-    assert kind is tt.Param
-    name = deprecated(
-        "variable_name_from_type", lambda: nnx.variable_name_from_type(tt.BatchStat)
-    )
-    assert name == "batch_stats"
+    assert nnx.variable_type_from_name("params") is tt.Param
+    assert nnx.variable_name_from_type(tt.BatchStat) == "batch_stats"
 
+    @nnx.register_variable_name("fresh")
     class Fresh(tt.Variable):
         pass
 
-    deprecated(
-        "register_variable_name", lambda: nnx.register_variable_name("fresh", Fresh)
-    )
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match="is taken by"),
-    ):
-        nnx.register_variable_name("fresh", Fresh)
+    assert nnx.variable_type_from_name("fresh") is Fresh
+    with pytest.raises(ValueError, match="is taken by"):
+        nnx.register_variable_name("fresh", typ=Fresh)
 
 
 def test_var_defaults_reads_sets_and_restores():
-    assert deprecated("var_defaults", nnx.var_defaults) == (False, False)
-    with pytest.warns(DeprecationWarning), nnx.var_defaults(ref=True):
+    assert nnx.var_defaults() == (False, False)
+    with nnx.var_defaults(ref=True):
         assert tt.Param(jnp.ones(2)).get_metadata("ref")
     assert not tt.Param(jnp.ones(2)).get_metadata("ref")
-    with pytest.warns(DeprecationWarning):
-        decorated = nnx.var_defaults(ref=True)(lambda: tt.Param(jnp.ones(2)))
+    decorated = nnx.var_defaults(ref=True)(lambda: tt.Param(jnp.ones(2)))
     assert decorated().get_metadata("ref")
     assert not tt.Param(jnp.ones(2)).get_metadata("ref")
-    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="hijax"):
+    with pytest.raises(ValueError, match="hijax"):
         nnx.var_defaults(hijax=True)
 
 
 def test_var_defaults_set_by_a_plain_call_stay():
-    with pytest.warns(DeprecationWarning):
-        setting = nnx.var_defaults(ref=True)
+    setting = nnx.var_defaults(ref=True)
     try:
         assert tt.Param(jnp.ones(2)).get_metadata("ref")
     finally:

@@ -183,14 +183,37 @@ def test_transforms_carry_structure_out_by_default(name):
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_settings_turn_graph_updates_off(name):
     model = Tied()
-    with (
-        nnx.set_graph_updates(False),
-        pytest.warns(UserWarning, match=r"static attribute .*note"),
-    ):
-        DEFAULTS[name](model)
-    assert not hasattr(model, "note")
+    with nnx.set_graph_updates(False):
+        DEFAULTS[name](model)  # which says nothing of the attribute that it drops
+        assert not hasattr(model, "note")
+        with (
+            tt.structure_policy("error"),
+            pytest.warns(UserWarning, match=r"static attribute .*note"),
+        ):
+            DEFAULTS[name](model)
     with nnx.set_graph_mode(False), pytest.raises(tt.AliasError):
         DEFAULTS[name](model)
+
+
+@pytest.mark.parametrize("transform", ["remat", "custom_vjp", "jit"])
+def test_static_attributes_that_change_inside_draw_a_warning_in_treetap(transform):
+    def changing(model, x):
+        model.note = "new"
+        return x * jnp.sum(model.a)
+
+    def made(space, **options):
+        fn = getattr(space, transform)(changing, **options)
+        if transform == "custom_vjp":
+            fn.defvjp(lambda m, x: (changing(m, x), m), lambda m, g: (m, g))
+        return fn
+
+    model = nnx.Dict(a=nnx.Param(jnp.ones(2)))
+    nnx_only = made(nnx, graph_updates=False)
+    assert float(nnx_only(model, 1.0)) == 2.0
+    with pytest.raises(tt.StructureError, match=r"data attribute .*b was created"):
+        nnx.jit(lambda m: setattr(m, "b", nnx.Param(1.0)), graph_updates=False)(model)
+    with pytest.warns(UserWarning, match="static attribute"):
+        made(tt)(model, 1.0)
 
 
 def test_what_has_no_graph_updates_says_so():

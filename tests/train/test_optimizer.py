@@ -452,21 +452,16 @@ def test_settings_can_be_read():
     assert optimizer.graph is None
 
 
-# The deprecated pairing.
+# The older pairing. NNX says nothing of it.
 
 
 @pytest.mark.parametrize("kind", [ModelAndOptimizer, nnx.ModelAndOptimizer])
-def test_the_pairing_warns_where_it_is_made(kind):
-    for _ in range(2):  # each time
-        with pytest.warns(DeprecationWarning, match="ModelAndOptimizer") as record:
-            both = kind(Linear(tt.Rngs(0)), optax.adam(0.1))
-        assert record[0].filename == __file__
-    assert both.wrt is tt.Param
+def test_the_pairing_trains_parameters(kind):
+    assert kind(Linear(tt.Rngs(0)), optax.adam(0.1)).wrt is tt.Param
 
 
 def test_a_model_and_its_optimizer_in_one():
-    with pytest.warns(DeprecationWarning, match="ModelAndOptimizer"):
-        both = ModelAndOptimizer(Linear(tt.Rngs(0)), optax.adam(0.1))
+    both = ModelAndOptimizer(Linear(tt.Rngs(0)), optax.adam(0.1))
 
     @tt.jit
     def step(both):
@@ -476,8 +471,7 @@ def test_a_model_and_its_optimizer_in_one():
     both.update(tt.grad(loss_of)(both.model))
     assert_close(arrays(both.model), after_adam(2))
     assert ("model", "kernel") in tt.to_flat_state(tt.state(both)).paths
-    with pytest.warns(DeprecationWarning, match="ModelAndOptimizer"):
-        ModelAndOptimizer(both.model, optax.adam(0.1), wrt=tt.PathContains("bias"))
+    ModelAndOptimizer(both.model, optax.adam(0.1), wrt=tt.PathContains("bias"))
     with pytest.raises(tt.StructureError, match=r"^ModelAndOptimizer\.update: "):
         both.update({})
 

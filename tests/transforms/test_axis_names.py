@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transform_metadata: axis names follow a mapped axis in and out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -225,3 +227,44 @@ def test_transform_metadata_changes_nothing_when_it_refuses(mode):
         f(fits, other)
     assert fits.get_metadata("out_sharding") == ("layers",)
     assert other.get_metadata("out_sharding") == (None,)
+
+
+def test_after_an_error_variables_are_as_they_were():
+    variable, other = named(("x", None), (2, 3)), tt.Variable(jnp.zeros(2))
+    before = variable.get_metadata(), variable.get_value()
+
+    @functools.partial(tt.transform_metadata, partition="x", in_axes=(0, None))
+    def fails(variable, other):
+        assert variable.out_sharding == (None,)
+        variable.set_metadata(note=1)
+        variable[...] *= 2
+        other[...] += 1
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fails(variable, other)
+    assert variable.get_metadata() == before[0]
+    assert variable.get_value() is before[1]
+    assert other[...].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("namespace", [tt, nnx])
+def test_an_argument_is_not_returned(namespace):
+    variable = named(("x", None), (2, 3))
+    same = namespace.transform_metadata(lambda v: {"again": v}, partition="x")
+    text = "transform_metadata: Duplicate Param found at paths args/0 and out/again"
+    with pytest.raises(tt.AliasError, match=text):
+        same(variable)
+    assert variable.out_sharding == ("x", None)
+
+
+def test_a_new_variable_is_returned_once_in_tree_mode():
+    def twice(x):
+        new = tt.Param(x, out_sharding=(None,), eager_sharding=False)
+        return new, new
+
+    with pytest.raises(tt.AliasError, match="found at paths out/0 and out/1"):
+        tt.transform_metadata(twice, partition="x")(jnp.ones(3))
+    one, two = nnx.transform_metadata(twice, partition="x")(jnp.ones(3))
+    assert one is two
+    assert one.out_sharding == ("x", None)

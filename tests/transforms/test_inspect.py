@@ -2,6 +2,7 @@
 """eval_shape and make_jaxpr: looking at a function without running it."""
 
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,23 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treetap as tt
-from modes import ALL_MODES, SIMPLE_MODES
-from treetap import compat
+from modes import ALL_MODES
+from treetap import compat, nnx
 
 
-@SIMPLE_MODES
-def test_inspection_refuses_shared_inputs(mode):
+def test_shared_inputs_are_for_graph_mode():
     v = tt.Param(jnp.array(1.0))
-    for look in (
-        functools.partial(tt.eval_shape, lambda a, b: a * b, **mode),
-        tt.make_jaxpr(lambda a, b: a * b, **mode),
-    ):
-        with pytest.raises(ValueError, match="Duplicate Param"):
-            look(v, v)
+    for graph in (False, True):
+        for look in (
+            functools.partial(tt.eval_shape, lambda a, b: a * b, graph=graph),
+            tt.make_jaxpr(lambda a, b: a * b, graph=graph),
+        ):
+            refused = pytest.raises(ValueError, match="Duplicate Param")
+            with nullcontext() if graph else refused:
+                look(v, v)
+    model = tt.Dict(a=tt.Dict(w=v), b=tt.Dict(w=v))
+    found = nnx.eval_shape(lambda m: m.a.w + m.b.w, model, graph_updates=False)
+    assert found.shape == ()
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")

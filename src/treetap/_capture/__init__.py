@@ -11,6 +11,7 @@ The road of a value, file by file; a program that is not observed loads only the
 `name_stacks` and `module_paths`:
 
 - `listening`: whether somebody listens, and to what; part of the key of JAX's caches.
+- `sown_so_far`: what Modules have sown until now, for `module.__captures__`.
 - `marks`: the primitives that mark a value, and the *ticket* that joins a value with
   its gradients.
 - `edit_points`: the primitive in whose place an edit can be put, and the *recipe* that

@@ -16,12 +16,14 @@ from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside_once
+from treetap._capture.sown_so_far import note
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.settings import sow_capture_noop
 from treetap._core.trace_level import Through, set_on_purpose
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.kinds import kind_of_name
+from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable
 
 T = TypeVar("T")
@@ -191,6 +193,7 @@ def sow(  # noqa: PLR0917 - as `Module.sow` is given them
             editable(label, _as_arrays(leaves))
         if is_heard:
             _told(label, leaves)
+            note(module, kind, name, reduce, value)
     return is_heard
 
 
@@ -214,7 +217,9 @@ def perturb(module: Any, name: str, value: Any, variable_type: Any, noop: Any) -
     label = Label(name, kind, "perturb", tree)
     with inside_once(module):
         leaves = _flowing(label, leaves, asked.edits > 0, is_heard)
-        return jax.tree.unflatten(tree, leaves)
+        out = jax.tree.unflatten(tree, leaves)
+        note(module, kind, name, None, (value, out))
+        return out
 
 
 # Outside a capture: NNX's former way, an attribute on the Module.
@@ -257,6 +262,16 @@ def _perturb_outside(module: Any, kind: Any, name: str, value: Any) -> Any:
 
 def _held_outside(what: str, module: Any, kind: Any, name: str) -> Any:
     """The Variable that values are stored in, with a warning; None if there is none."""
+    held = getattr(module, name, MISSING)
+    fits = type(held) is kind or (what == "perturb" and isinstance(held, kind))
+    if held is not MISSING and not fits:
+        is_variable = isinstance(held, Variable)
+        wanted = f"of type '{kind.__name__}'" if is_variable else "a Variable"
+        found = f"'{type(held).__name__}'" if is_variable else type(held).__name__
+        raise StructureError(
+            f"{type(module).__name__}.{what}: Expected '{name}' to be {wanted}, got "
+            f"{found}. Choose another name."
+        )
     warnings.warn(
         f"`{what}` outside a capture is deprecated: it stores values in attributes of "
         "the Module. Call the model through `capture`, or say "
@@ -264,17 +279,7 @@ def _held_outside(what: str, module: Any, kind: Any, name: str) -> Any:
         DeprecationWarning,
         stacklevel=5,
     )
-    if not hasattr(module, name):
-        return None
-    held = getattr(module, name)
-    if type(held) is kind or (what == "perturb" and isinstance(held, kind)):
-        return held
-    is_variable = isinstance(held, Variable)
-    wanted = f"of type {kind.__name__}" if is_variable else "a Variable"
-    raise StructureError(
-        f"Expected {type(module).__name__}.{name} to be {wanted}, got "
-        f"{type(held).__name__}. Choose another name."
-    )
+    return None if held is MISSING else held
 
 
 def _store(module: Any, name: str, variable: Any) -> Any:

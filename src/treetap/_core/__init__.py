@@ -16,7 +16,8 @@ Small things that all else uses:
 - `paths` are how values are found, with one level of any container that JAX knows.
 - `trace_level` tells at which trace an object was made: only there may it change.
 - `display` prints objects, as text and in notebooks.
-- `bounded_cache` is the one cache that forgets; `earlier_names` finds modules by the
+- `public_names` reads the stub of a package, so that names load when they are used;
+  `bounded_cache` is the one cache that forgets; `earlier_names` finds modules by the
   names that old pickles have for them.
 
 And the two halves: `variables`, boxes with a value and metadata, and `trees`, objects

@@ -72,10 +72,16 @@ class Setting(ContextDecorator):
     @classmethod
     def current_value(cls) -> bool:
         """The value in force: the innermost block's, the process's, or the default."""
+        value = cls.value_that_is_set()
+        return cls.default if value is None else value
+
+    @classmethod
+    def value_that_is_set(cls) -> bool | None:
+        """The value of the innermost block or the process; None where none is set."""
         blocks = cls._local.get()
         if blocks:
             return blocks[-1]
-        return cls._process[-1]._value if cls._process else cls.default
+        return cls._process[-1]._value if cls._process else None
 
     def _take_back(self) -> None:
         """Undoes the process-wide change that calling the setting made."""

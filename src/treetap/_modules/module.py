@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-from treetap._capture.listening import append
+from treetap._capture.listening import append, listening
 from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path
-from treetap._core.settings import resolve_graph
+from treetap._core.settings import resolve_graph, set_graph_mode
 from treetap._core.trace_level import set_on_purpose
 from treetap._core.trees.attributes import Node, classify
 from treetap._core.trees.filters import Any as AnyOf
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.pytree import Pytree, opened
+from treetap._core.trees.sharing import refuse_pytree_false
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.kinds import Perturbation
+from treetap._core.variables.variable import Variable
 from treetap._modules.methods import wrap_methods
 
 
@@ -43,6 +45,19 @@ class Module(Pytree):
         super().__init_subclass__(**kwargs)
         wrap_methods(cls, _OWN_METHODS)
 
+    @property
+    def __captures__(self) -> tuple[Variable[Any], ...]:
+        """What this Module has sown and perturbed so far, while a capture is open.
+
+        A Variable for each kind that the capture collects, each with a dict by name.
+        Without a capture the attribute is not there.
+        """
+        if listening.value is None:
+            raise AttributeError("__captures__")
+        from treetap._capture.sown_so_far import sown_so_far  # only under a capture
+
+        return sown_so_far(self)
+
     def set_attributes(
         self,
         *filters: Filter,
@@ -57,28 +72,31 @@ class Module(Pytree):
         Args:
             *filters: Which Modules; all without filters.
             raise_if_not_found: Whether an attribute that no Module has is an error.
-            graph: Shared Modules are visited once in either mode.
+            graph: False refuses shared references, as tree mode does; otherwise a
+                shared Module is visited once.
             **attributes: Names and their new values.
         """
-        # A Module met twice needs no decision by `graph`: it is set once.
-        modules = nodes_below(self, Module, True, "set_attributes")
+        # A Module met twice is set once, and there is nothing to decide. So tree mode
+        # refuses it only where somebody has asked for it.
+        graph = set_graph_mode.value_that_is_set() if graph is None else graph
+        modules = nodes_below(self, Module, graph is not False, "set_attributes")
         assign(modules, filters, attributes, raise_if_not_found, "set_attributes")
 
     def train(self, **attributes: Any) -> None:
         """Sets `deterministic` and `use_running_average` to False wherever they are.
 
         Args:
-            **attributes: More attributes to set.
+            **attributes: More attributes to set; those two may be among them.
         """
-        self._switch("train", False, attributes)
+        self._switch(False, attributes)
 
     def eval(self, **attributes: Any) -> None:
         """Sets `deterministic` and `use_running_average` to True wherever they are.
 
         Args:
-            **attributes: More attributes to set.
+            **attributes: More attributes to set; those two may be among them.
         """
-        self._switch("eval", True, attributes)
+        self._switch(True, attributes)
 
     def sow(  # noqa: PLR0917 - the arguments are those of NNX
         self,
@@ -132,14 +150,9 @@ class Module(Pytree):
 
         return perturb(self, name, value, variable_type, capture_noop)
 
-    def _switch(self, name: str, value: bool, attributes: dict[str, Any]) -> None:
+    def _switch(self, value: bool, attributes: dict[str, Any]) -> None:
         both = {"deterministic": value, "use_running_average": value}
-        if clash := sorted(both.keys() & attributes.keys()):
-            raise TypeError(
-                f"{name}: {', '.join(clash)} is what `{name}` itself sets, to {value}. "
-                "Use `set_attributes` to choose the value."
-            )
-        self.set_attributes(raise_if_not_found=False, **both, **attributes)
+        self.set_attributes(raise_if_not_found=False, **{**both, **attributes})
 
 
 _OWN_METHODS = {"iter_modules", "iter_children", "set_view"}
@@ -216,12 +229,17 @@ def iter_children(
 
     Args:
         node: A Module or another Pytree object.
-        graph: Makes no difference; accepted for symmetry.
+        graph: Tree mode refuses an object whose class is declared with `pytree=False`.
     """
     if not isinstance(node, Node):
         raise StructureError(
             "iter_children: expected a Module or another Pytree object, got "
             f"{type(node).__name__}."
         )
+    if not (node._pytree__is_pytree or resolve_graph(graph)):
+        raise refuse_pytree_false("iter_children", node, node)
     pairs = zip(*(opened(node) or ()))
     return ((key, child) for key, child in pairs if isinstance(child, Module))
+
+
+iter_module_children = iter_children

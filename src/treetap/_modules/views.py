@@ -42,7 +42,7 @@ def _use(node: Any, kwargs: dict[str, Any]) -> set[str]:
     unused = node.set_view(**given)
     if isinstance(unused, Mapping):
         return set(given) - set(unused)
-    return set(given) & named
+    return set(given)
 
 
 def view(
@@ -60,8 +60,7 @@ def view(
         node: A Module, or any tree of them.
         only: Which objects to set.
         raise_if_not_found: Whether a keyword that nobody used is an error. What a
-            `set_view` returns it did not use; one that returns nothing used the
-            parameters it names, not what its `**kwargs` caught.
+            `set_view` returns it did not use; whatever else it was given it used.
         graph: Keep shared references instead of refusing them.
         **kwargs: What to hand to `set_view`.
 

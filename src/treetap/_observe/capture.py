@@ -17,6 +17,7 @@ from treetap._capture.emit import kind_given
 from treetap._capture.listening import Listening, append
 from treetap._capture.selectors import site_text
 from treetap._capture.session import Call
+from treetap._capture.sown_so_far import taking_notes
 from treetap._capture.statistics.reduced import arranged
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import Adding, Fed
@@ -74,7 +75,7 @@ def capture(
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs)
-        with work.around(fn, args, kwargs) as out:
+        with taking_notes(kinds), work.around(fn, args, kwargs) as out:
             states = work.states()
         return (out, *states) if kinds else out
 

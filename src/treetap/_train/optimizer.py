@@ -8,7 +8,6 @@ model's parameters and the gradients by path, computes everything, and then writ
 and state in one go: when anything does not fit, nothing is changed.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -415,8 +414,8 @@ class Optimizer(Optimization[M]):
         return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - hidden from type checkers
 
 
-class ModelAndOptimizer(Optimization[Any]):
-    """Deprecated: a model with its optimizer in one object; use `Optimizer`.
+class ModelAndOptimizer(Optimization[M]):
+    """A model with its optimizer in one object; new programs use `Optimizer`.
 
     NNX programs written before the two were parted still use it.
 
@@ -427,10 +426,9 @@ class ModelAndOptimizer(Optimization[Any]):
         graph: Keep shared references in the model instead of refusing them.
 
     Examples:
-        >>> import warnings, optax, treetap as tt
+        >>> import optax, treetap as tt
         >>> from treetap._train.optimizer import ModelAndOptimizer
-        >>> with warnings.catch_warnings(action="ignore"):
-        ...     both = ModelAndOptimizer(tt.Dict(w=tt.Param(2.0)), optax.sgd(0.5))
+        >>> both = ModelAndOptimizer(tt.Dict(w=tt.Param(2.0)), optax.sgd(0.5))
         >>> _ = both.update({"w": 1.0})
         >>> float(both.model.w)
         1.5
@@ -439,13 +437,6 @@ class ModelAndOptimizer(Optimization[Any]):
     def __init__(
         self, model: Any, tx: Any, *, wrt: Filter = Param, graph: bool | None = None
     ) -> None:
-        depth = type(self).__mro__.index(ModelAndOptimizer)  # of `super().__init__`
-        warnings.warn(
-            "ModelAndOptimizer is deprecated; keep the model beside an `Optimizer` and "
-            "call `optimizer.update(model, grads)`.",
-            DeprecationWarning,
-            stacklevel=3 + depth,
-        )
         super().__init__(model, tx, wrt=wrt, graph=graph)
         self.model = model
 

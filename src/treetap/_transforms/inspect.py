@@ -17,20 +17,10 @@ from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import mesh_of, resolve_sharding
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
-from treetap._transforms.lift.lift import Inputs, Lift, Options, transform
+from treetap._transforms.lift.lift import Lift, Options, transform
 from treetap._transforms.lift.structure_watch import Policy
 
 R = TypeVar("R")
-
-
-def _checked_inputs(lift: Lift, args: Any, kwargs: Any) -> Inputs:
-    """The arguments of a function that is only looked at.
-
-    Without graph updates, what is shared is refused in graph mode, too.
-    """
-    if lift.mode is not Mode.UPDATES:
-        Lift(lift.name, Mode.TREE).inputs(args, kwargs)
-    return lift.inputs(args, kwargs)
 
 
 @transform
@@ -53,7 +43,7 @@ def eval_shape(
         **kwargs: Its keyword arguments.
     """
     lift = Lift("eval_shape", resolve_mode(graph, graph_updates), on_structure_change)
-    return _with_shardings(lift.abstract(f, _checked_inputs(lift, args, kwargs)))
+    return _with_shardings(lift.abstract(f, lift.inputs(args, kwargs)))
 
 
 def _with_shardings(out: Any) -> Any:
@@ -93,7 +83,7 @@ def make_jaxpr(
     def made(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
         called = put_statics(f, taken)
-        inputs = _checked_inputs(lift, args, kwargs)
+        inputs = lift.inputs(args, kwargs)
 
         def pure(values: list[Any]) -> Any:
             return lift.run(called, inputs, values)[0]

@@ -89,4 +89,5 @@ def cached_partial(
             )
         return out
 
+    vars(call)["func"] = f  # as a partial has it
     return call

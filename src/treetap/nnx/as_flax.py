@@ -9,25 +9,19 @@ made anew each time: nothing that a program sets on them reaches treetap.
 """
 
 import difflib
+import functools
+import importlib
 import sys
 import types
-from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
-import jax
-
-from treetap import initializers, metrics, nnx
+from treetap import nnx
 from treetap._core import errors, settings
-from treetap._core.trees import filters
-from treetap._modules import random_rules
-from treetap._nn.dtypes import promote_dtype
-from treetap._nn.embedding import default_embed_init
-from treetap._nn.parameters import default_kernel_init
-from treetap._nn.recurrence import flip_sequences
-from treetap.nnx import compat, flax_parts, traversals
+from treetap.nnx import annotations, flax_parts
 
 FOLLOWED_VERSION = "0.12.8"  # the release of flax whose names and behaviour these are
 
@@ -83,48 +77,18 @@ class Config(types.SimpleNamespace):
 
 CONFIG = Config(**OPTIONS)
 
-# Of `flax.typing`: names for annotations. Nobody checks these, so most are `Any`.
-ANNOTATIONS = """
-    Array ArrayPytree Axes Collection ConvGeneralDilatedT DotGeneralT Dtype EinsumT
-    LaxPadding LogicalNames LogicalRules PaddingLike PathParts PrecisionLike
-    PromoteDtypeFn Shape Sharding VariableDict
-"""
-TYPES = {
-    **dict.fromkeys(ANNOTATIONS.split(), Any),
-    "Axis": int | None,
-    "Initializer": initializers.Initializer,
-    "Key": Hashable,
-    "PRNGKey": jax.Array,
-    "Path": str,
-}
+
+def _public(module: types.ModuleType) -> list[str]:
+    return [name for name in dir(module) if name[0] != "_"]
 
 
 def _named(module: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _public(module: types.ModuleType) -> dict[str, Any]:
-    return {name: held for name, held in vars(module).items() if name[0] != "_"}
-
-
-NNX = _named(nnx, *(name for name in nnx.__all__ if name != "compat"))
 FROZEN_DICTS = _named(flax_parts, "FrozenDict", "copy", "freeze", "pop", "unfreeze")
-LAYERS = {  # the modules of layers have flax's names for types and defaults as well
-    **NNX,
-    **TYPES,
-    "default_bias_init": initializers.zeros_init(),
-    "default_embed_init": default_embed_init,
-    "default_kernel_init": default_kernel_init,
-}
-# Modules below `flax.nnx` in which programs look for a name of NNX's: all are in each.
-WITH_NNX = """
-    deprecations extract filterlib graph graphlib helpers module pytreelib rnglib spmd
-    statelib summary training.ema training.optimizer transforms transforms.autodiff
-    transforms.compilation transforms.general transforms.iteration transforms.transforms
-    variablelib visualization
-"""
-WITH_LAYERS = "activations attention linear lora normalization recurrent stochastic"
-# What each module has, besides the modules below it.
+# What each module has, besides the modules below it. Those of NNX are not listed: they
+# have what the modules of treetap have that are called like them.
 MODULES: dict[str, dict[str, Any]] = {
     "flax": {"__version__": FOLLOWED_VERSION, "config": CONFIG},
     "flax.configurations": {"config": CONFIG},
@@ -140,47 +104,25 @@ MODULES: dict[str, dict[str, Any]] = {
     "flax.traverse_util": _named(
         flax_parts, "empty_node", "flatten_dict", "path_aware_map", "unflatten_dict"
     ),
-    "flax.typing": TYPES | _named(flax_parts, "FrozenDict"),
+    "flax.typing": _named(annotations, *_public(annotations))
+    | _named(flax_parts, "FrozenDict"),
     "flax.version": {"__version__": FOLLOWED_VERSION},
-    "flax.nnx": NNX,
-    "flax.nnx.compat": _public(compat),
-    "flax.nnx.nn": {},
-    "flax.nnx.nn.dtypes": {"promote_dtype": promote_dtype},
-    "flax.nnx.nn.initializers": _named(initializers, *initializers.__all__),
-    "flax.nnx.training": {},
-    "flax.nnx.training.metrics": _named(metrics, *metrics.__all__),
-    "flax.nnx.traversals": _public(traversals),
-    **{f"flax.nnx.{name}": {**NNX} for name in WITH_NNX.split()},
-    **{f"flax.nnx.nn.{name}": {**LAYERS} for name in WITH_LAYERS.split()},
 }
-MODULES["flax.nnx.nn.recurrent"]["flip_sequences"] = flip_sequences
-MODULES["flax.nnx.rnglib"]["backup_keys"] = random_rules.backup_keys
-MODULES["flax.nnx.filterlib"] |= {
-    **_named(filters, "Filter", "PathIn", "Predicate"),
-    "filters_to_predicates": lambda given: tuple(filters.predicates_of(given)),
-    "to_predicate": filters.predicate_of,
-}
-ALIASES = {  # second names of modules, attributes of `flax.nnx`
-    "initializers": "flax.nnx.nn.initializers",
-    "metrics": "flax.nnx.training.metrics",
-    "object": "flax.nnx.pytreelib",
-    "optimizer": "flax.nnx.training.optimizer",
+ALIASES = {  # second names of modules
+    "flax.nnx.initializers": "flax.nnx.nn.initializers",
+    "flax.nnx.metrics": "flax.nnx.training.metrics",
+    "flax.nnx.object": "flax.nnx.pytreelib",
+    "flax.nnx.optimizer": "flax.nnx.training.optimizer",
 }
 NO_LINEN = "treetap has NNX's Modules only, and no Linen"
 REASONS = {
+    **{f"flax.nnx.{name}": reason for name, reason in nnx._LEFT_OUT.items()},
     "flax.core": "of flax.core, only the functions on FrozenDicts are here",
     "flax.experimental": "it is no part of NNX",
     "flax.io": "open files with Python's own functions, or etils.epath",
     "flax.jax_utils": "place arrays with jax.device_put and a sharding",
     "flax.linen": f"{NO_LINEN}; port the Modules to nnx, or run them under flax",
     "flax.metrics": "write events with treetap.EventWriter",
-    "flax.nnx.Data": "mark the value with nnx.data(...) where it is set",
-    "flax.nnx.PureState": "it is tuple[nnx.GraphDef, nnx.State]",
-    "flax.nnx.Static": "mark the value with nnx.static(...) where it is set",
-    "flax.nnx.TrainState": "use nnx.Optimizer, or flax.training.train_state",
-    "flax.nnx.VariableState": "it is nnx.Variable",
-    "flax.nnx.bridge": f"{NO_LINEN}, so there is nothing to bridge to",
-    "flax.nnx.wrappers": f"{NO_LINEN}, so there is nothing to wrap",
     "flax.serialization": "it writes msgpack; save with treetap.save_weights "
     "(safetensors) or treetap.save_checkpoint (orbax)",
     "flax.training.checkpoints": "save with treetap.save_checkpoint (orbax)",
@@ -208,38 +150,102 @@ def _explain(path: str, module: Any) -> str:
     return f"{text}. `dir({parent})` lists what there is."
 
 
+@functools.cache
+def _nnx_modules() -> dict[str, str]:
+    """The modules that NNX has as well: treetap's by flax's paths."""
+    folder = Path(nnx.__file__).parent
+    found = {"flax.nnx": "treetap.nnx"}
+    for file in sorted(folder.rglob("*.py")):
+        steps = file.relative_to(folder).with_suffix("").parts
+        if steps[0] in nnx._SUBMODULES:
+            path = ".".join(step for step in steps if step != "__init__")
+            found[f"flax.nnx.{path}"] = f"treetap.nnx.{path}"
+    return found
+
+
+def _is_module(path: str) -> bool:
+    return path in MODULES or path in _nnx_modules()
+
+
 class StandIn(types.ModuleType):
-    """A module under flax's name. A missing name is an error that says why."""
+    """A module under flax's name. A missing name is an error that says why.
+
+    Args:
+        path: Its name.
+        family: All that were made together, by path.
+    """
+
+    def __init__(self, path: str, family: "dict[str, StandIn]"):
+        super().__init__(path, "treetap, under the name of a module of flax.")
+        spec = ModuleSpec(path, None, origin="treetap", is_package=True)
+        names = MODULES.get(path, {})
+        vars(self).update(names, __path__=[], __spec__=spec, _family=family)
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self.__name__}.{name}"
+        if name == "__all__":
+            return self._names()
         if name.startswith("__"):  # asked for by Python, which takes no for an answer
             raise AttributeError(f"{self.__name__} has no {name}", name=name, obj=self)
-        raise AttributeError(_explain(path, self), name=name)
+        path = ALIASES.get(path, path)
+        if _is_module(path):
+            value = _stand_in(path, self._family)
+        elif self.__name__ in _nnx_modules() and name in self._names():
+            value = getattr(self._twin(), name)
+        else:
+            raise AttributeError(_explain(path, self), name=name)
+        if name != "VariableState":  # it warns each time
+            setattr(self, name, value)
+        return value
+
+    def _twin(self) -> Any:
+        """The module of treetap that has the names."""
+        return importlib.import_module(_nnx_modules()[self.__name__])
+
+    def _names(self) -> list[str]:
+        """The public names, without those of modules below."""
+        if self.__name__ == "flax.nnx":
+            return [*nnx.__all__, "VariableState"]
+        if self.__name__ in _nnx_modules():
+            return _public(self._twin())
+        return [*MODULES[self.__name__]]
+
+    def __dir__(self) -> list[str]:
+        paths = (path.rpartition(".") for path in (*MODULES, *_nnx_modules()))
+        below = [name for parent, _, name in paths if parent == self.__name__]
+        return [*vars(self), *self._names(), *below]
 
 
-def _stand_ins() -> dict[str, StandIn]:
-    """New modules by their paths; each is an attribute of the one around it."""
-    made: dict[str, StandIn] = {}
-    for path, names in MODULES.items():  # in which the one around it comes first
-        made[path] = StandIn(path, "treetap, under the name of a module of flax.")
-        vars(made[path]).update(names, __path__=[])
-        made[path].__spec__ = ModuleSpec(path, None, origin="treetap", is_package=True)
-        parent, _, name = path.rpartition(".")
-        if parent:
-            setattr(made[parent], name, made[path])
-    for name, path in ALIASES.items():
-        setattr(made["flax.nnx"], name, made[path])
-    return made
+def _stand_in(path: str, family: dict[str, StandIn]) -> StandIn:
+    """The module for a path; Python knows it while it stands in for flax."""
+    if path not in family:
+        family[path] = StandIn(path, family)
+    if _in_force and family is FINDER.family:
+        sys.modules[path] = family[path]
+    return family[path]
 
 
-class _Finder(MetaPathFinder):
-    """Says why a module of flax is not here; those that are need no finder."""
+class _Finder(MetaPathFinder, Loader):
+    """Finds what is here of flax, and says why the rest is not."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def __init__(self) -> None:
+        self.family: dict[str, StandIn] = {}
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "flax":
+            return None
+        if _is_module(fullname):
+            return ModuleSpec(fullname, self, origin="treetap", is_package=True)
         module = sys.modules.get(fullname.rpartition(".")[0])
-        if fullname.partition(".")[0] == "flax":  # or `from flax.nnx import Missing`
-            raise ImportError(_explain(fullname, module), name=fullname)
+        raise ImportError(_explain(fullname, module), name=fullname)
+
+    def create_module(self, spec: ModuleSpec) -> StandIn:
+        return _stand_in(spec.name, self.family)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run: names are looked up when they are asked for."""
 
 
 FINDER = _Finder()
@@ -279,7 +285,7 @@ class as_flax(AbstractContextManager["as_flax"]):
                     name=name,
                 )
         if not _in_force:
-            sys.modules.update(_stand_ins())
+            FINDER.family = {}
             sys.meta_path.insert(0, FINDER)
         _in_force.append(self)
 

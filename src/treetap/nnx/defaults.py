@@ -11,14 +11,16 @@ is when a call leaves it out.
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from treetap._core import settings
 from treetap._core.variables.kinds import Param
 from treetap._train import ema, optimizer
 from treetap._transforms.lift.lift import open_signature
+from treetap._transforms.lift.structure_watch import policy_that_is_set
 
-Default = Callable[[], bool]
+M = TypeVar("M")
+Default = Callable[[], Any]
 
 
 class set_graph_mode(settings.set_graph_mode, key="nnx_graph_mode", default=True):
@@ -31,6 +33,14 @@ class set_graph_updates(
     """As `treetap.set_graph_updates`; on here when nobody has set it."""
 
 
+def structure_policy() -> str:
+    """What a change of structure does: what is set, else what it does in NNX.
+
+    NNX says nothing of static attributes that change inside a transform.
+    """
+    return policy_that_is_set() or "quiet"
+
+
 def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -> None:
     """Wraps the functions of a namespace that take a mode, in place.
 
@@ -39,13 +49,31 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
         graph: What `graph` is in a call that leaves it out, or gives None.
         updates: The same for `graph_updates`.
     """
-    modes = {"graph": graph, "graph_updates": updates}
+    modes = _modes(graph, updates)
     for name, fn in list(namespace.items()):
-        if isinstance(fn, FunctionType) and name[0] != "_":
-            wanted = modes.keys() & open_signature(fn).parameters
-            given = {mode: modes[mode] for mode in wanted}
-            if given:
-                namespace[name] = _with_defaults(fn, given)
+        if name[0] != "_":
+            namespace[name] = _with_modes(fn, modes)
+
+
+def _modes(graph: Default, updates: Default) -> dict[str, Default]:
+    modes = {"graph": graph, "graph_updates": updates}
+    return {**modes, "on_structure_change": structure_policy}
+
+
+_NNX_MODES = _modes(set_graph_mode.current_value, set_graph_updates.current_value)
+
+
+def with_default_modes(fn: Any) -> Any:
+    """A function that takes a mode, with NNX's defaults; anything else as it is."""
+    return _with_modes(fn, _NNX_MODES)
+
+
+def _with_modes(fn: Any, modes: dict[str, Default]) -> Any:
+    if not isinstance(fn, FunctionType):
+        return fn
+    wanted = modes.keys() & open_signature(fn).parameters
+    given = {mode: modes[mode] for mode in wanted}
+    return _with_defaults(fn, given) if given else fn
 
 
 def _with_defaults(
@@ -65,7 +93,7 @@ def _graph_mode(graph: bool | None) -> bool:
     return set_graph_mode.current_value() if graph is None else graph
 
 
-class Optimizer(optimizer.Optimizer[Any]):
+class Optimizer(optimizer.Optimizer[M]):
     """As `treetap.Optimizer`; in graph mode unless an argument or a setting says else.
 
     Args:
@@ -79,8 +107,8 @@ class Optimizer(optimizer.Optimizer[Any]):
         super().__init__(model, tx, wrt=wrt, graph=_graph_mode(graph))
 
 
-class ModelAndOptimizer(optimizer.ModelAndOptimizer):
-    """Deprecated: a model with its optimizer in one object; use `Optimizer`.
+class ModelAndOptimizer(optimizer.ModelAndOptimizer[M]):
+    """A model with its optimizer in one object; new programs use `Optimizer`.
 
     Args:
         model: The model.

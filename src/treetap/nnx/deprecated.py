@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that NNX programs still use and NNX has deprecated, each with its warning.
+"""Names that NNX programs still use and NNX has deprecated or given up.
 
-Importing this module gives `Variable`, `Module`, `GraphDef` and `State` their
+Each warns where NNX warns: `first_from`, `var_defaults` and the registry of kinds do
+not. Importing this module gives `Variable`, `Module`, `GraphDef` and `State` their
 deprecated attributes and methods. `treetap.nnx` imports it and exports the functions; a
 program that only says `import treetap` meets neither.
 """
@@ -19,7 +20,6 @@ from treetap._core.trees.split import call
 from treetap._core.trees.state import State
 from treetap._core.trees.update import with_vars
 from treetap._core.variables import kinds
-from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.variable import Variable, _Defaults
 from treetap._modules.module import Module, iter_children, iter_modules
 from treetap.nnx.states import merge_state
@@ -101,13 +101,12 @@ _give_methods()
 
 
 def first_from(*args: Any, error_msg: str) -> Any:
-    """Deprecated: the first argument that is not None.
+    """The first argument that is not None.
 
     Args:
         *args: Candidates.
         error_msg: The message when all are None.
     """
-    _warn("`first_from`", "an explicit `if x is None`")
     for arg in args:
         if arg is not None:
             return arg
@@ -116,26 +115,9 @@ def first_from(*args: Any, error_msg: str) -> Any:
 
 pure = _deprecated("`pure`", "`as_pure`", as_pure)
 vars_as = _deprecated("`vars_as`", "`with_vars`", with_vars)
-variable_type_from_name = _deprecated(
-    "`variable_type_from_name`", "the class itself", kinds.kind_of_name
-)
-variable_name_from_type = _deprecated(
-    "`variable_name_from_type`", "the class itself", kinds.name_of_kind
-)
-
-
-def register_variable_name(
-    name: str, typ: Any = MISSING, *, overwrite: bool = False
-) -> Any:
-    """Deprecated: registers a kind under a collection name; also a decorator.
-
-    Args:
-        name: The collection's name.
-        typ: The kind; without it, a decorator.
-        overwrite: Take the name from the kind that has it.
-    """
-    _warn("`register_variable_name`", "the class itself")
-    return kinds.register_kind(name, typ, overwrite=overwrite)
+variable_type_from_name = kinds.kind_of_name
+variable_name_from_type = kinds.name_of_kind
+register_variable_name = kinds.register_kind
 
 
 class VarDefaults(NamedTuple):
@@ -146,7 +128,7 @@ class VarDefaults(NamedTuple):
 
 
 class var_defaults(ContextDecorator):
-    """Deprecated: reads, or sets, what new Variables are (`ref`).
+    """Reads, or sets, what new Variables are (`ref`).
 
     Without arguments the present flags are returned. With `ref` they are set, from now
     on, or for a `with` block, or while a decorated function runs.
@@ -157,7 +139,6 @@ class var_defaults(ContextDecorator):
 
     def __new__(cls, *, hijax: bool | None = None, ref: bool | None = None) -> Any:
         """Reads the flags, or makes the setting."""
-        _warn("`var_defaults`", "the argument `ref=` of a Variable")
         if hijax:
             raise ValueError("var_defaults: hijax Variables are not supported.")
         if ref is None:

@@ -30,7 +30,7 @@ def field(
     return dataclasses.field(metadata=told, **kwargs)
 
 
-def _replace(self: T, **updates: Any) -> T:
+def replaced(self: T, **updates: Any) -> T:
     """A copy with other values in the fields named."""
     return dataclasses.replace(cast(Any, self), **updates)
 
@@ -47,7 +47,7 @@ def dataclass(cls: Any = None, **kwargs: Any) -> Any:
     nodes = [item.name for item in given if item.metadata.get("pytree_node", True)]
     static = [item.name for item in given if item.name not in nodes]
     made._is_flax_dataclass = True
-    made.replace = _replace
+    made.replace = replaced
     return jax.tree_util.register_dataclass(made, nodes, static)
 
 
@@ -82,7 +82,7 @@ class TrainState(PyTreeNode):
 
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, updates)
-        return _replace(
+        return replaced(
             self, step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )
 

@@ -393,6 +393,27 @@ def test_a_prefix_may_be_made_by_a_function():
     assert made.inner.n == (("inner", "n"), tt.Variable)
 
 
+@pytest.mark.parametrize("namespace", [tt, nnx])
+def test_a_prefix_is_one_for_each_variable(namespace):
+    shared = tt.Param(1.0)
+    model = tt.Dict(a=tt.Dict(w=shared), b=tt.Dict(w=shared))
+    rules = {tt.PathContains("a"): 0, ...: 1}
+    text = "prefix: the Param found at paths a/w and b/w would have the prefix 0 at"
+    with pytest.raises(tt.AliasError, match=text):
+        namespace.prefix(model, rules, graph=True)
+    assert namespace.prefix(model, {...: 1}, graph=True).b.w == 1
+    with pytest.raises(tt.AliasError):
+        namespace.prefix(model, {...: 1}, graph=False)
+
+
+def test_a_prefix_of_an_object_that_holds_itself():
+    node = tt.Dict(w=tt.Param(1.0))
+    node.me = node
+    made = tt.prefix(node, {...: 0}, graph=True)
+    assert made.me is made
+    assert made.w == 0
+
+
 def test_a_prefix_follows_a_cycle_as_far_as_it_goes():
     node = tt.Dict(w=tt.Param(jnp.arange(3.0)))
     node.me = node

@@ -9,9 +9,11 @@ be lost silently is refused.
 """
 
 import dataclasses
+import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Annotated, Any, ClassVar, TypeVar, overload
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ from treetap._core.variables.values import Marked
 from treetap._core.variables.variable import Variable
 
 T = TypeVar("T")
+A = TypeVar("A")
 C = TypeVar("C", bound=type)
 
 _PLAIN_TYPES = frozenset(
@@ -234,9 +237,37 @@ def check_statics(node: Node, held: dict[Any, Any], status: dict[Any, bool]) -> 
             )
 
 
+# NNX's former way to mark a field of a class: `x: Data[int]`.
+Data = Annotated[A, "__data__"]
+Static = Annotated[A, "__static__"]
+_MARKS = {"__data__": True, "__static__": False}
+_MARKS |= {"Data": True, "nnx.Data": True, "Static": False, "nnx.Static": False}
+
+
+def _annotated_status(cls: type) -> dict[str, bool]:
+    """The status of the attributes that are annotated as `Data` or `Static`."""
+    try:
+        hints = inspect.get_annotations(cls)
+    except NameError:  # of a name that is defined later
+        return {}
+    status: dict[str, bool] = {}
+    for name, hint in hints.items():
+        told = getattr(hint, "__metadata__", ())
+        if isinstance(hint, str):
+            told = (hint.strip("'\"").partition("[")[0],)
+        for mark in told:
+            if not (isinstance(mark, str) and mark in _MARKS):
+                continue
+            status[name] = _MARKS[mark]
+            kind = "data" if status[name] else "static"
+            text = f"`{name}: {kind.title()}[...]` is deprecated; write `{name}: ... = "
+            warnings.warn(f"{cls.__name__}: {text}{kind}()`.", DeprecationWarning, 5)
+    return status
+
+
 def class_status(cls: type, inherited: Mapping[str, bool]) -> dict[str, bool]:
     """The status that annotations in a class body give its attributes."""
-    status = dict(inherited)
+    status = {**inherited, **_annotated_status(cls)}
     for name, value in list(vars(cls).items()):
         if isinstance(value, Marked):
             own = value.is_data

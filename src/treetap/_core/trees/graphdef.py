@@ -6,7 +6,7 @@ Types, static values, kinds and metadata of Variables, and which objects are sha
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.tree_util import register_static
 
@@ -15,6 +15,8 @@ from treetap._core.settings import Mode
 from treetap._core.static_values import Described
 from treetap._core.trees.layout import Structure
 from treetap._core.variables.metadata import MISSING, special_of
+
+M = TypeVar("M")
 
 
 class ObjectSpec(NamedTuple):
@@ -66,7 +68,7 @@ NOTHING: Any = MISSING  # the state of what holds no leaf
 
 @register_static
 @dataclass(slots=True, repr=False)
-class GraphDef:
+class GraphDef(Generic[M]):
     """The static description of an object; equal for objects of equal structure.
 
     It has no leaves, so it can be an argument of a jitted function. Hashing does not

@@ -54,6 +54,9 @@ def _named(graphdef: GraphDef, leaves: Iterable[Any], name: str) -> Any:
     return from_items(zip((path for path, _ in flat_items(by_path)), leaves))
 
 
+PureState = tuple[GraphDef[M], State]
+
+
 class GraphState(State):
     """A State that carries the GraphDef it belongs to; made by `unpack`."""
 

@@ -83,6 +83,8 @@ class State(MutableMapping[Key, Any], display.Shown):
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__orig_class__":  # from `State[...](...)`: no entry
+            raise AttributeError(name)
         self[name] = value
 
     def __delattr__(self, name: str) -> None:

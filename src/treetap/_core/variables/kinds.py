@@ -100,14 +100,20 @@ def name_of_kind(kind: type[Variable[Any]], *, allow_register: bool = False) -> 
     return kind.__name__
 
 
-def register_kind(name: str, kind: Any = MISSING, *, overwrite: bool = False) -> Any:
-    """Registers a kind under a collection name; without a kind, a decorator."""
-    if kind is MISSING:
+def register_kind(name: str, typ: Any = MISSING, *, overwrite: bool = False) -> Any:
+    """Registers a kind under a collection name; also a decorator.
+
+    Args:
+        name: The collection's name.
+        typ: The kind; without it, a decorator.
+        overwrite: Take the name from the kind that has it.
+    """
+    if typ is MISSING:
         return functools.partial(register_kind, name, overwrite=overwrite)
     if name in _by_name and not overwrite:
         raise MetadataError(
             f"The name {name!r} is taken by {_by_name[name].__name__}. "
             "Choose another, or say `overwrite=True`."
         )
-    _by_name[name] = kind
-    return kind
+    _by_name[name] = typ
+    return typ

@@ -64,6 +64,8 @@ _ARRAY_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
 array_types: set[type] = set()  # of concrete arrays met so far
+# Attributes that neither metadata nor values have: by name, how to get them.
+further_attributes: dict[str, Callable[[Any], Any]] = {}
 _SLOTS = ("_metadata", "_pack", "_trace")
 
 
@@ -274,6 +276,8 @@ class Variable(
         except AttributeError:
             if name in metadata:
                 return metadata[name]
+            if name in further_attributes:
+                return further_attributes[name](self)
             is_old = name in ("value", "raw_value")  # NNX has it, and `treetap.nnx`
             instead = " Read and write the value with `v[...]`." if is_old else ""
             raise AttributeError(
@@ -282,7 +286,9 @@ class Variable(
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(getattr(type(self), name, None), "__set__") and name[0] != "_":
+        held = getattr(type(self), name, None)
+        is_settable = hasattr(held, "__set__") and name[0] != "_"
+        if is_settable or isinstance(held, property):
             object.__setattr__(self, name, value)
             return
         raise AttributeError(

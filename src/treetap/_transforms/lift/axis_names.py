@@ -7,15 +7,16 @@ the mapping transform with the same axes, does that.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from treetap._core.errors import MetadataError
 from treetap._core.settings import Mode, resolve_graph
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.lift import Inputs, Lift
+from treetap._core.variables.variable import Variable, write_boxes
+from treetap._transforms.lift.lift import Inputs, Lift, refuse_returned
 from treetap._transforms.lift.prefixes import check_prefix, spread
 
 P = ParamSpec("P")
@@ -28,7 +29,15 @@ Names = Mapping[str, Any]  # of an axis, by the metadata they are in
 NO_NAMES: Names = MappingProxyType({})
 
 
-def _without(variable: Variable[Any], axis: int, names: Names) -> dict[str, Any]:
+def names_of(given: Names) -> Names:
+    """Names by the metadata that they are in."""
+    return {
+        "out_sharding" if key == PARTITION_NAME else key: value
+        for key, value in given.items()
+    }
+
+
+def names_without(variable: Variable[Any], axis: int, names: Names) -> dict[str, Any]:
     """The metadata a Variable has without a mapped axis."""
     found: dict[str, Any] = {}
     for key, partition in names.items():
@@ -47,7 +56,7 @@ def _without(variable: Variable[Any], axis: int, names: Names) -> dict[str, Any]
     return found
 
 
-def _put(variable: Variable[Any], axis: int, names: Names) -> None:
+def put_name(variable: Variable[Any], axis: int, names: Names) -> None:
     """Puts the name of a mapped axis in, after None for axes that have no name."""
     for key, partition in names.items():
         held = variable.get_metadata(key, None)
@@ -58,6 +67,13 @@ def _put(variable: Variable[Any], axis: int, names: Names) -> None:
             items.insert(place, partition)
             variable.set_metadata(**{key: tuple(items)})
     variable.add_axis(axis, names.get("out_sharding"))
+
+
+def take_name(variable: Variable[Any], axis: int, names: Names, held: Names) -> None:
+    """Takes the name of a mapped axis out; `held` is what `names_without` gave."""
+    if held:
+        variable.set_metadata(**held)
+    variable.remove_axis(axis, names.get("out_sharding"))
 
 
 def follow_axis(
@@ -73,39 +89,60 @@ def follow_axis(
         mode: The mode.
     """
     name = "transform_metadata"
-    lift, results = Lift(name, mode), Lift(name, Mode.GRAPH)
+    lift, results = Lift(name, mode), Lift(name, min(mode, Mode.GRAPH))
     check_prefix(in_axes, name, "in_axes", mode)
     check_prefix(out_axes, name, "out_axes", mode)
     axes = {"args": in_axes, "kwargs": 0}
-    names = {
-        "out_sharding" if key == PARTITION_NAME else key: value
-        for key, value in given.items()
-    }
+    names = names_of(given)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        pairs = _mapped(lift.inputs(args, kwargs), axes, "in_axes")
-        planned = [_without(variable, axis, names) for variable, axis in pairs]
-        for (variable, axis), held in zip(pairs, planned):
-            if held:
-                variable.set_metadata(**held)
-            variable.remove_axis(axis, names.get("out_sharding"))
+        inputs = lift.inputs(args, kwargs)
+        pairs = _mapped(inputs, axes, "in_axes")
+        planned = [names_without(variable, axis, names) for variable, axis in pairs]
         own = {id(variable) for variable, _ in pairs}
-        try:
+        with _restored_after_errors(inputs):
+            for (variable, axis), held in zip(pairs, planned):
+                take_name(variable, axis, names, held)
             out = f(*args, **kwargs)
-        finally:
+            returned = Inputs({"out": out}, results)
+            if mode is not Mode.UPDATES:
+                _refuse_returned(inputs, returned)
             for variable, axis in pairs:
-                _put(variable, axis, names)
-        new = _mapped(Inputs({"out": out}, results), {"out": out_axes}, "out")
+                put_name(variable, axis, names)
+        new = _mapped(returned, {"out": out_axes}, "out")
         if mode is Mode.UPDATES:  # objects may have got Variables
             new = _mapped(lift.inputs(args, kwargs), axes, "in_axes") + new
         for variable, axis in new:
             if id(variable) not in own:
                 own.add(id(variable))
-                _put(variable, axis, names)
+                put_name(variable, axis, names)
         return out
 
     return call
+
+
+@contextmanager
+def _restored_after_errors(inputs: Inputs) -> Iterator[None]:
+    """After an error, Variables are what they were when the block began."""
+    variables = [leaf for leaf in inputs.leaves if isinstance(leaf, Variable)]
+    before = [(v, v._box, v._metadata) for v in variables]
+    try:
+        yield
+    except BaseException:
+        for variable, box, metadata in before:
+            write_boxes((variable,), (box,))
+            if variable._metadata is not metadata:
+                variable._replace_metadata(metadata)
+        raise
+
+
+def _refuse_returned(inputs: Inputs, returned: Inputs) -> None:
+    """Refuses a result in which a Variable of the arguments stands."""
+    own = {id(leaf) for leaf in inputs.leaves if isinstance(leaf, Variable)}
+    for leaf in returned.leaves:
+        if id(leaf) in own:
+            raise refuse_returned(inputs.name, inputs.tree | returned.tree, leaf)
 
 
 def _mapped(inputs: Inputs, prefix: Any, argument: str) -> list[tuple[Any, int]]:

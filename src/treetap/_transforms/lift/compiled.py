@@ -10,7 +10,7 @@ the other ones with the same signature, and the long way.
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -63,6 +63,17 @@ class JitOptions(Options, total=False):
     pack: bool | int
 
 
+class JittedFunctions(NamedTuple):
+    """The functions of `jax.jit` that a compiled function is made of."""
+
+    programs: Iterable[Program]
+
+    def _cache_size(self) -> int:
+        """How many programs were compiled, as each function of `jax.jit` counts."""
+        compiled: list[Any] = [program.run for program in self.programs]
+        return sum(run._cache_size() for run in compiled)
+
+
 class Jit(Generic[P, R]):
     """A function compiled by `treetap.jit` or `jit_partial`.
 
@@ -109,6 +120,11 @@ class Jit(Generic[P, R]):
         self._has_more = bool(self._statics or self._fixed)
         check_prefix(self.in_shardings, name, "in_shardings", mode)
         self._results = Results(self.out_shardings, mode, name, "out_shardings")
+
+    @property
+    def jitted_fn(self) -> "JittedFunctions":
+        """What JAX compiled; NNX has this name for it."""
+        return JittedFunctions(self._programs)
 
     def _traced(self, key: Key, values: Sequence[Any]) -> Any:
         """What JAX traces: the purified function."""

@@ -478,7 +478,7 @@ class Inside:
         is_clear = all(v._trace is trace and id(v) not in own for v in variables)
         for path, value in () if is_clear else places({"out": out}):
             if id(value) in own:
-                raise _refuse_returned(self.name, {**self.tree, "out": out}, value)
+                raise refuse_returned(self.name, {**self.tree, "out": out}, value)
             if isinstance(value, Variable) and is_captured(value):
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
@@ -581,7 +581,7 @@ class Inside:
         return flat, Updates(tuple(values[:count]), note)
 
 
-def _refuse_returned(name: str, root: Any, value: Any) -> AliasError:
+def refuse_returned(name: str, root: Any, value: Any) -> AliasError:
     """The error for a Variable of the arguments that is also in the result."""
     paths = [show_path(path) for path in first_two_places(root, value)[0]]
     kind = type(value).__name__

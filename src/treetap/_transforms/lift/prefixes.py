@@ -46,6 +46,10 @@ class PrefixFilter(Mapping[Any, Any]):
             pairs = [(PathIn(path), value) for path, value in flat_items(rules)]
         self.filters, self.given = tuple(zip(*pairs)) or ((), ())
 
+    def map_prefix(self, path: Path, variable: Any) -> Any:
+        """The value for a Variable, given its path."""
+        return _rule_for(self, path, variable, type(self).__name__)
+
     def __getitem__(self, filter: Any) -> Any:
         if filter not in self.filters:
             raise KeyError(filter)
@@ -303,7 +307,26 @@ def prefix(node: Any, rules: Rules, /, *, graph: bool | None = None) -> Any:
             return _rule_for(rules, path, leaf, "prefix")
         return rules(path, leaf)
 
-    return map_leaves(value_for, node, graph=graph, recreate_variables=False)
+    found: dict[Path, Any] = {}
+    first: dict[int, Path] = {}
+    for path, leaf in places(node):
+        if opened(leaf) is not None:
+            continue
+        value = found[path] = value_for(path, leaf)
+        if not isinstance(leaf, Variable):
+            continue
+        before = first.setdefault(id(leaf), path)
+        if found[before] != value:
+            kind, paths = type(leaf).__name__, (show_path(before), show_path(path))
+            text = (
+                f"prefix: the {kind} found at paths {paths[0]} and {paths[1]} would "
+                f"have the prefix {found[before]!r} at the first and {value!r} at the "
+                "second. Give both the same."
+            )
+            raise AliasError(text, "prefix", kind, paths)
+    return map_leaves(
+        lambda path, _: found[path], node, graph=graph, recreate_variables=False
+    )
 
 
 def _rule_for(rules: Mapping[Any, Any], path: Path, leaf: Any, name: str) -> Any:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import is_not
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from jax.tree_util import all_leaves
@@ -38,30 +38,38 @@ from treetap._core.trees.graphdef import GraphDef, objects_in
 from treetap._core.trees.pytree import attributes_of, flat_of
 from treetap._core.variables.metadata import MISSING
 
-Policy = Literal["error", "warn", "ignore"]
+Policy = Literal["error", "quiet", "warn", "ignore"]
 
 _policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=None)
-_process: list[Policy] = ["error"]
+_process: list[Policy | None] = [None]
 
 
-def set_structure_policy(policy: Policy) -> None:
+def set_structure_policy(policy: Policy | None) -> None:
     """Sets, for the whole process, what a change of structure in a transform does.
 
     Args:
         policy: `"error"` refuses changed data attributes and warns of static ones,
-            `"warn"` warns of both, `"ignore"` says nothing.
+            `"quiet"` refuses the first and says nothing of the second, `"warn"` warns
+            of both, `"ignore"` says nothing. Where none is set it is `"error"`, and in
+            `treetap.nnx` `"quiet"`; None goes back to that.
     """
-    check_policy(policy)
+    if policy is not None:
+        check_policy(policy)
     _process[0] = policy
 
 
 def check_policy(policy: Any) -> None:
     """Refuses what is no policy."""
-    if policy not in ("error", "warn", "ignore"):
+    if policy not in get_args(Policy):
         raise ValueError(
-            "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
-            f"{policy!r}."
+            "A policy for changes of structure is 'error', 'quiet', 'warn' or "
+            f"'ignore', not {policy!r}."
         )
+
+
+def policy_that_is_set() -> Policy | None:
+    """The policy set for the block, or else for the process; None where none is."""
+    return _policy.get() or _process[0]
 
 
 @contextmanager
@@ -89,7 +97,7 @@ class StructureWatch:
         self, nodes: list[Any], definition: GraphDef, name: str, policy: Policy | None
     ):
         self.name = name
-        self.policy: Policy = policy or _policy.get() or _process[0]
+        self.policy: Policy = policy or policy_that_is_set() or "error"
         self.definition = definition
         self.nodes = [] if self.policy == "ignore" else nodes
         self.flats = list(map(flat_of, self.nodes))
@@ -145,7 +153,7 @@ class StructureWatch:
             if key in data:
                 what = "was replaced" if new is not MISSING else "was removed"
                 self._refuse(where, "was created" if old is MISSING else what)
-            elif old != new:
+            elif self.policy != "quiet" and old != new:
                 text = f"{self.name}: the static attribute {where} changed inside the "
                 text += "function; the change stays inside."
                 warnings.warn(text, UserWarning, stacklevel=3)
@@ -156,7 +164,7 @@ class StructureWatch:
             "would be lost: only the values of Variables come out of a transform. "
             "Change a Variable in place (`v[...] = x`), or return the new value."
         )
-        if self.policy == "error":
+        if self.policy != "warn":
             raise StructureError(text)
         warnings.warn(text, UserWarning, stacklevel=2)
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`module.__captures__`: what a Module has sown so far, while a capture is open."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treetap as tt
+
+I = tt.Intermediate  # noqa: E741 - short, as everywhere in these tests
+P = tt.Perturbation
+ONE = jnp.array(1.0)
+
+
+class Layer(tt.Module):
+    def __call__(self, x):
+        self.sow(I, "x", x)
+        self.sow(I, "x", x + 1)
+        self.sow(I, "total", x, lambda a, b: a + b, lambda: 10.0)
+        x = self.perturb("p", x)
+        self.seen(self.__captures__)
+        return x
+
+    def __init__(self, seen):
+        self.seen = seen
+
+
+class Model(tt.Module):
+    def __init__(self, seen):
+        self.first, self.second = Layer(seen), Layer(seen)
+
+    def __call__(self, x):
+        assert [held.get_value() for held in self.__captures__] == [{}] * len(
+            self.__captures__
+        )
+        self.sow(I, "top", x)
+        return self.second(self.first(x) * 2)
+
+
+def test_it_is_there_while_a_capture_is_open():
+    seen = []
+    model = Model(seen.append)
+    assert not hasattr(model, "__captures__")
+    tt.capture(model, I, P)(ONE)
+    assert not hasattr(model, "__captures__")
+    (first, bent), (second, _) = seen
+    assert (type(first), type(bent)) == (I, P)
+    assert first["x"] == (1.0, 2.0)
+    assert float(first["total"]) == 11.0
+    assert second["x"] == (2.0, 3.0)
+    assert float(bent["p"]) == 0.0
+    assert "top" not in first.get_value()
+    assert vars(model).keys() == {"first", "second"}
+
+
+def test_there_is_one_for_each_kind_that_is_asked_for():
+    seen = []
+    tt.capture(Model(seen.append), P)(ONE)
+    assert [[type(held) for held in each] for each in seen] == [[P], [P]]
+    seen.clear()
+    inside = tt.capture(Model(seen.append), I)
+    tt.capture(lambda x: inside(x)[0], P)(ONE)  # the inner one is read
+    assert [[type(held) for held in each] for each in seen] == [[I], [I]]
+
+
+def test_a_perturbation_is_what_was_added():
+    seen = []
+    model = Layer(seen.append)
+    _, zeros = tt.capture(model, P)(ONE)
+    given = tt.State({"p": P(jnp.array(0.5))})
+    tt.capture(model, P, init=given)(ONE)
+    assert zeros.p[...] == 0.0
+    assert [float(held["p"]) for (held,) in seen] == [0.0, 0.5]
+
+
+def test_under_jit_values_are_traced_and_do_not_outlive_the_trace():
+    seen = []
+
+    def look(held):
+        tracer = held[0]["x"][0]
+        seen.append((isinstance(tracer, jax.core.Tracer), weakref.ref(tracer)))
+
+    model = Model(look)
+    call = tt.jit(lambda model, x: model(x))
+    _, sown = tt.capture(call, I)(model, ONE)
+    assert sown.first.x[...] == (1.0, 2.0)
+    gc.collect()
+    assert [(traced, ref()) for traced, ref in seen] == [(True, None)] * 2
+
+
+def test_a_module_of_another_trace_notes_nothing():
+    seen = []
+    model = Layer(seen.append)
+    out, _ = tt.capture(jax.jit(lambda x: model(x)), I)(ONE)
+    assert float(out) == 1.0
+    assert seen[0][0].get_value() == {}
+
+
+def test_it_can_only_be_read():
+    def write(held):
+        model.__captures__ = ()
+
+    model = Layer(write)
+    with pytest.raises(AttributeError, match="no setter"):
+        tt.capture(model, I)(ONE)
+    with pytest.raises(AttributeError):
+        model.__captures__
+
+
+def test_who_observes_has_none():
+    seen = []
+
+    class Asks(tt.Module):
+        def __call__(self, x):
+            self.sow(I, "x", x)
+            seen.append(hasattr(self, "__captures__"))
+            return x
+
+    tt.observe(Asks())(ONE)
+    assert seen == [False]
