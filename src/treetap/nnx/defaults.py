@@ -5,7 +5,8 @@ The functions of treetap take `graph`, and transforms `graph_updates` as well. W
 nobody gives them, `treetap` decides by its settings, whose default is tree mode. Here
 are the same settings with NNX's defaults, and `give_defaults`, by which the namespaces
 `treetap.nnx` and `treetap.nnx.compat` decide otherwise: each says once what an option
-is when a call leaves it out.
+is when a call leaves it out. A change of structure that stays inside a transform is no
+error here, and draws no warning, unless a policy was set.
 """
 
 import functools
@@ -17,6 +18,7 @@ from treetap._core import settings
 from treetap._core.variables.kinds import Param
 from treetap._train import ema, optimizer
 from treetap._transforms.lift.lift import open_signature
+from treetap._transforms.lift.structure_watch import IGNORE_UNLESS_SET
 
 Default = Callable[[], bool]
 
@@ -39,7 +41,11 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
         graph: What `graph` is in a call that leaves it out, or gives None.
         updates: The same for `graph_updates`.
     """
-    modes = {"graph": graph, "graph_updates": updates}
+    modes: dict[str, Callable[[], Any]] = {
+        "graph": graph,
+        "graph_updates": updates,
+        "on_structure_change": lambda: IGNORE_UNLESS_SET,
+    }
     for name, fn in list(namespace.items()):
         if isinstance(fn, FunctionType) and name[0] != "_":
             wanted = modes.keys() & open_signature(fn).parameters
@@ -49,7 +55,7 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
 
 
 def _with_defaults(
-    fn: Callable[..., Any], given: dict[str, Default]
+    fn: Callable[..., Any], given: dict[str, Callable[[], Any]]
 ) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

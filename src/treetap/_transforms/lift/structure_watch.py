@@ -41,23 +41,28 @@ from treetap._core.variables.metadata import MISSING
 Policy = Literal["error", "warn", "ignore"]
 
 _policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=None)
-_process: list[Policy] = ["error"]
+_process: list[Policy | None] = [None]
+
+# What a namespace asks for that says nothing unless somebody has set a policy.
+IGNORE_UNLESS_SET: Any = "ignore unless set"
 
 
-def set_structure_policy(policy: Policy) -> None:
+def set_structure_policy(policy: Policy | None) -> None:
     """Sets, for the whole process, what a change of structure in a transform does.
 
     Args:
         policy: `"error"` refuses changed data attributes and warns of static ones,
-            `"warn"` warns of both, `"ignore"` says nothing.
+            `"warn"` warns of both, `"ignore"` says nothing. None, as at first: an
+            error, and in `treetap.nnx` nothing, as in NNX.
     """
-    check_policy(policy)
+    if policy is not None:
+        check_policy(policy)
     _process[0] = policy
 
 
 def check_policy(policy: Any) -> None:
     """Refuses what is no policy."""
-    if policy not in ("error", "warn", "ignore"):
+    if policy not in ("error", "warn", "ignore", IGNORE_UNLESS_SET):
         raise ValueError(
             "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
             f"{policy!r}."
@@ -75,6 +80,14 @@ def structure_policy(policy: Policy) -> Iterator[None]:
         _policy.reset(token)
 
 
+def policy_for(policy: Policy | None) -> Policy:
+    """The policy that holds now for a transform that asks for this one."""
+    if policy is not None and policy != IGNORE_UNLESS_SET:
+        return policy
+    unset: Policy = "error" if policy is None else "ignore"
+    return _policy.get() or _process[0] or unset
+
+
 class StructureWatch:
     """Watches the objects in the arguments of a function while it runs.
 
@@ -89,10 +102,11 @@ class StructureWatch:
         self, nodes: list[Any], definition: GraphDef, name: str, policy: Policy | None
     ):
         self.name = name
-        self.policy: Policy = policy or _policy.get() or _process[0]
+        self.policy = policy_for(policy)
         self.definition = definition
         self.nodes = [] if self.policy == "ignore" else nodes
         self.flats = list(map(flat_of, self.nodes))
+        self.carried: set[int] = set()  # whose data are carried: objects, by identity
         # An object drops its children when it is changed; of one that does not, the
         # attributes are kept.
         self.kept = {
@@ -125,8 +139,16 @@ class StructureWatch:
                 self._compare(path, number)
             for key, child, leaves, structure in self.contents.get(number, ()):
                 found, after = jax.tree.flatten(child, is_leaf=is_object)
-                if structure != after or any(map(is_not, found, leaves)):
+                new = [pair for pair in zip(leaves, found) if is_not(*pair)]
+                is_lost = new and not self._are_carried(number, *new)
+                if structure != after or is_lost:
                     self._refuse(show_path((*path, key)), "was changed in place")
+
+    def _are_carried(self, number: int, *pairs: tuple[Any, Any]) -> bool:
+        """Whether a loop hands on what came in place of something: plain arrays."""
+        parts = jax.tree.leaves(pairs, is_leaf=is_object)
+        is_plain = not any(is_object(x) or x is MISSING for x in parts)
+        return id(self.nodes[number]) in self.carried and is_plain
 
     def _compare(self, path: Path, number: int) -> None:
         """Reports what became of the attributes of one object."""
@@ -143,6 +165,8 @@ class StructureWatch:
             if old is new or (id(node), key) in self.noted:
                 continue
             if key in data:
+                if self._are_carried(number, (old, new)):
+                    continue
                 what = "was replaced" if new is not MISSING else "was removed"
                 self._refuse(where, "was created" if old is MISSING else what)
             elif old != new:
