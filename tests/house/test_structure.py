@@ -46,7 +46,7 @@ ORDER = {
     """,
     "_transforms.lift": """
         arguments prefixes results structure_updates structure_watch lift axis_names
-        carry differentiation program call_cache packed_calls compiled
+        carry differentiation program kept_traces call_cache packed_calls compiled
     """,
     "_observe": """
         handlers capture loggers records verify /edits observe blame edit patch

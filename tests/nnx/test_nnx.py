@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 import treescope
 
 import treetap as tt
+from modes import GRAPH, TREE
 from treetap import nnx
 
 
@@ -255,3 +257,40 @@ def test_objects_are_shown_by_treescope_in_a_notebook(in_notebook, monkeypatch, 
     nnx.display("one", "two")
     assert shown == (["one", "two"] if in_notebook else [])
     assert capsys.readouterr().out == ("" if in_notebook else "one\ntwo\n")
+
+
+class Parts(nnx.Module):
+    def __init__(self):
+        self.a, self.b = nnx.Param(jnp.array(1.0)), nnx.Param(jnp.array(2.0))
+        self.n = 1
+
+
+def swap(model):
+    model.a, model.b = model.b, model.a
+    model.n = 5
+    model.a[...] += 10
+    return model.a * 1
+
+
+STAYING = {
+    "jit": lambda f, model, mode: nnx.jit(f, **mode)(model),
+    "remat": lambda f, model, mode: nnx.remat(f, **mode)(model),
+    "grad": lambda f, model, mode: nnx.grad(f, has_aux=False, **mode)(model).b,
+    "cond": lambda f, model, mode: nnx.cond(True, f, f, model, **mode),
+}
+
+
+@pytest.mark.parametrize("mode", [GRAPH, TREE], ids=["graph", "tree"])
+@pytest.mark.parametrize("name", STAYING)
+def test_changes_of_structure_without_graph_updates_stay_inside(name, mode):
+    model = Parts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        STAYING[name](swap, model, mode)
+    assert (float(model.a), float(model.b), model.n) == (1.0, 12.0, 1)
+    with tt.structure_policy("error"), pytest.raises(tt.StructureError):
+        STAYING[name](swap, model, mode)
+    with pytest.raises(tt.StructureError, match="was replaced"):
+        STAYING[name](swap, model, {**mode, "on_structure_change": "error"})
+    with pytest.raises(tt.StructureError, match="was replaced"):
+        tt.jit(swap, **mode)(model)

@@ -403,3 +403,64 @@ def test_an_argument_that_only_has_a_name_is_refused_not_dropped():
     scaled.defvjp(lambda x: (x, None), lambda _, g: (g,))
     with pytest.raises(TypeError, match=r"custom_vjp: the arguments \['factor'\]"):
         scaled(jnp.ones(()), factor=3.0)
+
+
+@ALL_MODES
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_is_not_differentiated_and_no_array_stays_as_it_is(mode, jitted):
+    given = (3, "sin", (1, 2.5), None, True)
+    seen = []
+
+    def note(arguments):
+        seen.append(arguments == given and [*map(type, arguments)] == types)
+
+    types = [*map(type, given)]
+
+    @tt.custom_vjp(nondiff_argnums=tuple(range(1, 6)), **mode)
+    def f(x, *arguments):
+        note(arguments)
+        return x ** arguments[0]
+
+    def bwd(*arguments):
+        *passive, _, g = arguments
+        note(tuple(passive))
+        return ((g[1] if mode.get("graph_updates") else g) * 7,)
+
+    f.defvjp(lambda x, *arguments: (f(x, *arguments), x), bwd)
+    run = tt.grad(lambda x: f(x, *given), **mode)
+    assert float((tt.jit(run, **mode) if jitted else run)(2.0)) == 7.0
+    assert len(seen) >= 2
+    assert all(seen)
+
+
+def test_a_rule_may_leave_out_what_its_filter_does_not_take():
+    is_x = lambda path, value: path[-1] == "x"
+
+    @nnx.custom_vjp(nondiff_argnums=(nnx.DiffState(0, is_x),))
+    def f(m):
+        m.calls[...] += 1
+        return jnp.sin(m.x) * m.y
+
+    def bwd(residual, g):
+        (tangent,), out_g = g
+        assert sorted(tangent) == ["calls", "x", "y"]
+        tangent["x"][...] = out_g * residual
+        del tangent["y"]
+        del tangent["calls"]
+        return (tangent,)
+
+    f.defvjp(lambda m: (f(m), jnp.cos(m.x) * m.y * 10), bwd)
+    model = Model()
+    grads = nnx.grad(f, argnums=nnx.DiffState(0, is_x))(model)
+    assert list(grads) == ["x"]
+    assert float(grads["x"]) == pytest.approx(20 * float(jnp.cos(1.0)))
+    assert int(model.calls) == 1
+
+
+@ALL_MODES
+def test_a_variable_both_differentiated_and_not_is_a_duplicate(mode):
+    f = tt.custom_vjp(lambda a, b: a * b, nondiff_argnums=1, **mode)
+    f.defvjp(lambda a, b: (a * b, None), lambda b, residual, g: (g,))
+    v = tt.Param(jnp.array(2.0))
+    with pytest.raises(tt.AliasError, match=r"custom_vjp: .*Duplicate Param"):
+        f(v, v)

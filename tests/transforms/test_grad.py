@@ -251,3 +251,72 @@ def test_tangents_that_do_not_fit_are_refused_by_name(mode):
     f.defvjp(lambda m: (m["x"] * m["y"], None), lambda _, g: ({"x": g},))
     with pytest.raises((TypeError, ValueError), match="custom_vjp"):
         tt.grad(f, **mode)({"x": 1.0, "y": 2.0})
+
+
+class Tied(tt.Module):
+    def __init__(self, shared):
+        self.w = shared
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda v: ({"a": v, "b": v}, lambda d: d["a"] * d["b"]),
+        lambda v: ([Tied(v), Tied(v)], lambda pair: pair[0].w * pair[1].w),
+        lambda v: (tt.Dict(a=v, b=v), lambda d: d.a * d.b),
+    ],
+    ids=["variables", "objects", "one object"],
+)
+def test_a_shared_variable_has_one_gradient_with_graph_updates(places):
+    value, product = places(tt.Param(jnp.array(2.0)))
+    grads = nnx.grad(product)(value)
+    assert [float(x) for x in jax.tree.leaves(grads)] == [4.0]
+
+
+def test_the_gradient_of_a_shared_argument_stands_in_the_first_place():
+    v = tt.Param(jnp.array(2.0))
+    first, second = nnx.grad(lambda a, b: a * b, argnums=(0, 1))(v, v)
+    assert (float(first), second) == (4.0, tt.State({}))
+
+
+def test_a_filter_sees_the_first_place_of_a_shared_variable():
+    v = tt.Param(jnp.array(2.0))
+    for name, count in (("a", 1), ("b", 0)):
+        chosen = nnx.DiffState(0, nnx.PathContains(name))
+        grads = nnx.grad(lambda d: d.a * d.b, argnums=chosen)(tt.Dict(a=v, b=v))
+        assert len(jax.tree.leaves(grads)) == count
+
+
+@ALL_MODES
+def test_an_array_given_twice_has_a_gradient_in_each_place(mode):
+    x = jnp.array(2.0)
+    weigh = lambda a, b: a * 2 + b * 3
+    assert tt.grad(weigh, argnums=(0, 1), **mode)(x, x) == (2.0, 3.0)
+    pair = tt.grad(lambda d: weigh(d["a"], d["b"]), **mode)({"a": x, "b": x})
+    assert pair == {"a": 2.0, "b": 3.0}
+
+
+@ALL_MODES
+def test_arrays_beside_objects_have_gradients(mode):
+    value = {"a": jnp.array(5.0), "m": tt.Dict(w=tt.Param(jnp.array(1.0)))}
+    grads = tt.grad(lambda d: d["a"] * 2 + d["m"].w * 3, **mode)(value)
+    assert float(grads["a"]) == 2.0
+    assert float(grads["m"]["w"]) == 3.0
+
+
+def test_errors_name_arguments_as_the_transform_does():
+    v, w = tt.Param(jnp.array(2.0)), tt.Param(jnp.array(2.0))
+    product = lambda a, b: a * b
+    with pytest.raises(tt.AliasError, match="primals/0 and primals/1"):
+        tt.vjp(product, v, v)
+    with pytest.raises(tt.AliasError, match="primals/0 and primals/1"):
+        tt.jvp(product, (v, v), (v, w))
+    with pytest.raises(tt.AliasError, match=r"jvp: .*tangents/0 and tangents/1"):
+        tt.jvp(product, (v, w), (v, v))
+    with pytest.raises(tt.StructureError, match="tangents are not like the primals"):
+        tt.jvp(product, (v, w), (v, 1.0))
+    for call in (tt.cond, lambda p, f, g, *args: tt.switch(0, [f, g], *args)):
+        with pytest.raises(tt.AliasError, match="operands/0 and operands/1"):
+            call(True, product, product, v, v)
+        with pytest.raises(tt.AliasError, match="operands/0 and out"):
+            call(True, lambda a: a, lambda a: a, v)

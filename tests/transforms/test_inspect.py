@@ -55,3 +55,19 @@ def test_with_graph_updates_shared_inputs_may_be_looked_at():
     assert found["a"] is not v
     assert found["a"].get_value().shape == ()
     assert float(v) == 1.0
+
+
+@ALL_MODES
+def test_eval_shape_gives_an_abstract_copy_of_what_was_made_outside(mode):
+    model = tt.Dict(w=tt.Param(jnp.ones(3)))
+    for look in (lambda: model, lambda: (model, 1.0)[0], lambda: tt.Dict(m=model).m):
+        made = tt.eval_shape(look, **mode)
+        assert made is not model
+        assert type(made.w) is tt.Param
+        assert isinstance(made.w.get_raw_value(), jax.ShapeDtypeStruct)
+        assert made.w.shape == (3,)
+    assert isinstance(model.w.get_raw_value(), jax.Array)
+    state = tt.eval_shape(lambda: tt.state(model), **mode)
+    assert state["w"].shape == (3,)
+    with pytest.raises(tt.StructureError, match=r"captured|different trace level"):
+        tt.jit(lambda: model, **mode)()

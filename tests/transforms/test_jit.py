@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treetap as tt
 from modes import ALL_MODES
+from treetap import nnx
 
 
 class Model(tt.Module):
@@ -135,3 +136,25 @@ def test_eval_shape_gives_what_the_function_left_alone_as_shapes_too():
         (jax.ShapeDtypeStruct, (3,)),
     ]
     assert model.w[...].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat], ids=["jit", "remat"])
+def test_a_ref_that_is_returned_is_the_one_that_was_given(wrap):
+    one, two = jax.new_ref(jnp.array(1.0)), jax.new_ref(jnp.array(5.0))
+
+    @wrap
+    def grow(one, two, x):
+        one[...] += x
+        return {"b": two, "a": (one, x * 2)}
+
+    for _ in range(2):
+        out = grow(one, two, jnp.array(3.0))
+        assert out["b"] is two
+        assert out["a"][0] is one
+        assert float(out["a"][1]) == 6.0
+    assert float(one[...]) == 7.0
+
+
+def test_a_ref_in_an_object_is_returned_as_it_is():
+    held = tt.Dict(ref=jax.new_ref(jnp.array(1.0)))
+    assert nnx.jit(lambda held: held.ref)(held) is held.ref

@@ -180,7 +180,7 @@ def test_branches_that_leave_other_metadata_are_refused():
 
     for branches in ((annotate, other), (other, annotate)):
         model = Model()
-        with pytest.raises(TypeError, match="the Param at args/0/w with different"):
+        with pytest.raises(TypeError, match="the Param at operands/0/w with different"):
             tt.cond(True, *branches, model, jnp.ones(()))
         assert "note" not in model.w.get_metadata()
     model = Model()
@@ -203,3 +203,42 @@ def test_gradients_go_through_branches_that_write():
         assert int(model.calls[...]) == int(x > 0)
         out = jax.jit(jax.vmap(lambda x: loss(Model(), x)))(jnp.array([x, -x]))
         assert sorted(out.tolist()) == [-3.0, 9.0]
+
+
+@ALL_MODES
+@pytest.mark.parametrize("form", ["call", "grad", "jit of grad", "grad of jit"])
+def test_rules_with_models_made_anew_inside_one_another_are_traced_a_few_times(
+    form, mode
+):
+    traces = []
+
+    def innermost(model, x):
+        traces.append(1)
+        model.calls[...] += 1
+        return x * 2.0
+
+    def nested(depth):
+        if not depth:
+            return innermost
+        made = tt.custom_vjp(lambda m, x: nested(depth - 1)(m, x), **mode)
+
+        def bwd(x, g):
+            return None, g[1] if mode.get("graph_updates") else g
+
+        made.defvjp(lambda m, x: (nested(depth - 1)(m, x), x), bwd)
+        return made
+
+    def run(model, x):
+        return nested(DEPTH)(model, x)
+
+    derive = lambda f: tt.grad(f, argnums=1, **mode)
+    forms = {
+        "call": run,
+        "grad": derive(run),
+        "jit of grad": tt.jit(derive(run), **mode),
+        "grad of jit": derive(tt.jit(run, **mode)),
+    }
+    model = Model()
+    forms[form](model, jnp.ones(()))
+    assert len(traces) <= 2 * DEPTH + 1
+    assert int(model.calls[...]) == 1

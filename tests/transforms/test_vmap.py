@@ -8,6 +8,7 @@ import pytest
 import treetap as tt
 from modes import ALL_MODES, SIMPLE_MODES
 from small_models import Scaled
+from treetap import nnx
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
@@ -188,3 +189,65 @@ def test_axes_may_be_lists(mode):
     )(jnp.array(0.0), stacked)
     assert float(total) == 3.0
     assert seen.tolist() == [0.0, 0.0, 1.0]
+
+
+NNX_SPECS = {
+    "one": (lambda: jax.P("x"), ("x",)),
+    "filters": (lambda: nnx.StateSharding({nnx.Param: jax.P("x"), ...: jax.P()}), ()),
+}
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("specs", NNX_SPECS.values(), ids=NNX_SPECS)
+def test_shard_map_puts_variables_where_its_specs_say_with_graph_updates(specs, write):
+    make, count_spec = specs
+    model = tt.Dict(w=tt.Param(jnp.ones(4)), n=tt.BatchStat(jnp.zeros(4)))
+
+    def change(model):
+        if write:
+            model.w[...] += 1
+
+    mapped = {"mesh": mesh_of(), "in_specs": (make(),), "out_specs": jax.P()}
+    nnx.shard_map(change, **mapped)(model)
+    assert model.w[...].sharding.spec == jax.P("x")
+    assert model.n[...].sharding.spec == jax.P(*count_spec)
+    assert model.w[...].tolist() == [1.0 + write] * 4
+
+
+@ALL_MODES
+def test_a_state_of_prefixes_is_a_prefix(mode):
+    model = tt.Dict(w=tt.Param(jnp.ones(4)), inner=tt.Dict(n=tt.Param(jnp.zeros(4))))
+    state = tt.state(model)
+
+    def grow(state):
+        state["w"][...] += 1
+        return state["w"][...].sum() + state["inner"]["n"][...].sum()
+
+    specs = tt.State({"w": jax.P("x"), "inner": jax.P()})
+    mapped = {"mesh": mesh_of(), "in_specs": (specs,), "out_specs": jax.P("x")}
+    sums = tt.shard_map(lambda s: grow(s)[None], **mapped, **mode)(state)
+    assert sums.tolist() == [2.0] * 4
+    assert model.w[...].tolist() == [2.0] * 4
+    axes = tt.State({"w": 0, "inner": None})
+    assert tt.vmap(grow, in_axes=(axes,), **mode)(state).tolist() == [3.0] * 4
+
+
+PREFIXES = {
+    "vmap": ("in_axes", "out_axes"),
+    "pmap": ("in_axes", "out_axes"),
+    "scan": ("in_axes", "out_axes"),
+    "shard_map": ("in_specs", "out_specs"),
+    "jit": ("in_shardings", "out_shardings"),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_module_as_prefix_is_refused_by_name_with_graph_updates(name, place):
+    argument = PREFIXES[name][place]
+    given = {"in_specs": jax.P(), "out_specs": jax.P(), "mesh": mesh_of()}
+    given = given if name == "shard_map" else {"in_axes": 0, "out_axes": 0}
+    given = {} if name == "jit" else given
+    prefix = tt.Dict(w=0)
+    with pytest.raises(tt.StructureError, match=rf"{name}: Graph .*`{argument}`.*Dict"):
+        getattr(nnx, name)(lambda m: m, **given | {argument: (prefix,)})

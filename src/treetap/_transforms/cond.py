@@ -4,7 +4,8 @@
 Branches may change different Variables, and JAX wants the same outputs of all. So each
 branch is traced once, into a jaxpr that returns what this branch changes. Then it is
 known what any of them changes: JAX gets functions that run these jaxprs, and add what
-other branches change as it was. No branch is traced twice, however deep it is nested.
+other branches change as it was. No branch is traced twice, however deep it is nested,
+nor when the function is called again: see `kept_traces`.
 """
 
 import functools
@@ -18,6 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 from treetap._core.errors import StructureError
 from treetap._core.paths import show_path
 from treetap._core.trees.graphdef import leaf_paths
+from treetap._transforms.lift.arguments import NO_STATICS
+from treetap._transforms.lift.kept_traces import kept
 from treetap._transforms.lift.lift import (
     Inputs,
     Lift,
@@ -25,6 +28,7 @@ from treetap._transforms.lift.lift import (
     Updates,
     transform,
 )
+from treetap._transforms.lift.program import Key
 
 
 class _Branch:
@@ -42,12 +46,15 @@ class _Branch:
     """
 
     def __init__(self, branch: Callable[..., Any], inputs: Inputs, lift: Lift):
-        self.idle: set[int] = set()
-        pure = functools.partial(lift.run, branch, inputs, idle=self.idle)
+        source = inputs.outline()
+        run = functools.partial(lift.run, all_objects=True)
+        key = Key(inputs.definition, NO_STATICS, (), None)
+        pure = kept((branch,), key, lift, lambda fn: functools.partial(run, fn, source))
         jaxpr, shapes = jax.make_jaxpr(pure, return_shape=True)(inputs.values())
         self._run = jaxpr_as_fun(jaxpr)
         self._structure = jax.tree.structure(shapes)
         _, (groups, written) = shapes
+        self.idle = written.idle
         self.metadata: dict[int, Any] = dict(written.groups[0])
         self.refs: dict[int, Any] = dict(written.refs)
         self.structures = dict(zip(self.metadata, map(jax.tree.structure, groups[0])))
@@ -66,7 +73,8 @@ class _Branch:
             news += held if number in objects else ()
         kept = tuple(update for n, update in self.objects.items() if n in objects)
         groups = (tuple(metadata.items()),)
-        written = replace(updates.written, groups=groups, objects=kept)
+        common = {"groups": groups, "objects": kept, "idle": frozenset()}
+        written = replace(updates.written, **common)
         return out, Updates((news,), written)
 
 
@@ -102,7 +110,7 @@ def _refuse_unlike(branches: list[_Branch], inputs: Inputs, objects: Any) -> Non
 def _branched(
     name: str, choose: Any, branches: Sequence[Any], operands: Any, options: Options
 ) -> Any:
-    lift = Lift.of(name, options)
+    lift = Lift.of(name, options, label="operands")
     inputs = lift.inputs(operands, {})
     different = {id(branch): branch for branch in branches}
     traced = {n: _Branch(branch, inputs, lift) for n, branch in different.items()}

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from operator import not_
 from typing import Any, Unpack
 
 import jax
@@ -32,6 +33,7 @@ from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import positional
 from treetap._transforms.lift.differentiation import (
     DiffState,
+    active_leaves,
     check_numbers,
     chosen_by,
     holds_objects,
@@ -48,7 +50,6 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import spread
 from treetap._transforms.lift.program import MAX_PROGRAMS
 from treetap._transforms.lift.results import WHOLE, as_tuple, rebuild
 
@@ -123,6 +124,13 @@ class CustomVjp:
 _running: ContextVar[tuple[Any, ...]] = ContextVar("custom_vjp", default=())
 
 
+# Whether a rule is traced only to see what it changes. Functions with rules inside do
+# not ask that of their own: nested ones would ask twice as often at each level.
+# It is part of the key of JAX's trace caches, so that what is traced then is not used
+# where it matters.
+_finding: Any = jax.make_user_context(False)
+
+
 class _Rule:
     """A function with its own rule, for arguments of one structure.
 
@@ -152,14 +160,20 @@ class _Rule:
                     "an object. With graph updates, say what of it to differentiate: "
                     f"`DiffState({number}, filter)`."
                 )
-        tree = {"args": tuple(prefix), "kwargs": False}
-        self.active = spread(tree, inputs.tree, "custom_vjp", name)
+        self.active = active_leaves(inputs, prefix, name)
         leaves = inputs.values()
-        flags = [not (on or _is_numeric(x)) for on, x in zip(self.active, leaves)]
-        self.parts = Parted(leaves, flags)
+
+        # What is not differentiated and no array stays as it is: a string, a number.
+        def is_handled(on: bool, leaf: Any, value: Any) -> bool:
+            is_numeric = isinstance(leaf, Variable) and _is_numeric(value)
+            return on or is_numeric or isinstance(value, jax.Array)
+
+        flags = map(is_handled, self.active, inputs.leaves, leaves)
+        self.parts = Parted(leaves, map(not_, flags))
         self.kinds = [type(leaf).__name__ for leaf in inputs.leaves]
         self.written: set[int] = set()  # while that is found out
-        if holds_objects(args) or any(isinstance(x, Variable) for x in inputs.leaves):
+        has_variables = any(isinstance(x, Variable) for x in inputs.leaves)
+        if (has_variables or holds_objects(args)) and not _finding.value:
             self._add_written(self._written_by_rule(self.parts.handled(leaves)), leaves)
 
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
@@ -187,7 +201,8 @@ class _Rule:
         key = self.definition, tree, tuple(map(jax.typeof, flat)), listening.value
 
         def find() -> frozenset[int]:
-            updates = jax.eval_shape(self._forward, values)[2]
+            with _finding(True):
+                updates = jax.eval_shape(self._forward, values)[2]
             return frozenset(updates.written.numbers())
 
         return find() if self.parts.fixed else self.owner._written.made(key, find)
@@ -236,7 +251,7 @@ class _Rule:
         options = {}
         changed = dict(zip(sorted(self.written), updates.values[0]))
         if self.has_states:
-            given = self._updates_states(changed, tree["args"], leaves), given
+            given = self._updates_states(changed, leaves), given
         elif self.owner._wants_updates:  # in a tuple like the arguments
             found = [
                 leaf.copy(changed[n]) if n in changed else None
@@ -248,17 +263,20 @@ class _Rule:
         found = self.owner._bwd(*passive, residual, given, **options)
         return (self._cotangents(found, tree["args"], values),)
 
-    def _updates_states(self, changed: Any, args: Any, leaves: list[Any]) -> Any:
-        """Cotangents of Variables: a State for each object, zeros where none came."""
-        wanted: dict[int, Any] = {}
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Variable) and self.active[number]:
-                cotangent = changed.get(number, _zero(leaf._box[0]))
-                wanted[id(leaf)] = leaf.copy(cotangent)
+    def _updates_states(self, changed: Any, leaves: list[Any]) -> Any:
+        """Cotangents of Variables: a State for each object, zeros where none came.
+
+        All of its Variables are there, for a rule may leave out what has no derivative.
+        """
+        values = [
+            changed.get(n, _zero(x._box[0])) if isinstance(x, Variable) else x
+            for n, x in enumerate(leaves)
+        ]
+        args = regrow(self.definition, values)[0]["args"]
+        given = [arg for n, arg in enumerate(args) if n not in self.nondiff]
         return tuple(
-            states_of(arg, wanted) if list(variables_below(arg)) else None
-            for number, arg in enumerate(args)
-            if number not in self.nondiff
+            part if list(variables_below(arg)) else None
+            for arg, part in zip(given, states_of(given))
         )
 
     def _cotangents(self, found: Any, args: Any, values: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ error, as in JAX.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -25,12 +25,14 @@ from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
 from treetap._transforms.lift.differentiation import (
     DiffState,
+    active_leaves,
     check_numbers,
     chosen_by,
     holds_objects,
     positions_of,
     states_of,
 )
+from treetap._transforms.lift.kept_traces import kept
 from treetap._transforms.lift.lift import (
     Inputs,
     Lift,
@@ -38,7 +40,7 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import spread
+from treetap._transforms.lift.program import Key
 from treetap._transforms.lift.results import as_tuple, flatten_like, rebuild
 
 P = ParamSpec("P")
@@ -84,10 +86,9 @@ class _Split:
         values = filled(passive, active, len(self.flags))
         tree, leaves = regrow(inputs.definition, values)
         if inputs.definition.graph is not Mode.UPDATES:
-            return tree["args"]
-        pairs = zip(inputs.leaves, leaves, self.flags)
-        found = {id(old): new for old, new, flag in pairs if flag}
-        return states_of(inputs.tree["args"], found)
+            return tree[inputs.lift.label]
+        kept = {id(leaf) for leaf, flag in zip(leaves, self.flags) if flag}
+        return states_of(tree[inputs.lift.label], kept)
 
 
 def _no_derivative(value: Any) -> Any:
@@ -105,7 +106,7 @@ def _chosen(
         argnums: Numbers, or `DiffState`s with graph updates.
         argument: The name of `argnums`, for messages.
     """
-    args, name = inputs.tree["args"], inputs.name
+    args, name = inputs.args, inputs.name
     numbers = positions_of(argnums, len(args), name, argument)
     prefix: list[Any] = [False] * len(args)
     has_updates = inputs.definition.graph is Mode.UPDATES
@@ -114,8 +115,7 @@ def _chosen(
         if has_updates and holds_objects(args[number]):
             filter = wanted.filter if isinstance(wanted, DiffState) else Param
             prefix[number] = chosen_by(filter)
-    tree = {"args": tuple(prefix), "kwargs": False}
-    return numbers, spread(tree, inputs.tree, name, argument)
+    return numbers, active_leaves(inputs, prefix, argument)
 
 
 def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
@@ -247,7 +247,7 @@ def vjp(
     refuse_reduce_axes(reduce_axes, "vjp")
     if not primals:
         return functools.wraps(f)(functools.partial(vjp, f, has_aux=has_aux, **options))
-    lift = Lift.of("vjp", options)
+    lift = Lift.of("vjp", options, label="primals")
     inputs = lift.inputs(primals, {})
     _, flags = _chosen(inputs, range(len(primals)), "primals")
     parts = _Split(inputs, flags)
@@ -285,10 +285,11 @@ def jvp(
     """
     if primals is MISSING:
         return functools.wraps(f)(functools.partial(jvp, f, has_aux=has_aux, **options))
-    lift = Lift.of("jvp", options)
+    lift = Lift.of("jvp", options, label="primals")
     inputs = lift.inputs(tuple(primals), {})
-    moved = replace(lift, name="jvp: tangents").inputs(tuple(tangents), {})
-    if moved.definition != inputs.definition:
+    moved = replace(lift, label="tangents").inputs(tuple(tangents), {})
+    wanted, found = cast(Any, inputs.definition.spec), cast(Any, moved.definition.spec)
+    if found.children != wanted.children:
         raise StructureError(
             "jvp: the tangents are not like the primals.\nprimals: "
             f"{inputs.definition}\ntangents: {moved.definition}"
@@ -330,8 +331,14 @@ def remat(
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
-        pure = functools.partial(lift.run, put_statics(f, taken), inputs)
-        checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+        source = inputs.outline()
+
+        def make(fn: Any) -> Callable[..., Any]:
+            pure = functools.partial(lift.run, put_statics(fn, taken), source)
+            return jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+
+        key = Key(inputs.definition, taken, (), None)
+        checkpointed = kept((f,), key, lift, make, prevent_cse, policy)
         return inputs.finish(*checkpointed(inputs.values()))
 
     return call

@@ -34,6 +34,8 @@ def eval_shape(
 ) -> R:
     """The result of `f` with abstract leaves; nothing is computed or changed.
 
+    A Module made outside that `f` returns comes out as an abstract copy.
+
     Args:
         f: The function.
         *args: Its arguments, concrete or abstract.
@@ -42,7 +44,8 @@ def eval_shape(
         on_structure_change: As for `treetap.jit`.
         **kwargs: Its keyword arguments.
     """
-    lift = Lift("eval_shape", resolve_mode(graph, graph_updates), on_structure_change)
+    mode = resolve_mode(graph, graph_updates)
+    lift = Lift("eval_shape", mode, on_structure_change, copies=True)
     return _with_shardings(lift.abstract(f, lift.inputs(args, kwargs)))
 
 

@@ -5,16 +5,19 @@ What is carried keeps its Variables: the function must return the very Variables
 given, in the same places, and the caller's Variables hold the final values afterwards.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 import jax
 
 from treetap._core.errors import StructureError
+from treetap._core.trees.graphdef import GraphDef
 from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import raw_values
-from treetap._transforms.lift.carry import same_carry
+from treetap._transforms.lift.arguments import NO_STATICS
+from treetap._transforms.lift.carry import Carried, Moved, written_at
+from treetap._transforms.lift.kept_traces import kept
 from treetap._transforms.lift.lift import (
     Inputs,
     Inside,
@@ -24,49 +27,96 @@ from treetap._transforms.lift.lift import (
     Updates,
     Written,
 )
+from treetap._transforms.lift.program import Key
 
 T = TypeVar("T")
 
 
 class _Loop:
-    """The carried value of a while or fori loop.
+    """A while or fori loop over values of one structure; kept between calls.
+
+    Args:
+        source: What to rebuild the carried value from: see `Inputs.outline`.
+        parts: Which of its values JAX carries. It wants Refs from outside.
+        lift: The lift.
+        body: The function that is repeated.
+        condition: Tells whether a while loop goes on.
 
     Attributes:
+        step, holds: Both as JAX is given them, the same objects in each call.
         changed: The Variables that a step changes, by number, and their metadata; found
             when the step is traced.
+        moved: What it puts elsewhere, also found then.
     """
 
-    def __init__(self, value: Any, lift: Lift):
-        self.lift = lift
-        self.inputs = Inputs({"carry": value}, lift)
-        values = self.inputs.values()
-        self.parts = Parted(values, map(is_ref, values))  # JAX wants Refs from outside
-        self.values = self.parts.handled(values)
+    def __init__(
+        self,
+        source: Inputs | GraphDef,
+        parts: Parted,
+        lift: Lift,
+        body: Callable[..., Any],
+        condition: Callable[..., Any] | None = None,
+    ):
+        self.source, self.parts, self.lift = source, parts, lift
+        self.body, self.condition = body, condition
         self.changed: dict[int, Any] = {}
+        self.moved = Moved()
+        self.step, self.holds = partial(self._step), partial(self._holds)
 
-    def enter(self, values: Any) -> tuple[Inside, Any]:
+    def _enter(self, values: Any) -> tuple[Inside, Any]:
         """The value at this level."""
-        inside = Inside(self.inputs, self.parts.all(values), self.lift)
+        inside = Inside(self.source, self.parts.all(values), self.lift)
         return inside, inside.tree["carry"]
 
-    def step(self, values: Any, body: Callable[[Any], Any]) -> Any:
-        """The values after a step."""
-        inside, value = self.enter(values)
-        with inside.watched():
-            out = body(value)
+    def _step(self, *given: Any) -> Any:
+        """The values after a step, from a number if there is one, and the values."""
+        *index, values = given
+        inside, value = self._enter(values)
+        carried = Carried(inside, value, may_move=self.condition is None)
+        with inside.watched(carried.members):
+            out = self.body(*index, value)
         # With graph updates, statics may not change either.
-        start = inside.definition if inside.structure is not None else None
-        leaves = same_carry(start, value, out, self.lift.name)
+        leaves, self.moved = carried.after(out, inside.structure is not None)
         self.changed |= inside.carried(range(len(inside.leaves)))
         return self.parts.handled(raw_values(leaves))
 
-    def finish(self, values: list[Any]) -> Any:
-        """The caller's value with the final numbers."""
-        final = dict(enumerate(self.parts.all(values)))
-        finals = ([final[number] for number in self.changed],)
-        written = Written((tuple(self.changed.items()),))
-        self.inputs.finish(None, Updates(finals, written))
-        return self.inputs.with_plain(final)["carry"]
+    def _holds(self, values: Any) -> Any:
+        """Whether a while loop goes on."""
+        inside, value = self._enter(values)
+        holds = self.condition(value) if self.condition else True
+        if inside.changed(range(len(inside.leaves))):
+            raise StructureError(
+                "while_loop: the condition changed a Variable, and JAX drops what it "
+                "computes. Change Variables in the body."
+            )
+        return holds
+
+
+def _repeated(
+    value: Any,
+    lift: Lift,
+    functions: tuple[Callable[..., Any], ...],
+    how: Callable[[_Loop, Any], Any],
+) -> Any:
+    """A carried value after a loop.
+
+    Args:
+        value: The value before it.
+        lift: The lift.
+        functions: The body, and the condition of a while loop.
+        how: Runs JAX's loop.
+    """
+    inputs = Inputs({"carry": value}, lift)
+    values = inputs.values()
+    parts = Parted(values, map(is_ref, values))
+    make = partial(_Loop, inputs.outline(), parts, lift)
+    key = Key(inputs.definition, NO_STATICS, (), None)
+    loop = make(*functions) if parts.fixed else kept(functions, key, lift, make)
+    final = dict(enumerate(parts.all(how(loop, parts.handled(values)))))
+    places, facts = written_at(loop.changed, loop.moved)
+    finals = ([final[place] for place in places],)
+    inputs.finish(None, Updates(finals, Written((facts,))))
+    return inputs.with_plain(final, loop.moved)["carry"]
 
 
 def while_loop(
@@ -83,20 +133,12 @@ def while_loop(
         init_val: The first value.
         **options: As for `treetap.jit`.
     """
-    loop = _Loop(init_val, Lift.of("while_loop", options))
+    lift = Lift.of("while_loop", options)
 
-    def cond(values: Any) -> Any:
-        inside, value = loop.enter(values)
-        holds = cond_fun(value)
-        if inside.changed(range(len(inside.leaves))):
-            raise StructureError(
-                "while_loop: the condition changed a Variable, and JAX drops what it "
-                "computes. Change Variables in the body."
-            )
-        return holds
+    def how(loop: _Loop, values: Any) -> Any:
+        return jax.lax.while_loop(loop.holds, loop.step, values)
 
-    body = functools.partial(loop.step, body=body_fun)
-    return loop.finish(jax.lax.while_loop(cond, body, loop.values))
+    return _repeated(init_val, lift, (body_fun, cond_fun), how)
 
 
 def fori_loop(
@@ -119,10 +161,9 @@ def fori_loop(
         unroll: As for `jax.lax.fori_loop`.
         **options: As for `treetap.jit`.
     """
-    loop = _Loop(init_val, Lift.of("fori_loop", options))
+    lift = Lift.of("fori_loop", options)
 
-    def body(i: Any, values: Any) -> Any:
-        return loop.step(values, functools.partial(body_fun, i))
+    def how(loop: _Loop, values: Any) -> Any:
+        return jax.lax.fori_loop(lower, upper, loop.step, values, unroll=unroll)
 
-    final = jax.lax.fori_loop(lower, upper, body, loop.values, unroll=unroll)
-    return loop.finish(final)
+    return _repeated(init_val, lift, (body_fun,), how)

@@ -4,6 +4,8 @@
 What is carried keeps its Variables: the function must return the very Variables it was
 given, in the same places, and the caller's Variables hold the final values afterwards.
 Variables that a scan does not map over are carried as well, so they may be changed.
+With graph updates, streams of random keys are not: as in NNX, a stream that is not
+mapped over gives every step the same keys.
 """
 
 import functools
@@ -14,16 +16,17 @@ from typing import Any, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 
-from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.paths import show_path
 from treetap._core.trees.graphdef import GraphDef
+from treetap._core.variables.kinds import RngState
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_ref
-from treetap._core.variables.variable import Variable, raw_values
+from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.arguments import NO_STATICS, positional
 from treetap._transforms.lift.axis_names import NO_NAMES, with_names
-from treetap._transforms.lift.carry import same_carry
+from treetap._transforms.lift.carry import Carried, written_at
+from treetap._transforms.lift.kept_traces import kept
 from treetap._transforms.lift.lift import (
     Inputs,
     Inside,
@@ -34,8 +37,13 @@ from treetap._transforms.lift.lift import (
     filled,
     transform,
 )
-from treetap._transforms.lift.prefixes import StateAxes, check_prefix, values_in
-from treetap._transforms.lift.program import MAX_PROGRAMS, Key
+from treetap._transforms.lift.prefixes import (
+    StateAxes,
+    check_prefix,
+    spread,
+    values_in,
+)
+from treetap._transforms.lift.program import Key
 from treetap._transforms.lift.results import Results, as_tuple
 from treetap._transforms.lift.structure_updates import PrefixGroups
 
@@ -87,6 +95,15 @@ class _Axes:
     def carry_of(self, args: tuple[Any, ...]) -> Any:
         """The carried argument; None if there is none."""
         return None if self.carry_in is None else args[self.carry_in]
+
+    def carried_leaves(self, inputs: Inputs) -> list[int]:
+        """The leaves of the carried argument, by number."""
+        if self.carry_in is None:
+            return []
+        is_carry = tuple(n == self.carry_in for n in range(len(inputs.args)))
+        tree = {"args": is_carry, "kwargs": False}
+        flags = spread(tree, inputs.tree, "scan", "in_axes")
+        return [number for number, flag in enumerate(flags) if flag]
 
     def parted(self, out: Any) -> tuple[Any, Any]:
         """A result as (carry, what is stacked)."""
@@ -145,6 +162,7 @@ class _Step:
         source: What to rebuild the arguments from: see `Inputs.outline`.
         groups: For each leaf Carry, an axis, or None. What has None is carried too.
         fixed: Refs by number. A scan cannot carry one: it is used from outside.
+        numbers: The leaves of the carried argument, by number.
     """
 
     f: Any
@@ -152,6 +170,7 @@ class _Step:
     source: Inputs | GraphDef
     groups: PrefixGroups
     fixed: dict[int, Any]
+    numbers: list[int]
 
     def __post_init__(self) -> None:
         groups, fixed = self.groups, self.fixed
@@ -167,16 +186,30 @@ class _Step:
         values = filled(rest, mapped, len(self.of_leaf))
         inside = Inside(self.source, values, self.axes.lift)
         args = inside.tree["args"]
-        before = self.axes.carry_of(args)
-        with inside.watched():
+        carried = Carried(inside, self.axes.carry_of(args), may_move=True)
+        with inside.watched(carried.members):
             out = self.f(*args)
         after, stacked = self.axes.parted(out)
-        new = same_carry(None, before, after, "scan")
+        new, moved = carried.after(after)
+        structure = inside.structure
+        if structure is not None and any(moved):
+            structure.forget(carried.members)
         choices = {"numbers": self.others, "results": self.axes.results}
         flat, updates = inside.finish(stacked, self.groups, **choices)
         self._check_new(updates)
-        written = Written((tuple(inside.carried(self.carried).items()),))
-        return self._carry(inside, new), (flat, updates, written)
+        same = dict(zip(self.carried, carry)) if structure is not None else {}
+        same = {n: x for n, x in same.items() if self._is_broadcast_key(inside, n)}
+        changed = inside.carried(n for n in self.carried if n not in same)
+        written = Written((tuple(changed.items()),))
+        leaves = dict(enumerate(raw_values(inside.leaves)))
+        leaves |= dict(zip(self.numbers, raw_values(new))) | same
+        carry = [leaves[number] for number in self.carried]
+        return carry, (flat, updates, written, moved)
+
+    def _is_broadcast_key(self, inside: Inside, number: int) -> bool:
+        """Whether a leaf is of a random stream that all steps use as it was."""
+        is_same = self.of_leaf[number] is None
+        return is_same and isinstance(inside.leaves[number], RngState)
 
     def _check_new(self, updates: Updates) -> None:
         """Refuses new leaves in an object that is not mapped over."""
@@ -189,31 +222,22 @@ class _Step:
                     "axis with `StateAxes`."
                 )
 
-    def _carry(self, inside: Inside, new: list[Any]) -> list[Any]:
-        """New plain leaves, and the Variables' present values."""
-        plain = (leaf for leaf in new if not isinstance(leaf, Variable))
-        leaves = [*inside.leaves]
-        for number in self.carried:
-            is_plain = not isinstance(leaves[number], Variable)
-            if is_plain and self.of_leaf[number] is Carry:
-                leaves[number] = next(plain)
-        return raw_values([leaves[number] for number in self.carried])
-
 
 def _finish(inputs: Inputs, step: _Step, carry: list[Any], out: Any) -> Any:
     """Writes Variables back and puts the result together."""
-    stacked, updates, carried = out
+    stacked, updates, carried, places = out
     axes = step.axes
     pairs = zip(updates.values, step.groups.prefixes)
     moved = [_move(values, 0, axis) for values, axis in pairs]
     final = dict(zip(step.carried, carry))
     # Objects take what is left in a group; what was carried has one of its own.
-    values = (*moved, [final[number] for number, _ in carried.groups[0]])
-    groups = (*updates.written.groups, *carried.groups)
+    ends, facts = written_at(dict(carried.groups[0]), places)
+    values = (*moved, [final[number] for number in ends])
+    groups = (*updates.written.groups, facts)
     written = replace(updates.written, groups=groups)
     returned = None
     if axes.carry_in is not None:
-        returned = axes.carry_of(inputs.with_plain(final)["args"])
+        returned = axes.carry_of(inputs.with_plain(final, places)["args"])
     result = inputs.finish(axes.moved(stacked), Updates(values, written))
     return axes.joined(returned, result)
 
@@ -260,8 +284,6 @@ def scan(
     f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
     given = {"length": length, "reverse": reverse, "unroll": unroll}
     how = functools.partial(jax.lax.scan, **given, _split_transpose=_split_transpose)
-    # JAX traces a function it knows only once.
-    steps: BoundedCache[Key, _Step] = BoundedCache(MAX_PROGRAMS)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -276,8 +298,12 @@ def scan(
         key = Key(inputs.definition, NO_STATICS, (), groups)
         values = inputs.values()
         fixed = {n: x for n, x in enumerate(values) if is_ref(x)}
-        make = functools.partial(_Step, f, axes, inputs.outline(), groups, fixed)
-        step = steps.made(key, make) if key.lasts and not fixed else make()
+
+        def make(fn: Any) -> _Step:
+            numbers = axes.carried_leaves(inputs)
+            return _Step(fn, axes, inputs.outline(), groups, fixed, numbers)
+
+        step = make(f) if fixed else kept((f,), key, lift, make, axes)
         carry = [values[number] for number in step.carried]
         pairs = zip(values, step.of_leaf)  # what is mapped over has its axis in front
         mapped = [_move(x, axis, 0) for x, axis in pairs if isinstance(axis, int)]

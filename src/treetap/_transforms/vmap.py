@@ -60,7 +60,8 @@ def _mapped(
         how: JAX's transform, with all arguments but the prefixes.
         prefixes: For the positional arguments and for the result, by argument.
         nothing: The prefix of a part without leaves. If there is one, the prefixes
-            count positional arguments only.
+            count positional arguments only, and with graph updates Variables are put
+            where their prefix says even if nobody changed them.
         statics: Arguments that are part of the program.
         keeps: Whether to keep the mapped function for later calls, as it is compiled.
     """
@@ -71,7 +72,8 @@ def _mapped(
 
     def made(key: Key, source: Inputs | GraphDef) -> Callable[[Any], Any]:
         groups: Any = key.groups
-        run = functools.partial(lift.run, groups=groups, results=results)
+        keep = key.kept() if nothing is not None else ()
+        run = functools.partial(lift.run, groups=groups, results=results, keep=keep)
         # The second part stands for what is static, and has no leaves.
         updates = Updates(tuple(groups.prefixes), nothing)  # pyright: ignore[reportArgumentType] - a prefix
         ins, outs = (groups.by_leaf(),), (results.for_jax, updates)
@@ -234,7 +236,8 @@ def shard_map(
         f: The function; without it, a decorator.
         mesh: The mesh; the ambient one by default.
         in_specs: A specification, or a prefix of the positional arguments; an entry
-            stands for a whole Module.
+            stands for a whole Module. With graph updates, all Variables come back with
+            the sharding that it says; else those that were changed.
         out_specs: The same for the result.
         axis_names: As for `jax.shard_map`.
         check_vma: As for `jax.shard_map`.

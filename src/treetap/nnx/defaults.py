@@ -5,7 +5,8 @@ The functions of treetap take `graph`, and transforms `graph_updates` as well. W
 nobody gives them, `treetap` decides by its settings, whose default is tree mode. Here
 are the same settings with NNX's defaults, and `give_defaults`, by which the namespaces
 `treetap.nnx` and `treetap.nnx.compat` decide otherwise: each says once what an option
-is when a call leaves it out.
+is when a call leaves it out. A change of structure that stays inside a transform is no
+error here, and draws no warning, unless a policy was set.
 """
 
 import functools
@@ -17,7 +18,7 @@ from treetap._core import settings
 from treetap._core.variables.kinds import Param
 from treetap._train import ema, optimizer
 from treetap._transforms.lift.lift import open_signature
-from treetap._transforms.lift.structure_watch import policy_that_is_set
+from treetap._transforms.lift.structure_watch import IGNORE_UNLESS_SET
 
 M = TypeVar("M")
 Default = Callable[[], Any]
@@ -31,14 +32,6 @@ class set_graph_updates(
     settings.set_graph_updates, key="nnx_graph_updates", default=True
 ):
     """As `treetap.set_graph_updates`; on here when nobody has set it."""
-
-
-def structure_policy() -> str:
-    """What a change of structure does: what is set, else what it does in NNX.
-
-    NNX says nothing of static attributes that change inside a transform.
-    """
-    return policy_that_is_set() or "quiet"
 
 
 def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -> None:
@@ -57,7 +50,7 @@ def give_defaults(namespace: dict[str, Any], graph: Default, updates: Default) -
 
 def _modes(graph: Default, updates: Default) -> dict[str, Default]:
     modes = {"graph": graph, "graph_updates": updates}
-    return {**modes, "on_structure_change": structure_policy}
+    return {**modes, "on_structure_change": lambda: IGNORE_UNLESS_SET}
 
 
 _NNX_MODES = _modes(set_graph_mode.current_value, set_graph_updates.current_value)
@@ -77,7 +70,7 @@ def _with_modes(fn: Any, modes: dict[str, Default]) -> Any:
 
 
 def _with_defaults(
-    fn: Callable[..., Any], given: dict[str, Default]
+    fn: Callable[..., Any], given: dict[str, Callable[[], Any]]
 ) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,8 @@ def test_a_value_that_grows_in_one_branch_is_refused():
     grow, leave = changing(lambda v: v.append(one())), changing(lambda v: None)
     for branches in ((grow, leave), (leave, grow)):
         model = Model([one()])
-        with pytest.raises(tt.StructureError, match="cond: the Variable at args/0/v"):
+        place = "cond: the Variable at operands/0/v"
+        with pytest.raises(tt.StructureError, match=place):
             tt.cond(True, *branches, model)
         assert numbers(model.v.get_value()) == [1.0]
 
@@ -185,7 +186,10 @@ def with_items(change):
 @pytest.mark.parametrize("name", BRANCHING | LOOPS)
 def test_a_container_of_data_changed_in_place_is_refused(name, mode):
     way = (BRANCHING | LOOPS)[name]
-    for make, change in CONTAINERS.values():
+    carried = ("set", "set a key") if name in LOOPS else ()  # arrays of the carry
+    for each, (make, change) in CONTAINERS.items():
+        if each in carried:
+            continue
         model = Model(one(), make())
         before = jax.tree.leaves(model)
         text = r"data attribute \S*items was changed in place inside"

@@ -81,7 +81,7 @@ def test_swapped_objects_are_swapped_outside(wrap):
     wrap(swap)(model)
     assert model.a is b
     assert model.b is a
-    assert a.w.get_raw_value() is w
+    assert a.w.get_raw_value() is w or wrap is sharded
 
 
 @EVERY
@@ -296,8 +296,9 @@ def test_what_did_not_change_keeps_its_objects_and_arrays(wrap):
     assert model.a.note == 1
     found = [model.a.w, model.b.w, model.parts[0].w, model.table.n]
     assert all(one is two for one, two in zip(found, variables))
-    assert all(v.get_raw_value() is array for v, array in zip(found, arrays))
-    assert model.scale is scale
+    are_same = [v.get_raw_value() is array for v, array in zip(found, arrays)]
+    assert all(are_same) or wrap is sharded  # which puts all of them in their places
+    assert model.scale is scale or wrap is sharded
     assert model.parts is parts
 
 

@@ -24,6 +24,9 @@ Compiled functions have a way of their own, for they are called most:
 - `call_cache` makes the calls after the first one cheap.
 - `packed_calls` lets small Variables travel in one buffer.
 
+And `kept_traces` keeps what `cond`, `scan`, the other loops and `remat` give to JAX, so
+that it traces a function once.
+
 It imports `_core`, and of `_capture` what tells whether somebody listens. The
 transforms import it; so do the parts of `_observe`, `_report` and `nnx` that take
 arguments apart as a transform does.

@@ -6,20 +6,22 @@ to an object as a State of it when structure may change. How the choice is writt
 checked, and how such a State is made, stands here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from treetap._core.errors import StructureError
+from treetap._core.paths import Path
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.filters import Filter
 from treetap._core.trees.flatten import take_apart
 from treetap._core.trees.state import State, flat_items, nested
-from treetap._transforms.lift.lift import Lift
-from treetap._transforms.lift.prefixes import PrefixFilter
+from treetap._core.variables.variable import Variable
+from treetap._transforms.lift.lift import Inputs, Lift
+from treetap._transforms.lift.prefixes import PrefixFilter, spread
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,12 @@ class DiffState:
 
 
 def chosen_by(filter: Filter) -> PrefixFilter:
-    """A prefix that chooses the Variables a filter takes."""
-    return PrefixFilter([(filter, True), (..., False)])
+    """A prefix that chooses the Variables a filter takes, and what is in no object."""
+    return PrefixFilter([(_is_outside, True), (filter, True), (..., False)])
+
+
+def _is_outside(path: Path, leaf: Any) -> bool:
+    return not path
 
 
 def holds_objects(value: Any) -> bool:
@@ -84,19 +90,52 @@ def positions_of(
     return positions
 
 
-def states_of(tree: Any, wanted: dict[int, Any]) -> Any:
-    """A tree in which each object is replaced by the State of some of its Variables.
+def active_leaves(inputs: Inputs, chosen: Sequence[Any], argument: str) -> list[bool]:
+    """Whether each leaf of a call is differentiated.
+
+    All ways to a shared Variable must lead through arguments that are, or through
+    arguments that are not. If a filter decides, it sees the first way.
 
     Args:
-        tree: The caller's tree.
-        wanted: What to put for a leaf, by identity; others are left out.
+        inputs: The arguments.
+        chosen: For each positional argument a flag, or a filter from `chosen_by`.
+        argument: The name of what chooses them, for messages.
     """
 
+    def spread_over(flags: Iterable[Any], is_first: bool) -> list[bool]:
+        tree = {inputs.lift.label: tuple(flags), "kwargs": False}
+        return spread(tree, inputs.tree, inputs.name, argument, is_first)
+
+    found = spread_over(map(bool, chosen), False)
+    has_filters = any(isinstance(x, PrefixFilter) for x in chosen)
+    return spread_over(chosen, True) if has_filters else found
+
+
+def states_of(tree: Any, kept: Container[int] | None = None) -> Any:
+    """A tree in which each object is replaced by the State of its Variables.
+
+    A Variable that is shared stands in the first place only; in others there is an
+    empty State.
+
+    Args:
+        tree: The tree.
+        kept: Which leaves to keep, by identity; all Variables by default.
+    """
+    met = set[int]()
+
+    def is_wanted(leaf: Any) -> bool:
+        is_variable = isinstance(leaf, Variable)
+        is_again = is_variable and id(leaf) in met
+        met.add(id(leaf))
+        return not is_again and (is_variable if kept is None else id(leaf) in kept)
+
     def state_of(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return wanted.get(id(value), value)
-        _, state = take_apart(value, True, "grad")
-        pairs = [(path, wanted.get(id(leaf))) for path, leaf in flat_items(state)]
-        return State(nested(pair for pair in pairs if pair[1] is not None))
+        if isinstance(value, Node):
+            _, state = take_apart(value, True, "grad")
+            pairs = flat_items(state)
+            return State(nested(pair for pair in pairs if is_wanted(pair[1])))
+        is_again = isinstance(value, Variable) and id(value) in met
+        met.add(id(value))
+        return State({}) if is_again else value
 
     return jax.tree.map(state_of, tree, is_leaf=is_object)

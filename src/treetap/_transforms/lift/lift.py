@@ -60,6 +60,7 @@ from treetap._transforms.lift.structure_updates import (
     StructureUpdates,
     apply,
     is_captured,
+    refuse_captured,
 )
 from treetap._transforms.lift.structure_watch import (
     Policy,
@@ -93,26 +94,32 @@ class Lift:
         mode: How it sees its arguments.
         policy: What it does about changes of structure that would be lost; None for
             what is set for the block or the process.
+        label: What it calls its positional arguments; paths in messages begin with it.
+        copies: Whether what was made outside may be returned, for the result is a copy.
     """
 
     name: str
     mode: Mode
     policy: Policy | None = None
+    label: str = "args"
+    copies: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_policy(self.policy)
 
     @classmethod
-    def of(cls, name: str, options: Options, kind: Any = Options) -> "Lift":
+    def of(
+        cls, name: str, options: Options, kind: Any = Options, label: str = "args"
+    ) -> "Lift":
         """The lift of a transform with these options; settings decide what is left."""
         refuse_unknown(name, options, kind.__annotations__)
         mode = resolve_mode(options.get("graph"), options.get("graph_updates"))
-        return cls(name, mode, options.get("on_structure_change"))
+        return cls(name, mode, options.get("on_structure_change"), label)
 
     def inputs(self, args: Any, kwargs: Any) -> "Inputs":
         """The arguments of a call, labelled for messages and taken apart."""
-        return Inputs({"args": args, "kwargs": kwargs}, self)
+        return Inputs({self.label: args, "kwargs": kwargs}, self)
 
     def run(
         self,
@@ -136,7 +143,7 @@ class Lift:
         """
         inside = Inside(source, values, self)
         with inside.watched():
-            out = fn(*inside.tree["args"], **inside.tree["kwargs"])
+            out = fn(*inside.tree[self.label], **inside.tree["kwargs"])
         return inside.finish(out, groups, **choices)
 
     def abstract(self, fn: Callable[..., Any], inputs: "Inputs") -> Any:
@@ -232,12 +239,14 @@ class Written:
         has_flat_parts: Whether a part of the result is a `FlatPart`.
         refs: Variables with a Ref that got metadata: their numbers, and those. The
             value of a Ref is changed where it is, and need not come out.
+        idle: Which of `objects` nobody changed.
     """
 
     groups: tuple[tuple[tuple[int, Any], ...], ...]
     objects: tuple[ObjectUpdate, ...] = ()
     has_flat_parts: bool = True
     refs: tuple[tuple[int, Any], ...] = ()
+    idle: frozenset[int] = frozenset()
 
     def __hash__(self) -> int:
         return hash(frozenset(self.numbers()))
@@ -286,6 +295,11 @@ class Inputs:
         members = walk.members if lift.mode is Mode.UPDATES else ()
         self.owners: dict[int, Any] = dict(enumerate(members))
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        return self.tree[self.lift.label]
+
     def values(self) -> list[Any]:
         """The raw values for JAX."""
         return raw_values(self.leaves)
@@ -324,17 +338,27 @@ class Inputs:
         leaves = parts.all(jax.eval_shape(list, parts.handled(values)))
         return Inputs(regrow(self.definition, leaves)[0], self.lift)
 
-    def with_plain(self, values: Mapping[int, Any]) -> Any:
+    def with_plain(self, values: Mapping[int, Any], moved: Any = ((), ())) -> Any:
         """The arguments with other plain values, where there are some, by number.
 
         Around the caller's Variables are new objects; with graph updates, the caller's
         own.
+
+        Args:
+            values: The values.
+            moved: What of the caller's stands in another place: see `carry.Moved`.
         """
-        leaves = [
-            leaf if isinstance(leaf, Variable) else values.get(number, leaf)
-            for number, leaf in enumerate(self.leaves)
-        ]
-        owned = {n: x for n, x in self.owners.items() if isinstance(x, Node)}
+        places, nodes = map(dict, moved)
+
+        def placed(number: int, leaf: Any) -> Any:
+            place = places.get(number, number)
+            if isinstance(leaf, Variable) and place is not None:
+                return self.leaves[place]
+            return values.get(number, leaf)
+
+        leaves = [placed(number, leaf) for number, leaf in enumerate(self.leaves)]
+        owned = {n: self.owners.get(nodes.get(n, n)) for n in self.owners}
+        owned = {n: x for n, x in owned.items() if isinstance(x, Node)}
         return regrow(self.definition, leaves, owners=owned)[0]
 
     def finish(self, out: Any, updates: Updates) -> Any:
@@ -466,10 +490,16 @@ class Inside:
             if isinstance(source, Inputs):
                 put_in_place(source.tree, self.tree)
 
-    def watched(self) -> StructureWatch:
-        """A block in which changes of structure that would be lost are noticed."""
+    def watched(self, carried: Collection[Any] = ()) -> StructureWatch:
+        """A block in which changes of structure that would be lost are noticed.
+
+        Args:
+            carried: Objects whose data are handed on to the next step of a loop.
+        """
         policy = self.lift.policy if self.structure is None else "ignore"
-        return StructureWatch(self.nodes, self.definition, self.name, policy)
+        watch = StructureWatch(self.nodes, self.definition, self.name, policy)
+        watch.carried = set(map(id, carried))
+        return watch
 
     def check_output(self, out: Any) -> None:
         """Refuses input Variables, captured ones and, in a tree, duplicates."""
@@ -479,7 +509,8 @@ class Inside:
         for path, value in () if is_clear else places({"out": out}):
             if id(value) in own:
                 raise refuse_returned(self.name, {**self.tree, "out": out}, value)
-            if isinstance(value, Variable) and is_captured(value):
+            is_refused = isinstance(value, Variable) and not self.lift.copies
+            if is_refused and is_captured(value):
                 raise StructureError(
                     f"{self.name}: Cannot return captured Variable: the "
                     f"{type(value).__name__} at {show_path(path)} was made outside the "
@@ -537,7 +568,7 @@ class Inside:
         keep: Collection[int] = (),
         numbers: Iterable[int] | None = None,
         results: Results = WHOLE,
-        idle: set[int] | None = None,
+        all_objects: bool = False,
     ) -> tuple[Any, Updates]:
         """The result as JAX can carry it, and the values to carry out beside it.
 
@@ -547,9 +578,10 @@ class Inside:
             keep: Leaves, by number, that come out even if nobody changed them.
             numbers: The leaves that may come out; all by default.
             results: Where the results lie.
-            idle: If given, all objects come out, with all of their leaves; and the
-                numbers of those that nobody changed are added to this set.
+            all_objects: Whether all objects come out, with all of their leaves, also
+                those that nobody changed.
         """
+        idle: set[int] | None = set() if all_objects else None
         count = len(groups.prefixes) if groups else 1
         of_leaf = groups.of_leaf if groups else [0] * len(self.leaves)
         # Refs are a group of their own, the last one, which does not come out.
@@ -575,9 +607,11 @@ class Inside:
                 work = structure.spread(groups, "the out prefix")
         flat = results.flatten(out, walk, work)
         if structure is not None:
-            structure.refuse_captured(walk)
+            new = () if self.lift.copies else walk.members[len(structure.members) :]
+            refuse_captured(new, self.name)
         *by_group, refs = map(tuple, written)
-        note = Written(tuple(by_group), tuple(objects), has_flat_parts(flat), refs)
+        rest = has_flat_parts(flat), refs, frozenset(idle or ())
+        note = Written(tuple(by_group), tuple(objects), *rest)
         return flat, Updates(tuple(values[:count]), note)
 
 

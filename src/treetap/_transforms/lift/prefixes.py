@@ -25,7 +25,7 @@ from treetap._core.trees.split import map as map_leaves
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.variable import Variable
 
-FOLLOWED = (tuple, list, dict, Node)  # where a prefix goes on inside
+FOLLOWED = (tuple, list, dict, State, Node)  # where a prefix goes on inside
 
 
 @dataclass(init=False, repr=False, slots=True, unsafe_hash=True)
@@ -95,10 +95,11 @@ class Rule(NamedTuple):
     start: int
 
     def at(self, path: Path, leaf: Any, name: str) -> Any:
-        """The prefix of a leaf."""
+        """The prefix of a leaf. Outside all objects a filter sees an empty path."""
         if not isinstance(self.prefix, PrefixFilter):
             return self.prefix
-        return _rule_for(self.prefix, path[max(self.start, 0) :], leaf, name)
+        inner = path[self.start :] if self.start >= 0 else ()
+        return _rule_for(self.prefix, inner, leaf, name)
 
 
 class Spread:
@@ -111,11 +112,14 @@ class Spread:
             first. It may be met again, by another way, with the same prefix only.
         entered: What was entered so far, by identity; its leaves count once.
         active: What the walk is inside of, by identity, and does not enter again.
+        is_first: Whether the first prefix of a Variable counts, instead of there being
+            only one.
     """
 
-    def __init__(self, name: str, argument: str):
+    def __init__(self, name: str, argument: str, is_first: bool = False):
         self.name = name
         self.argument = argument
+        self.is_first = is_first
         self.values: list[Any] = []
         self.owners: dict[int, tuple[Rule, Path]] = {}
         self.known: dict[int, tuple[Path, Any]] = {}
@@ -180,10 +184,10 @@ class Spread:
         if first is None:
             self.known[id(variable)] = (path, prefix)
             self.values.append(prefix)
-        elif first[1] != prefix:
+        elif first[1] != prefix and not self.is_first:
             raise AliasError(
-                f"{self.name}: Inconsistent aliasing detected: the same "
-                f"{type(variable).__name__} gets different values of "
+                f"{self.name}: Inconsistent aliasing detected: Duplicate "
+                f"{type(variable).__name__}, with different values of "
                 f"`{self.argument}`:\n  {show_path(first[0])}: {first[1]}\n"
                 f"  {show_path(path)}: {prefix}\nGive all places the same value, or "
                 "pass copies."
@@ -225,9 +229,11 @@ class PrefixGroups:
         return [self.prefixes[group] for group in self.of_leaf]
 
 
-def spread(prefix: Any, value: Any, name: str, argument: str) -> list[Any]:
+def spread(
+    prefix: Any, value: Any, name: str, argument: str, is_first: bool = False
+) -> list[Any]:
     """One prefix value for each leaf below `value`, in the order of `take_leaves`."""
-    work = Spread(name, argument)
+    work = Spread(name, argument, is_first)
     work.follow(prefix, value, ())
     return work.values
 

@@ -20,6 +20,7 @@ from treetap._core.trees.attributes import is_object
 from treetap._core.trees.build import regrow
 from treetap._core.trees.flatten import Flattening, take_leaves
 from treetap._core.trees.graphdef import GraphDef
+from treetap._core.variables.values import is_ref
 from treetap._core.variables.variable import raw_values
 from treetap._transforms.lift.prefixes import (
     Spread,
@@ -100,16 +101,23 @@ class Results:
                 prefixes = distinct(values_in(prefix))
                 return _flat(part, walk, prefixes, work.values[before:])
             return jax.tree.map(
-                lambda x: _flat(x, walk) if is_object(x) else x, part, is_leaf=is_object
+                lambda x: _flat(x, walk) if _has_identity(x) else x,
+                part,
+                is_leaf=is_object,
             )
 
         return jax.tree.map(flatten, self.prefix, out, is_leaf=is_entry)
 
 
+def _has_identity(value: Any) -> bool:
+    """Whether a part of a result may be one of the arguments itself."""
+    return is_object(value) or is_ref(value)
+
+
 def _is_plain(out: Any, walk: Flattening) -> bool:
     """Whether a result is a tree that shares nothing with itself or the arguments."""
     if walk.graph is Mode.UPDATES:
-        return not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object)))
+        return not any(map(_has_identity, jax.tree.leaves(out, is_leaf=is_object)))
     try:
         take_leaves(out, False, walk.name)
     except (AliasError, StructureError):

@@ -127,6 +127,11 @@ class StructureUpdates:
                     values[place].append(value)
             yield ObjectUpdate(spec, tuple(kept))
 
+    def forget(self, members: Iterable[Any]) -> None:
+        """Leaves objects out that somebody else cares for."""
+        gone = set(map(id, members))
+        self.nodes = {n: x for n, x in self.nodes.items() if id(x) not in gone}
+
     def _places(self, number: int, groups: PrefixGroups, work: Spread) -> list[int]:
         """The group of each leaf of a changed object, by the object's own prefix."""
         before = len(work.values)
@@ -143,16 +148,16 @@ class StructureUpdates:
         work.known |= {id(self.members[n]): met for n, met in groups.known.items()}
         return work
 
-    def refuse_captured(self, walk: Flattening) -> None:
-        """Refuses Variables and objects that were made outside the function."""
-        for member in walk.members[len(self.members) :]:
-            if is_captured(member):
-                raise StructureError(
-                    f"{self.name}: Cannot extract graph node from different trace "
-                    f"level: a {type(member).__name__} made outside the function was "
-                    "returned, or put into an argument. Pass it as an argument, or use "
-                    "its value."
-                )
+
+def refuse_captured(members: Iterable[Any], name: str) -> None:
+    """Refuses Variables and objects that were made outside the function."""
+    for member in members:
+        if is_captured(member):
+            raise StructureError(
+                f"{name}: Cannot extract graph node from different trace level: a "
+                f"{type(member).__name__} made outside the function was returned, or "
+                "put into an argument. Pass it as an argument, or use its value."
+            )
 
 
 def is_captured(member: Any) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import is_not
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 from jax.tree_util import all_leaves
@@ -38,10 +38,13 @@ from treetap._core.trees.graphdef import GraphDef, objects_in
 from treetap._core.trees.pytree import attributes_of, flat_of
 from treetap._core.variables.metadata import MISSING
 
-Policy = Literal["error", "quiet", "warn", "ignore"]
+Policy = Literal["error", "warn", "ignore"]
 
 _policy: ContextVar[Policy | None] = ContextVar("on_structure_change", default=None)
 _process: list[Policy | None] = [None]
+
+# What a namespace asks for that says nothing unless somebody has set a policy.
+IGNORE_UNLESS_SET: Any = "ignore unless set"
 
 
 def set_structure_policy(policy: Policy | None) -> None:
@@ -49,9 +52,8 @@ def set_structure_policy(policy: Policy | None) -> None:
 
     Args:
         policy: `"error"` refuses changed data attributes and warns of static ones,
-            `"quiet"` refuses the first and says nothing of the second, `"warn"` warns
-            of both, `"ignore"` says nothing. Where none is set it is `"error"`, and in
-            `treetap.nnx` `"quiet"`; None goes back to that.
+            `"warn"` warns of both, `"ignore"` says nothing. None, as at first: an
+            error, and in `treetap.nnx` nothing, as in NNX.
     """
     if policy is not None:
         check_policy(policy)
@@ -60,16 +62,11 @@ def set_structure_policy(policy: Policy | None) -> None:
 
 def check_policy(policy: Any) -> None:
     """Refuses what is no policy."""
-    if policy not in get_args(Policy):
+    if policy not in ("error", "warn", "ignore", IGNORE_UNLESS_SET):
         raise ValueError(
-            "A policy for changes of structure is 'error', 'quiet', 'warn' or "
-            f"'ignore', not {policy!r}."
+            "A policy for changes of structure is 'error', 'warn' or 'ignore', not "
+            f"{policy!r}."
         )
-
-
-def policy_that_is_set() -> Policy | None:
-    """The policy set for the block, or else for the process; None where none is."""
-    return _policy.get() or _process[0]
 
 
 @contextmanager
@@ -81,6 +78,14 @@ def structure_policy(policy: Policy) -> Iterator[None]:
         yield
     finally:
         _policy.reset(token)
+
+
+def policy_for(policy: Policy | None) -> Policy:
+    """The policy that holds now for a transform that asks for this one."""
+    if policy is not None and policy != IGNORE_UNLESS_SET:
+        return policy
+    unset: Policy = "error" if policy is None else "ignore"
+    return _policy.get() or _process[0] or unset
 
 
 class StructureWatch:
@@ -97,10 +102,11 @@ class StructureWatch:
         self, nodes: list[Any], definition: GraphDef, name: str, policy: Policy | None
     ):
         self.name = name
-        self.policy: Policy = policy or policy_that_is_set() or "error"
+        self.policy = policy_for(policy)
         self.definition = definition
         self.nodes = [] if self.policy == "ignore" else nodes
         self.flats = list(map(flat_of, self.nodes))
+        self.carried: set[int] = set()  # whose data are carried: objects, by identity
         # An object drops its children when it is changed; of one that does not, the
         # attributes are kept.
         self.kept = {
@@ -133,8 +139,16 @@ class StructureWatch:
                 self._compare(path, number)
             for key, child, leaves, structure in self.contents.get(number, ()):
                 found, after = jax.tree.flatten(child, is_leaf=is_object)
-                if structure != after or any(map(is_not, found, leaves)):
+                new = [pair for pair in zip(leaves, found) if is_not(*pair)]
+                is_lost = new and not self._are_carried(number, *new)
+                if structure != after or is_lost:
                     self._refuse(show_path((*path, key)), "was changed in place")
+
+    def _are_carried(self, number: int, *pairs: tuple[Any, Any]) -> bool:
+        """Whether a loop hands on what came in place of something: plain arrays."""
+        parts = jax.tree.leaves(pairs, is_leaf=is_object)
+        is_plain = not any(is_object(x) or x is MISSING for x in parts)
+        return id(self.nodes[number]) in self.carried and is_plain
 
     def _compare(self, path: Path, number: int) -> None:
         """Reports what became of the attributes of one object."""
@@ -151,9 +165,11 @@ class StructureWatch:
             if old is new or (id(node), key) in self.noted:
                 continue
             if key in data:
+                if self._are_carried(number, (old, new)):
+                    continue
                 what = "was replaced" if new is not MISSING else "was removed"
                 self._refuse(where, "was created" if old is MISSING else what)
-            elif self.policy != "quiet" and old != new:
+            elif old != new:
                 text = f"{self.name}: the static attribute {where} changed inside the "
                 text += "function; the change stays inside."
                 warnings.warn(text, UserWarning, stacklevel=3)
