@@ -253,9 +253,9 @@ def test_suppressions_name_their_rule_and_reason():
 
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
-    ("_core", "_modules", "_transforms", "nnx"): 7_841,
-    ("_capture", "_observe", "edits"): 5_923,
-    ("",): 21_728,
+    ("_core", "_modules", "_transforms", "nnx"): 8_602,
+    ("_capture", "_observe", "edits"): 5_354,
+    ("",): 22_051,
 }
 
 
