@@ -937,14 +937,12 @@ def test_plain_jit_with_the_module_as_argument_works():
 
 
 def test_hijax_variables_are_refused_and_not_lost():
-    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="hijax"):
+    with pytest.raises(ValueError, match="hijax"):
         nnx.var_defaults(hijax=True)
 
 
 def test_captures_work_when_variables_are_refs():
-    with pytest.warns(DeprecationWarning, match="var_defaults"):
-        refs = nnx.var_defaults(ref=True)
-    with refs:
+    with nnx.var_defaults(ref=True):
         model = WeightedSower()
         out, state = tt.capture(model, tt.Intermediate)(jnp.array(3.0))
         _, zeros = tt.capture(Perturber(), tt.Perturbation)(jnp.array(3.0))

@@ -107,13 +107,10 @@ def test_registering_can_be_a_decorator():
     assert kinds.kind_of_name("odds") is Odd
 
 
-def test_the_public_names_warn():
+def test_the_public_names_say_nothing():
     class Odd(tt.Variable):
         pass
 
-    with pytest.warns(DeprecationWarning, match="`variable_type_from_name`"):
-        assert nnx.variable_type_from_name("params") is tt.Param
-    with pytest.warns(DeprecationWarning, match="`variable_name_from_type`"):
-        assert nnx.variable_name_from_type(tt.Param) == "params"
-    with pytest.warns(DeprecationWarning, match="`register_variable_name`"):
-        assert nnx.register_variable_name("odds", Odd) is Odd
+    assert nnx.variable_type_from_name("params") is tt.Param
+    assert nnx.variable_name_from_type(tt.Param) == "params"
+    assert nnx.register_variable_name("odds", Odd) is Odd
