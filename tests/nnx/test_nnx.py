@@ -185,10 +185,8 @@ def test_transforms_carry_structure_out_by_default(name):
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_settings_turn_graph_updates_off(name):
     model = Tied()
-    with (
-        nnx.set_graph_updates(False),
-        pytest.warns(UserWarning, match=r"static attribute .*note"),
-    ):
+    with nnx.set_graph_updates(False), warnings.catch_warnings():
+        warnings.simplefilter("error")
         DEFAULTS[name](model)
     assert not hasattr(model, "note")
     with nnx.set_graph_mode(False), pytest.raises(tt.AliasError):
