@@ -215,7 +215,7 @@ def test_loops_return_the_callers_variables(mode, steps):
         assert (int(out["count"]), float(out["x"])) == (steps, 2.0**steps)
 
 
-@ALL_MODES
+@SIMPLE_MODES
 def test_loops_refuse_another_variable_in_the_same_place(mode):
     pair = (tt.Param(jnp.array(1.0)), tt.Param(jnp.array(2.0)))
     match = "fori_loop Variable identity must be preserved"

@@ -145,8 +145,9 @@ def test_a_value_that_grows_in_one_branch_is_refused():
     grow, leave = changing(lambda v: v.append(one())), changing(lambda v: None)
     for branches in ((grow, leave), (leave, grow)):
         model = Model([one()])
-        place = "cond: the Variable at operands/0/v"
-        with pytest.raises(tt.StructureError, match=place):
+        with pytest.raises(
+            tt.StructureError, match="cond: the Variable at operands/0/v"
+        ):
             tt.cond(True, *branches, model)
         assert numbers(model.v.get_value()) == [1.0]
 

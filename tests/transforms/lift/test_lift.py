@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import treetap as tt
 from modes import ALL_MODES, GRAPH_MODES, SIMPLE_MODES, UPDATES
 from small_models import Scaled
-from treetap._transforms import scan as _scanning
+from treetap._transforms.lift import kept_traces
 from treetap._transforms.lift.lift import Updates, Written
 
 
@@ -61,6 +61,9 @@ CALLS = {
     "eval_shape": lambda f, a, b, **mode: tt.eval_shape(f, a, b, **mode),
 }
 EVERY = pytest.mark.parametrize("name", CALLS)
+# What they call their arguments. `eval_shape` gives copies, so it may return anything.
+LABELS = {"vjp": "primals", "cond": "operands", "switch": "operands"}
+WITHOUT_COPIES = [name for name in CALLS if name != "eval_shape"]
 
 
 @EVERY
@@ -72,8 +75,9 @@ def test_a_variable_given_twice_is_refused_with_both_paths_and_remedies(name):
     assert name in text
     assert "found at paths" in text
     assert "does not support Variable aliasing" in text
-    assert "args/0" in text
-    assert "args/1" in text
+    label = LABELS.get(name, "args")
+    assert f"{label}/0" in text
+    assert f"{label}/1" in text
     assert "clone" in text
     assert "graph=True" in text
 
@@ -110,12 +114,12 @@ def test_transforms_that_only_look_refuse_shared_inputs_in_both_modes(name, mode
 def test_an_input_variable_may_not_be_returned(name, mode):
     with pytest.raises(ValueError, match="Duplicate Param") as caught:
         CALLS[name](lambda a, b: {"r": a}, tt.Param(ones()), ones(), **mode)
-    assert "args/0" in str(caught.value)
+    assert f"{LABELS.get(name, 'args')}/0" in str(caught.value)
     assert re.search("out/.*r", str(caught.value))
 
 
 @SIMPLE_MODES
-@EVERY
+@pytest.mark.parametrize("name", WITHOUT_COPIES)
 def test_a_captured_variable_may_not_be_returned(name, mode):
     outer = tt.Param(ones())
     with pytest.raises(ValueError, match="Cannot return captured Variable") as caught:
@@ -143,7 +147,7 @@ def test_with_graph_updates_an_input_variable_is_returned_as_itself(name):
         np.testing.assert_array_equal(given[...], 2 * ones())
 
 
-@EVERY
+@pytest.mark.parametrize("name", WITHOUT_COPIES)
 def test_with_graph_updates_a_captured_variable_may_not_be_returned(name):
     outer = tt.Param(ones())
     text = "Cannot extract graph node from different trace level"
@@ -282,12 +286,19 @@ def renew(carry):
 def test_a_carry_keeps_its_variables(name, body, mode):
     carry = (tt.Param(ones()), tt.Param(ones()))
     calls = {
-        "scan": lambda: tt.scan(lambda c, x: (body(c), x), **mode)(carry, ones()),
+        "scan": lambda: tt.scan(lambda c, x: (body(c), x), **mode)(carry, ones(2)),
         "while_loop": lambda: tt.while_loop(lambda c: False, body, carry, **mode),
         "fori_loop": lambda: tt.fori_loop(0, 2, lambda i, c: body(c), carry, **mode),
     }
-    with pytest.raises(ValueError, match=f"{name} Variable identity must be preserved"):
-        calls[name]()
+    if mode is UPDATES and name != "while_loop":  # they may change places there
+        out = calls[name]()
+        one, two = out[0] if name == "scan" else out
+        places = [one is carry[0], two is carry[0], one is carry[1], two is carry[1]]
+        assert places == [False, body is swap, body is swap, body is renew]
+    else:
+        text = f"{name} Variable identity must be preserved"
+        with pytest.raises(ValueError, match=text):
+            calls[name]()
 
 
 PREFIXED = {
@@ -395,7 +406,7 @@ def test_a_scan_sees_a_static_value_that_changed():
 
 
 def test_a_scan_remembers_no_more_structures_than_a_number(monkeypatch):
-    monkeypatch.setattr(_scanning, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(kept_traces, "MAX_KEPT", 2)
     traces = []
 
     def step(carry, x):

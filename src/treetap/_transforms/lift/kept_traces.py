@@ -23,10 +23,10 @@ import jax
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.trees.attributes import is_object
 from treetap._transforms.lift.lift import Lift
-from treetap._transforms.lift.program import Key
+from treetap._transforms.lift.program import MAX_PROGRAMS, Key
 from treetap._transforms.lift.structure_watch import policy_for
 
-MAX_KEPT = 16  # for one function
+MAX_KEPT = MAX_PROGRAMS  # for one function
 
 T = TypeVar("T")
 
