@@ -403,3 +403,24 @@ def test_statistics_are_not_rounded_before_they_are_used():
     for found in (trained, layer(x, use_running_average=True)):
         assert found.dtype == jnp.bfloat16
         close(found.astype(jnp.float32), expected, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "expected"),
+    [
+        (tt.BatchNorm, {}, [(2, 3), (3,), (3,), (3,), (3,)]),
+        (tt.BatchNorm, {"use_bias": False}, [(2, 3), (3,), (3,), (3,), None]),
+        (tt.LayerNorm, {"use_scale": False}, [(2, 3), None, (3,)]),
+        (tt.RMSNorm, {}, [(2, 3), (3,)]),
+    ],
+)
+def test_what_a_replaced_promotion_is_called_with(cls, options, expected):
+    shapes = []
+
+    def half(values, *, dtype=None):
+        shapes.append([None if x is None else x.shape for x in values])
+        return tuple(None if x is None else x.astype(jnp.float16) for x in values)
+
+    layer = made(cls, 3, promote_dtype=half, **options)
+    assert layer(array(2, 3)).dtype == jnp.float16
+    assert shapes == [expected]

@@ -80,6 +80,9 @@ def _mean(x: jax.Array, axes: Sequence[int], mask: Any) -> jax.Array:
 class Normalizing(Layer):
     """Base of layers that normalize: how moments are taken, and what follows them."""
 
+    # What a replaced `promote_dtype` is called with, after the inputs, as NNX does.
+    _promoted_together = ("scale", "bias")
+
     feature_axes: int | tuple[int, ...]  # but for `BatchNorm` and `GroupNorm`
     reduction_axes: Any  # of `LayerNorm`, `RMSNorm` and `GroupNorm`
     scale: Param[Any] | None
@@ -151,7 +154,7 @@ class Normalizing(Layer):
         """
         mean, var = moments
         scale, bias = held(self.scale), held(self.bias)
-        dtype = self._result_dtype((inputs, scale, bias))
+        dtype = self._result_dtype(inputs, scale, bias)
         factor = lax.rsqrt(var + jnp.asarray(self.epsilon, var.dtype))
         if scale is not None:
             factor = factor * jnp.reshape(jnp.asarray(scale, factor.dtype), shape)
@@ -160,10 +163,12 @@ class Normalizing(Layer):
             y = y + jnp.reshape(jnp.asarray(bias, y.dtype), shape)
         return y.astype(dtype)
 
-    def _result_dtype(self, values: tuple[Any, ...]) -> Dtype:
+    def _result_dtype(self, *values: Any) -> Dtype:
         """Return the dtype of the outputs; a replaced `promote_dtype` decides it."""
         if self.promote_dtype is not default_promote:
-            return self.promote_dtype(values, dtype=self.dtype)[0].dtype
+            others = (held(getattr(self, name)) for name in self._promoted_together)
+            given = (values[0], *others)
+            return self.promote_dtype(given, dtype=self.dtype)[0].dtype
         return common_dtype(values) if self.dtype is None else self.dtype
 
     def _feature_shape(self, x: jax.Array, axes: Axes) -> list[int]:
@@ -217,6 +222,8 @@ class BatchNorm(Normalizing):
         >>> layer.mean[...]
         Array([0.2, 0.4], dtype=float32)
     """
+
+    _promoted_together = ("mean", "var", "scale", "bias")
 
     def __init__(
         self,
@@ -391,6 +398,8 @@ class RMSNorm(Normalizing):
         >>> tt.RMSNorm(2, rngs=tt.Rngs(0))(jnp.array([[3.0, 3.0]])).round(2)
         Array([[1., 1.]], dtype=float32)
     """
+
+    _promoted_together = ("scale",)
 
     def __init__(
         self,
