@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import checkify as jax_checkify
 
 import treetap as tt
-from modes import ALL_MODES, GRAPH_MODES
+from modes import ALL_MODES, GRAPH_MODES, UPDATES
 from transform_cases import (
     CASES,
     KINDS,
@@ -47,7 +47,9 @@ def test_the_result_and_the_writes_are_those_of_the_pure_program(case, kind, mod
     for name, variable in variables(model).items():
         assert variable is objects[name]
         np.testing.assert_allclose(variable[...], values[name], rtol=1e-5)
-        if name not in changed:
+        # With graph updates shard_map puts all of them where its specs say.
+        is_placed = mode is UPDATES and case is CASES["shard_map"]
+        if name not in changed and not is_placed:
             assert variable.get_raw_value() is before[name]
     assert model.w.get_metadata().get("role") == (
         "seen" if kind == "metadata" else None
