@@ -280,8 +280,7 @@ class MultiHeadAttention(Layer):
         decode = self.decode if decode is None else decode
         step = decoded(self, query, key, value, mask) if decode else None
         if step is not None:
-            if input_positions is None:
-                input_positions = self._positions(step)
+            input_positions = self._positions(step, input_positions)
             key, value, mask = step.keys, step.values, step.seen
         elif self.attention_fn is dot_product_attention:
             # What attention would refuse, before a key is drawn, and saying where.
@@ -310,10 +309,10 @@ class MultiHeadAttention(Layer):
         step.write(self)
         return out if step.has_room is True else jnp.where(step.has_room, out, jnp.nan)
 
-    def _positions(self, step: Any) -> Any:
-        """Where a query that is decoded stands, if the attention wants to know."""
-        if not has_rope(self.attention_fn):
-            return None
+    def _positions(self, step: Any, given: Any) -> Any:
+        """Where a query that is decoded stands: as given, or if attention asks."""
+        if given is not None or not has_rope(self.attention_fn):
+            return given
         place = step.following - jnp.asarray(step.has_room, jnp.int32)
         return jnp.reshape(place, (1,))
 

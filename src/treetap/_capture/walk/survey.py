@@ -60,7 +60,7 @@ class Taps(Survey):
 
     def __init__(self, jaxpr: Any):
         super().__init__()
-        self.is_forward = jax_compat.holds(jaxpr, linear_p)
+        self.is_forward = False
         self.handed_on: list[tuple[int, int]] = []
         # By variable, of which spots it may hold the ticket, and which input it may be:
         # input n is the number ~n, which is negative.
@@ -70,6 +70,8 @@ class Taps(Survey):
                 self.taps[n] = len(self.spots)
                 self._add(eqn, [spot_of(eqn.primitive, eqn.params, eqn.invars)])
                 continue
+            if eqn.primitive is linear_p or _is_forward_in(eqn):
+                self.is_forward = True
             inner, seen = spots_below(eqn.primitive, eqn.params)
             start = len(self.spots)
             if inner:
@@ -113,6 +115,13 @@ class Taps(Survey):
         for n, source in pairs:
             held = self._held_by(eqn.invars[source])
             self._held.setdefault(eqn.outvars[n], set()).update(held)
+
+
+def _is_forward_in(eqn: Any) -> bool:
+    """Whether something marked is differentiated forward inside an operation."""
+    return not is_plain(eqn.primitive, eqn.params) and any(
+        taps_in(body.jaxpr).is_forward for body in jax_compat.bodies_in(eqn.params)
+    )
 
 
 S = TypeVar("S", bound=Survey)
@@ -164,6 +173,7 @@ def handed_on(
         # What JAX does with tickets on the way: it selects, slices, broadcasts.
         tickets = [n for n, result in enumerate(results) if is_like_ticket(result)]
         yield from itertools.product(tickets, range(count))
+        return
     for body in operation_of(primitive, params).bodies(params):
         for n, source in taps_in(body.jaxpr).handed_on:
             if n < len(results):
@@ -195,6 +205,9 @@ def spots_below(
     seen: list[Spot] = []
     if is_plain(primitive, params):
         return inner, seen
+    held = list(jax_compat.bodies_in(params))
+    if not any(taps_in(body.jaxpr).spots for body in held):
+        return inner, seen
     operation = operation_of(primitive, params)
     wrap = operation.wrap(params)
     for number, body in enumerate(operation.bodies(params)):
@@ -208,7 +221,7 @@ def spots_below(
     known = [part.body.jaxpr for part in inner]
     inner = inner if seen else []
     where = operation.hides or f"the operation {primitive.name!r}"
-    for body in jax_compat.bodies_in(params):
+    for body in held:
         for spot in [] if body.jaxpr in known else taps_in(body.jaxpr).spots:
             hidden_in = spot.hidden_in or where
             seen.append(spot._replace(hidden_in=hidden_in, flow=Flow()))
