@@ -24,7 +24,8 @@ HERE = pathlib.Path(__file__).parent
 PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())
 QUICK = {
-    *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split()
+    *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split(),
+    *"config_dataclass filters_by_module generic_parts tensor_parallel".split(),
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
@@ -59,7 +60,7 @@ def test_every_program_is_recorded():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older spellings, in them
 @pytest.mark.parametrize("name", list(cases()))
 def test_programs_print_what_they_print_under_flax(name, capsys):
-    if name == "sharded":
+    if name in ("sharded", "tensor_parallel"):
         devices_of(8)
     running.run(str(PROGRAMS / f"{name}.py"), [])
     lines = capsys.readouterr().out.splitlines()
