@@ -254,8 +254,8 @@ def test_suppressions_name_their_rule_and_reason():
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
     ("_core", "_modules", "_transforms", "nnx"): 8_602,
-    ("_capture", "_observe", "edits"): 5_364,
-    ("",): 22_069,
+    ("_capture", "_observe", "edits"): 5_380,
+    ("",): 22_085,
 }
 
 

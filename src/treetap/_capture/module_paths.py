@@ -66,11 +66,48 @@ class Roots:
     def __init__(self, roots: Sequence[Root], number: int = 0):
         self.number = number
         self.start = len(_frames.get())
-        self.tops = [Where(root.path, kind_text(root.node)) for root in roots]
         self.paths: dict[int, Path] = {}
         for root in roots:
             for path, node in nodes_below(root.node, Node, True, "capture"):
                 self.paths.setdefault(id(node._pytree__place), (*root.path, *path))
+        self._classes: dict[int, set[type]] = {}
+        self.tops = [Where(root.path, self.kind_text(root.node)) for root in roots]
+
+    def kind_text(self, module: Any) -> str:
+        """The class of a Module, with `!` if none of that class is inside it."""
+        is_known = id(module._pytree__place) in self.paths  # or it was made since
+        below = self._classes_in(module) if is_known else _classes_below(module)
+        return _class_text(type(module)) + "!" * (type(module) not in below)
+
+    def _classes_in(self, value: Any) -> set[type]:
+        """The classes of the objects inside a value, looked for once in each object."""
+        below: set[type] = set()
+        if isinstance(value, Node):
+            key = id(value._pytree__place)
+            if key not in self.paths:
+                return _classes_below(value)
+            if key in self._classes:
+                return self._classes[key]
+            self._classes[key] = below
+        for child in _objects_in(value):
+            below |= self._classes_in(child) | {type(child)}
+        return below
+
+
+def _objects_in(value: Any) -> list[Any]:
+    """The objects and containers in a value."""
+    inside = (opened(value) or ((), ()))[1]
+    return [child for child in inside if not isinstance(child, Variable | jax.Array)]
+
+
+def _classes_below(value: Any) -> set[type]:
+    """The classes of all that is inside a value, which may be a cycle."""
+    waiting, seen = [value], set[int]()
+    for one in waiting:
+        more = [child for child in _objects_in(one) if id(child) not in seen]
+        seen |= set(map(id, more))
+        waiting += more
+    return set(map(type, waiting[1:]))
 
 
 # The places of the Modules whose methods run, with what their scopes say.
@@ -100,20 +137,6 @@ def _class_text(cls: type) -> str:
     return _texts[cls]
 
 
-def kind_text(module: Any) -> str:
-    """The class of a Module, with `!` if none of that class is inside it."""
-    cls = type(module)
-    waiting, seen = [module], set[int]()
-    for value in waiting:  # without paths, as each call of a method asks for it
-        for child in (opened(value) or ((), ()))[1]:
-            if type(child) is cls:
-                return _class_text(cls)
-            if not isinstance(child, Variable) and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return _class_text(cls) + "!"
-
-
 def _place_in(
     known: Roots, module: Any, frames: Sequence[Any]
 ) -> tuple[int | str | None, Path]:
@@ -139,7 +162,7 @@ class inside:
     def __init__(self, module: Any):
         frames, captures = _frames.get(), _captures.get()
         places = tuple([_place_in(c, module, frames[c.start :]) for c in captures])
-        scope, keys = Scope(places, kind_text(module)), places[0][1]
+        scope, keys = Scope(places, captures[0].kind_text(module)), places[0][1]
         shown = str(keys[-1]) if keys else type(module).__name__
         self._scope = jax.named_scope(ModuleScope(shown, scope))
         self._token = _frames.set((*frames, (module._pytree__place, scope)))
