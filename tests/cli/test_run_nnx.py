@@ -25,7 +25,7 @@ PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())
 QUICK = {
     *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split(),
-    *"config_dataclass filters_by_module generic_parts tensor_parallel".split(),
+    *"filters_by_module generic_parts".split(),
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 

@@ -187,6 +187,7 @@ def test_iterations_of_loops_inside_one_another():
     assert_at(found, inner, "1e20", iterations=(("while", 2), ("while", 1)))
 
 
+@pytest.mark.long
 def test_values_without_the_rows_of_a_mapped_while_loop():
     weights = jnp.array([1.0, 2.0])
 

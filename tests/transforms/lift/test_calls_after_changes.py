@@ -187,7 +187,14 @@ def content(model):
     return jax.tree.map(np.asarray, jax.tree.leaves(tt.as_pure(tt.clone(model))))
 
 
-@pytest.mark.parametrize("name", WAYS)
+QUICK = ("jit", "pack", "scan", "observe")
+MARKED = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
+    for name in WAYS
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.data())
 def test_calls_after_any_changes(name, data):
