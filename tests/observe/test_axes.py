@@ -266,7 +266,7 @@ def unused_sine(x):
     return jnp.sin(x)
 
 
-# What nothing uses is lost in other ways, where branches, loops and rules are taken apart.
+# What nothing uses is lost in other ways: where branches, loops, rules are taken apart.
 USED = [(tapped_sine, name) for name in HOLDING]
 UNUSED = [(unused_sine, name) for name in ("jit of cond", "while", "custom_vjp")]
 
