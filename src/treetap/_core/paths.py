@@ -17,8 +17,7 @@ from jax.tree_util import (
     FlattenedIndexKey,
     GetAttrKey,
     SequenceKey,
-    flatten_one_level_with_keys,
-    tree_structure,
+    tree_flatten_with_path,
 )
 
 from treetap._core.wording import escaped
@@ -110,10 +109,9 @@ def open_container(value: Any) -> Opened:
         return Opened(kind, tuple(range(len(value))), None, value)
     if is_named_tuple(kind):
         return Opened(kind, kind._fields, None, value)
-    pairs, _ = flatten_one_level_with_keys(value)
-    pairs = tuple(pairs)
-    definition = tree_structure(value, is_leaf=lambda child: child is not value)
-    keys = tuple(plain_key(key) for key, _ in pairs)
+    one_level = {"is_leaf": lambda child: child is not value}
+    pairs, definition = tree_flatten_with_path(value, **one_level)
+    keys = tuple(plain_key(path[0]) for path, _ in pairs)
     return Opened(kind, keys, definition, [child for _, child in pairs])
 
 
