@@ -109,7 +109,7 @@ def open_container(value: Any) -> Opened:
         return Opened(kind, tuple(range(len(value))), None, value)
     if is_named_tuple(kind):
         return Opened(kind, kind._fields, None, value)
-    one_level = {"is_leaf": lambda child: child is not value}
+    one_level: dict[str, Any] = {"is_leaf": lambda child: child is not value}
     pairs, definition = tree_flatten_with_path(value, **one_level)
     keys = tuple(plain_key(path[0]) for path, _ in pairs)
     return Opened(kind, keys, definition, [child for _, child in pairs])
