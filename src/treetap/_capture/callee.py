@@ -23,7 +23,7 @@ from treetap._core.paths import Path
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.pytree import variables_below
 from treetap._core.variables.values import is_gone
-from treetap._core.variables.variable import write_boxes
+from treetap._core.variables.variable import Snapshot
 
 
 def callee_of(fn: Any) -> tuple[Any, list[Any]]:
@@ -82,16 +82,12 @@ def restored(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
     Where a program was given the buffers of the old values, the new ones stay.
     """
     callee, given = callee_of(fn)
-    found = variables_below((callee, given, args, kwargs))
-    before = [(v, v._box, v._metadata) for v in found]
+    before = Snapshot(variables_below((callee, given, args, kwargs)))
     try:
         yield
     except (CaptureError, jax.errors.JaxRuntimeError):
-        if not any(map(is_gone, jax.tree.leaves([box for _, box, _ in before]))):
-            for variable, box, metadata in before:
-                write_boxes((variable,), (box,))
-                if variable._metadata is not metadata:
-                    variable._replace_metadata(metadata)
+        if not any(map(is_gone, jax.tree.leaves(before.boxes))):
+            before.restore()
         raise
 
 

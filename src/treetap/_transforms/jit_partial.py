@@ -13,7 +13,7 @@ from treetap._core.errors import StructureError
 from treetap._core.settings import Mode
 from treetap._core.trees.build import regrow
 from treetap._core.trees.pytree import variables_below
-from treetap._core.variables.variable import write_boxes
+from treetap._core.variables.variable import Snapshot
 from treetap._transforms.lift.compiled import Jit, JitOptions
 from treetap._transforms.lift.lift import Lift, Options, refuse_bound_method
 
@@ -74,14 +74,12 @@ def cached_partial(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = [(v, v._box, v._metadata) for v in variables_below(fixed)]
+        before = Snapshot(variables_below(fixed))
         out = f(*fixed, *args, **kwargs)
         after = lift.inputs(fixed, {})
         if after.definition != inputs.definition:
             inputs.with_plain({})  # the objects are as they were
-            for variable, box, metadata in before:
-                write_boxes((variable,), (box,))
-                variable._replace_metadata(metadata)
+            before.restore()
             raise StructureError(
                 "cached_partial: the structure of the fixed arguments changed from\n"
                 f"{inputs.definition}\nto\n{after.definition}\nPass what changes its "

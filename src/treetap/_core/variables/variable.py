@@ -391,6 +391,29 @@ def write_boxes(variables: Iterable[Any], boxes: Iterable[tuple[Any]]) -> None:
     last_values[None] = None
 
 
+class Snapshot:
+    """What Variables hold at a moment, values and metadata, to go back to.
+
+    Args:
+        variables: The Variables.
+
+    Attributes:
+        boxes: Their values, each in the tuple that holds it.
+    """
+
+    def __init__(self, variables: Iterable[Any]):
+        self._variables = list(variables)
+        self.boxes = [variable._box for variable in self._variables]
+        self._metadata = [variable._metadata for variable in self._variables]
+
+    def restore(self) -> None:
+        """Makes the Variables what they were."""
+        write_boxes(self._variables, self.boxes)
+        for variable, metadata in zip(self._variables, self._metadata):
+            if variable._metadata is not metadata:
+                variable._replace_metadata(metadata)
+
+
 # Of packed Variables: see `Pack`.
 set_pack: Callable[[Any, Any], None] = Variable.__dict__["_pack"].__set__
 del_box: Callable[[Any], None] = Variable.__dict__["_box"].__delete__

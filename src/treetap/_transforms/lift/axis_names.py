@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from treetap._core.errors import MetadataError
 from treetap._core.settings import Mode, resolve_graph
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.variable import Variable, write_boxes
+from treetap._core.variables.variable import Snapshot, Variable
 from treetap._transforms.lift.lift import Inputs, Lift, refuse_returned
 from treetap._transforms.lift.prefixes import check_prefix, spread
 
@@ -125,15 +125,11 @@ def follow_axis(
 @contextmanager
 def _restored_after_errors(inputs: Inputs) -> Iterator[None]:
     """After an error, Variables are what they were when the block began."""
-    variables = [leaf for leaf in inputs.leaves if isinstance(leaf, Variable)]
-    before = [(v, v._box, v._metadata) for v in variables]
+    before = Snapshot(leaf for leaf in inputs.leaves if isinstance(leaf, Variable))
     try:
         yield
     except BaseException:
-        for variable, box, metadata in before:
-            write_boxes((variable,), (box,))
-            if variable._metadata is not metadata:
-                variable._replace_metadata(metadata)
+        before.restore()
         raise
 
 
