@@ -4,7 +4,7 @@
 `listen` runs a function of a `Session` under a `Listener`: a trace that sees every
 operation at the level of the capture, hands it on and stops at taps; eager code stays
 eager. Where an operation holds a jaxpr with taps, the walk runs it by a plan that the
-session makes, and the session keeps what comes out.
+`Session` makes, which keeps what comes out.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,7 @@ class Listener(Through):
                 if inner:
                     outs = self._enter(primitive, params, values, inner, seen)
                     return outs if primitive.multiple_results else outs[0]
-                # Those that cannot be come to: the session says what becomes of it.
+                # Those that cannot be come to: the `Session` says what becomes of it.
                 session.planned(seen, values)
             out = parent.process_primitive(primitive, values, params)
             if not session.are_tickets(values):

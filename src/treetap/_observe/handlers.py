@@ -79,7 +79,7 @@ class Handler:
         run: Callable[..., Any] = listen,
         **options: Any,
     ) -> Iterator[Any]:
-        """Runs a function; a block with its result, in which the session is open.
+        """Runs a function; a block with its result, in which the `Session` is open.
 
         If anything of it fails, the block included, in a way that `restored` knows,
         the Variables of the call are as they were before.
