@@ -69,7 +69,7 @@ class FunctionHolder:
     value: Any
 
 
-class _Identity:
+class Identity:
     """The key of what counts by identity."""
 
     __slots__ = ("value",)
@@ -78,7 +78,7 @@ class _Identity:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _Identity and other.value is self.value
+        return type(other) is Identity and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -218,7 +218,7 @@ class _Description:
 
     def _identity(self, value: Any) -> Opened:
         self.fixed[id(value)] = value
-        return _Identity(value), []
+        return Identity(value), []
 
     def _opened(self, kind: Any, value: Any) -> Opened:
         """What tells a value from others of its type, beside what is inside it."""
@@ -237,7 +237,7 @@ class _Description:
         if kind is types.MethodType:
             self.fixed[id(value.__self__)] = value.__self__
             owner = value.__self__ if self._opening else None
-            head = None if self._opening else _Identity(value.__self__)
+            head = None if self._opening else Identity(value.__self__)
             return head, [value.__func__, owner]
         if kind is functools.partial:
             return None, [value.func, value.args, value.keywords, vars(value)]
@@ -260,7 +260,7 @@ class _Description:
         closure = value.__closure__ or ()
         self.functions[id(closure)] = value
         contents = map(_content_of, closure)
-        head = value.__code__, _Identity(value.__globals__)
+        head = value.__code__, Identity(value.__globals__)
         return head, [*contents, value.__defaults__, value.__kwdefaults__]
 
     def _container(self, kind: Any, value: Any) -> Opened:
@@ -399,7 +399,7 @@ class Snapshot:
             key = work.key(value)
         except _TooLarge:
             self._fixed[id(value)] = value
-            return _Identity(value)
+            return Identity(value)
         if cells := tuple(_cells_to_watch(list(work.functions.values()))):
             work.watch.hold(_Parts(cells, _content_of))
         self.watch.add(work.watch)

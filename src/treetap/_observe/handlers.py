@@ -11,6 +11,7 @@ makes the call a function of plain values, so that nothing of the caller's is ch
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -158,6 +159,13 @@ class PureCall:
         self.values, self.tree = jax.tree.flatten(inputs.values())
         self.places = [n for n, value in enumerate(self.values) if is_input(value)]
         self.inputs = [self.values[n] for n in self.places]
+
+    def without_inputs(self) -> "PureCall":
+        """The same call without the values of its inputs, to be kept."""
+        bare, inputs = copy.copy(self), {*self.places}
+        bare.args, bare.kwargs, bare.inputs = (), {}, []
+        bare.values = [None if n in inputs else x for n, x in enumerate(self.values)]
+        return bare
 
     def with_inputs(
         self, inputs: Sequence[Any]

@@ -9,7 +9,7 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,26 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
+from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import SCAN
+from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._observe.edit import edit
-from treetap._observe.observe import sites as sites_of
+from treetap._observe.kept_programs import KeptCall, Outline
 from treetap._observe.records import STATIC, Record, Site
+from treetap._observe.sweep.batches import Batch, free_memory
+from treetap._observe.sweep.flat import flattened
+from treetap._observe.sweep.points import Unsuited, point
+from treetap._observe.sweep.regions import narrowed
+from treetap._observe.sweep.rows import (
+    Patch,
+    Patched,
+    Weight,
+    check_points,
+    points_of,
+    run_once,
+    weigh,
+)
 from treetap.edits import Edit, Target, masked, replace
 
 
@@ -70,81 +85,261 @@ def _is_at(text: str, site: Site) -> bool:
     return site.text == text
 
 
-class _Patches:
-    """The patches of some sites: at each iteration of scans, and index along an axis.
-
-    Args:
-        fn: The function that is patched.
-        clean: The sites, with the clean values.
-        args: The arguments of the run that is patched.
-        axis: The axis that sites are cut along; or None.
-        what: The public function at work, for messages.
+class _Sites(NamedTuple):
+    """The sites that are patched; static, as a part of the key of a program.
 
     Attributes:
-        texts: The sites.
-        values: The clean values.
-        shapes: Of the weights of each site, one for each patch, in order: how many
-            iterations each scan has (in shards all are patched at once), then a shape
-            that broadcasts to the value and tells indices apart.
-        places: What the patched values are called.
-        size: How many indices there are along the axis, if there is one.
+        texts: What they are called.
+        axes: The axes that each value has in front.
+        axis: The axis that sites are cut along, as the function sees them; or None.
+        size: How many places there are along it; 1 if there is none.
     """
 
-    def __init__(self, fn: Any, clean: Record, args: Any, axis: int | None, what: str):
-        self.fn, here = fn, sites_of(fn, *args)
-        self.texts = [site.text for site in clean]
-        self.values, self.shapes, self.places, sizes = [], [], [], set()
+    texts: tuple[str, ...]
+    axes: tuple[tuple[Axis, ...], ...]
+    axis: int | None
+    size: int
+
+    @classmethod
+    def of(cls, clean: Record, axis: int | None, what: str) -> "_Sites":
+        """The sites of a Record; refuses such as cannot be patched."""
+        axes, sizes = [], set()
         for site in clean:
-            leaves, like = jax.tree.leaves(site.value), here[site.text]
+            leaves = jax.tree.leaves(site.value)
             if site.how == "sow" or len(leaves) != 1:
                 raise CaptureError(
                     f"{what}: {site.text} is {site.how} of {len(leaves)} arrays. "
                     "Choose sites that are one array, and not sown."
                 )
-            base = jax.tree.leaves(like.value)[0].shape[len(like.axes) :]
+            axes.append(site.axes)
+            base = jnp.shape(leaves[0])[len(site.axes) :]
             if axis is not None and not -len(base) <= axis < len(base):
                 raise CaptureError(
                     f"{what}: {site.text} has the shape {base}, and no axis {axis}."
                 )
-            scans = [one.size for one in like.axes if one.kind == SCAN.name]
-            cut = [n if axis in (i, i - len(base)) else 1 for i, n in enumerate(base)]
             sizes |= set() if axis is None else {base[axis]}
-            self.values.append(jnp.asarray(leaves[0]))
-            self.shapes.append((*scans, *cut))
-            for index in np.ndindex(*scans):
-                turn = f"[{','.join(map(str, index))}]" if index else ""
-                self.places.append(site.text + turn)
         if len(sizes) > 1:
             raise CaptureError(
                 f"{what}: the sites have different sizes along axis {axis}: {sizes}. "
                 "Patch them one after the other, or without `axis`."
             )
-        self.size = tuple(sizes)
+        texts = tuple(site.text for site in clean)
+        return cls(texts, tuple(axes), axis, *sizes or {1})
 
-    def measured(
-        self, metric: Any, mix: Any, dtype: Any
-    ) -> tuple[Callable[..., Any], jax.Array]:
-        """The metric by weights, clean values and arguments; and weights of zero.
+    def scans(self, number: int) -> tuple[int, ...]:
+        """How many iterations each scan around a site has; shards are one."""
+        return tuple(x.size for x in self.axes[number] if x.kind == SCAN.name)
 
-        All weights are in one row: of the first site, then of the second, and so on.
-        """
-        zeros = [jnp.zeros(shape, dtype) for shape in self.shapes]
-        zeros, of_sites = ravel_pytree(zeros)
+    def patches(self) -> list[Patch]:
+        """All that is patched: sites, iteration by iteration."""
+        numbers = range(len(self.texts))
+        return [(n, turns) for n in numbers for turns in np.ndindex(*self.scans(n))]
+
+    def places(self) -> tuple[str, ...]:
+        """What the patched values are called."""
+        return tuple(
+            self.texts[n] + (f"[{','.join(map(str, turns))}]" if turns else "")
+            for n, turns in self.patches()
+        )
+
+    def value_at(self, values: Sequence[Any], patch: Patch) -> Any:
+        """The clean value of a site in an iteration."""
+        number, turns = patch
+        left = iter(turns)
+        index = [
+            next(left) if axis.kind == SCAN.name else slice(None)
+            for axis in self.axes[number]
+        ]
+        return values[number][tuple(index)]
+
+    def mixed(self, fn: Any, mix: Any, values: Any, weights: Sequence[Any]) -> Any:
+        """The function with values mixed into those of the sites, by weights."""
         fits = Target.of_edit, Target.by_turn
+        changes = {
+            functools.partial(_is_at, text): Edit(mix, (replace(value), own), fits)
+            for text, value, own in zip(self.texts, values, weights)
+        }
+        return edit(fn, changes)
 
-        def measured(weights: jax.Array, values: Sequence[Any], args: Any) -> Any:
-            changes = {
-                functools.partial(_is_at, text): Edit(mix, (replace(value), own), fits)
-                for text, value, own in zip(self.texts, values, of_sites(weights))
-            }
-            return metric(edit(self.fn, changes)(*args))
+    def weights(self, values: Sequence[Any], dtype: Any) -> list[jax.Array]:
+        """A weight for each patch, all of them zero.
 
-        return measured, zeros
+        They have the axes of scans, then a shape that broadcasts to the value.
+        """
+        found = []
+        for n, value in enumerate(values):
+            base = jnp.shape(value)[len(self.axes[n]) :]
+            cut = [1] * len(base)
+            if self.axis is not None:
+                cut[self.axis] = self.size
+            found.append(jnp.zeros((*self.scans(n), *cut), dtype))
+        return found
 
     def grid(self, effects: jax.Array, baseline: jax.Array) -> PatchGrid:
         """The effects of all patches, in order."""
-        shape = (len(self.places), *self.size, *jnp.shape(effects)[1:])
-        return PatchGrid(jnp.reshape(effects, shape), baseline, tuple(self.places))
+        sizes = () if self.axis is None else (self.size,)
+        places = self.places()
+        shape = (len(places), *sizes, *jnp.shape(effects)[1:])
+        return PatchGrid(jnp.reshape(effects, shape), baseline, places)
+
+
+class _Program:
+    """A program of the patches of some sites, kept for other numbers.
+
+    Attributes:
+        unknown: Arrays in it that came from nobody knows where.
+    """
+
+    def __init__(self, outline: Outline, sites: _Sites):
+        self.outline, self.sites = outline, sites
+        self.unknown: list[Any] = []
+
+    def metric_of(self, inputs: Sequence[Any], change: Callable[[Any], Any]) -> Any:
+        """The metric of the function, which is changed, as an array."""
+        (fn, metric), args, _ = self.outline.parts(inputs)
+        return jnp.asarray(metric(change(fn)(*args)))
+
+    def looked_at(self, fn: Callable[..., Any], *given: Any) -> Any:
+        """The results of a function that is traced once, to see its constants."""
+        leaves, tree = jax.tree.flatten(given)
+        trees = []
+
+        def flat(*values: Any) -> list[Any]:
+            outs, out_tree = jax.tree.flatten(fn(*tree.unflatten(values)))
+            trees.append(out_tree)
+            return outs
+
+        body = jax_compat.body_of(jax_compat.traced(flat, map(jax.typeof, leaves)))
+        self.unknown = self.outline.unknown_in(body.consts)
+        return trees[0].unflatten(jax_compat.evaluate(body, leaves))
+
+
+class _Grid(_Program):
+    """The program of `patch_grid`.
+
+    How many patches run at once is chosen when the program is traced, and chosen again
+    if a later call finds that the device has less memory.
+
+    Attributes:
+        weight: How much memory the patches take; None if nobody knows.
+        first: The batch that was chosen when the program was traced.
+        batch: Another one that is to be used instead; or None.
+    """
+
+    def __init__(self, outline: Outline, sites: _Sites, batch_size: int | None):
+        super().__init__(outline, sites)
+        self.batch_size = batch_size
+        self.weight: Weight | None = None
+        self.first: Batch | None = None
+        self.batch: Batch | None = None
+        self.run = jax.jit(self._run, static_argnums=2)
+
+    def __call__(self, inputs: list[Any], values: list[Any]) -> PatchGrid:
+        """The effects of all patches."""
+        used = self.batch or self.first
+        if used is not None and self.weight is not None and self.batch_size is None:
+            chosen = self._chosen(self.weight)
+            self.batch = chosen if chosen.count < used.count else self.batch
+        effects, baseline = self.run(inputs, values, self.batch)
+        return self.sites.grid(effects, baseline)
+
+    def _chosen(self, weight: Weight) -> Batch:
+        points, places = len(self.sites.patches()), self.sites.size
+        if self.batch_size is not None:
+            return Batch.of(points, places, self.batch_size)
+        return Batch.fitting(weight, points, places, free_memory())
+
+    def _run(self, inputs: Any, values: Any, batch: Batch | None) -> Any:
+        try:
+            return self._shared(inputs, values, batch)
+        except Unsuited:
+            return self._whole(inputs, values)
+
+    def _shared(self, inputs: Any, values: Any, batch: Batch | None) -> Any:
+        """The patches of a program that is written out, which share what they can."""
+        sites = self.sites
+        changes = {
+            functools.partial(_is_at, text): functools.partial(point, number=n)
+            for n, text in enumerate(sites.texts)
+        }
+        marked = functools.partial(edit, edits=changes)
+        types = list(map(jax.typeof, inputs))
+        flat = flattened(lambda *xs: [self.metric_of(xs, marked)], types)
+        self.unknown = self.outline.unknown_in([*flat.consts.values()])
+        clean = {patch: sites.value_at(values, patch) for patch in sites.patches()}
+        check_points(flat, clean)
+        flat = narrowed(flat)
+        env = run_once(flat, inputs)
+        if batch is None:
+            self.weight = weigh(flat)
+            self.first = batch = self._chosen(self.weight)
+        axis, order = sites.axis, [patch for _, patch in points_of(flat)]
+        if axis is not None and axis < 0:
+            axis += len(jnp.shape(values[0])) - len(sites.axes[0])
+        baseline = jnp.asarray(jax_compat.read(env, flat.results[0]))
+        missing = jnp.broadcast_to(baseline, (sites.size, *baseline.shape))
+        found = dict.fromkeys(clean, missing)
+        before: Any = ()
+        for n in range(0, len(order), batch.points):
+            chosen = order[n : n + batch.points]
+            patched = Patched(flat, env, clean, axis, chosen)
+            places, _ = jax.lax.optimization_barrier((jnp.arange(sites.size), before))
+            before = batch.run(patched.results, places)
+            found |= zip(chosen, before)
+        effects = jnp.stack([found[patch] for patch in clean]) - baseline[None, None]
+        return effects.reshape(-1, *baseline.shape), baseline
+
+    def _whole(self, inputs: Any, values: Any) -> Any:
+        """The patches of the whole program, mapped over weights."""
+        none, of_sites = ravel_pytree(self.sites.weights(values, bool))
+
+        def one(number: Any, inputs: Any, values: Any) -> Any:
+            weights = of_sites(jnp.arange(none.size) == number)
+            mixed = functools.partial(
+                self.sites.mixed, mix=masked, values=values, weights=weights
+            )
+            return self.metric_of(inputs, mixed)
+
+        def every(inputs: Any, values: Any) -> Any:
+            # The first has the number -1, that of no patch.
+            numbers, size = jnp.arange(-1, none.size), self.batch_size
+            run = functools.partial(one, inputs=inputs, values=values)
+            if size is None:
+                return jax.vmap(run)(numbers)
+            return jax.lax.map(run, numbers, batch_size=size)
+
+        found = self.looked_at(every, inputs, values)
+        return found[1:] - found[0][None], found[0]
+
+
+class _Attribution(_Program):
+    """The program of `attribution`."""
+
+    def __init__(self, outline: Outline, sites: _Sites):
+        super().__init__(outline, sites)
+        self.run = jax.jit(self._run)
+
+    def __call__(self, inputs: list[Any], values: list[Any]) -> PatchGrid:
+        """The estimated effects of all patches."""
+        return self.sites.grid(*self.run(inputs, values))
+
+    def _run(self, inputs: Any, values: Any) -> Any:
+        def measured(weights: Any, inputs: Any, values: Any) -> Any:
+            mixed = functools.partial(
+                self.sites.mixed, mix=_blended, values=values, weights=weights
+            )
+            return self.metric_of(inputs, mixed)
+
+        run = jax.value_and_grad(measured)
+        zeros = self.sites.weights(values, float)
+        baseline, effects = self.looked_at(run, zeros, inputs, values)
+        return ravel_pytree(effects)[0], baseline
+
+
+def _effects(kept: KeptCall, clean: Record, make: Callable[[], Any]) -> PatchGrid:
+    """Runs the program of some patches, which is kept for the next call."""
+    values = [jnp.asarray(jax.tree.leaves(site.value)[0]) for site in clean]
+    return kept.run(make, lambda program: program(kept.inputs, values))
 
 
 def patch_grid(
@@ -186,22 +381,10 @@ def patch_grid(
         >>> tt.patch_grid(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    patches = _Patches(fn, clean.select(sites), args, axis, "patch_grid")
-    measured, none = patches.measured(metric, masked, bool)
-
-    @jax.jit
-    def run(values: Any, args: Any, numbers: Any) -> Any:
-        def one(number: Any) -> Any:
-            return jnp.asarray(measured(jnp.arange(none.size) == number, values, args))
-
-        if batch_size is None:
-            return jax.vmap(one)(numbers)
-        return jax.lax.map(one, numbers, batch_size=batch_size)
-
-    # The first has the number -1, that of no patch.
-    found = run(patches.values, args, jnp.arange(-1, none.size))
-    baseline = found[0]
-    return patches.grid(found[1:] - baseline[None], baseline)
+    clean = clean.select(sites)
+    chosen = _Sites.of(clean, axis, "patch_grid")
+    kept = KeptCall("patch_grid", (fn, metric), args, (chosen, batch_size))
+    return _effects(kept, clean, lambda: _Grid(kept.outline, chosen, batch_size))
 
 
 def attribution(
@@ -241,8 +424,7 @@ def attribution(
         >>> tt.attribution(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    patches = _Patches(fn, clean.select(sites), args, axis, "attribution")
-    measured, zeros = patches.measured(metric, _blended, float)
-    run = jax.jit(jax.value_and_grad(measured))
-    baseline, effects = run(zeros, patches.values, args)
-    return patches.grid(effects, baseline)
+    clean = clean.select(sites)
+    chosen = _Sites.of(clean, axis, "attribution")
+    kept = KeptCall("attribution", (fn, metric), args, (chosen,))
+    return _effects(kept, clean, lambda: _Attribution(kept.outline, chosen))

@@ -504,20 +504,6 @@ def test_what_can_change_unnoticed_is_looked_at_again():
     assert blamed(ONES, factors)
 
 
-def test_programs_are_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(blame, "MAX_PROGRAMS", 2)
-    traces = []
-
-    def fn(x, number):
-        traces.append(number)
-        return x * number
-
-    blamed = tt.blame(fn)
-    for number in (1, 1, 2, 3, 3, 1):
-        assert not blamed(1.0, number)
-    assert traces == [1, 2, 3, 1]
-
-
 def test_flags_and_texts_are_parts_of_the_program():
     def fn(x, mode, train=False):
         return jnp.log(x) if mode == "log" and train else x

@@ -354,3 +354,16 @@ def is_plain(primitive: Primitive, params: Params) -> bool:
 def stacked_by(wraps: Iterable[str]) -> list[str]:
     """Those of the operations around a value that put an axis in front of it."""
     return [x for x in wraps if x in OPERATIONS and OPERATIONS[x].turns is not None]
+
+
+def same_as_body(primitive: Primitive, params: Params) -> Body | None:
+    """The body of a call, that gives what the call does to who does not differentiate.
+
+    None for other operations.
+    """
+    operation = operation_of(primitive, params)
+    may_open = operation.is_call or operation.is_repeated
+    if not may_open and operation.run is not run_custom_vjp:
+        return None
+    held = list(operation.bodies(params))
+    return held[0] if len(held) == 1 else None

@@ -34,17 +34,15 @@ from treetap._capture.name_stacks import scopes_in
 from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import is_inexact
-from treetap._core.bounded_cache import BoundedCache
 from treetap._core.paths import Path, show_path
-from treetap._core.static_values import exact
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._observe.blame.origins import Findings, ValueAt
 from treetap._observe.blame.search import NAN, search
-from treetap._observe.handlers import QUIET, Handler, PureCall
+from treetap._observe.handlers import QUIET, Handler, owner_of, without_partials
+from treetap._observe.kept_programs import KeptCall, Outline
 from treetap._observe.observe import observe
-from treetap._transforms.lift.program import MAX_PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,9 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
 
     The arguments stay as they are, Modules included; what the function returns is lost.
     While results are finite it costs what the function costs, compiled. What JAX can
-    trace can be blamed; booleans, integers and other plain values are taken as such. An
-    array that `fn` closes over stays what it was in the first call, as for `jax.jit`:
-    give Modules that change as arguments, or by `functools.partial`.
+    trace can be blamed; booleans, integers and other plain values are taken as such.
+    What was compiled serves later calls with other numbers, also of a function that is
+    made anew by the same code.
 
     Args:
         fn: A Module, or any function of Modules and arrays: a loss, a gradient
@@ -169,17 +167,14 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
         False
     """
     refuse_uncallable(fn, "blame")
-    known: BoundedCache[Any, _Suspect] = BoundedCache(MAX_PROGRAMS)
 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
         with listening(listening.value), listening(None):  # twice: see `listening`
-            call = PureCall(fn, args, kwargs, "blame", _is_traced)
-            values = list(map(jnp.asarray, call.inputs))
-            rest = exact(tuple(value for value in call.values if not _is_traced(value)))
-            types = tuple(map(jax.typeof, values))
-            key = call.definition, call.tree, rest, types, tuple(call.places)
-            suspect = known.made(key, functools.partial(_Suspect, call, types))
-            return suspect.blame(values, functools.partial(_path, call), everywhere)
+            own, given, named = without_partials(fn, args, kwargs)
+            call = KeptCall("blame", (own,), (given, named), (), _is_traced)
+            path = functools.partial(_path, call.given, own, given, named)
+            make = functools.partial(_Suspect, call.outline, call.inputs)
+            return call.run(make, lambda one: one.blame(call.inputs, path, everywhere))
 
     return keep_name(blamed, fn)
 
@@ -195,11 +190,11 @@ def _is_traced(value: Any) -> bool:
 class _Suspect:
     """A function as a program, for arguments of some structure."""
 
-    def __init__(self, call: PureCall, types: Sequence[Any]):
+    def __init__(self, outline: Outline, values: Sequence[Any]):
         handler, self.known = Handler(QUIET), Roots(())
 
         def pure(*inputs: Any) -> list[Any]:
-            fn, args, kwargs, leaves = call.with_inputs(inputs)
+            (fn,), (args, kwargs), leaves = outline.parts(inputs)
             given = raw_values(leaves)
             with handler.around(fn, args, kwargs) as out:
                 self.known = handler.session.known
@@ -207,7 +202,9 @@ class _Suspect:
             results = jax.tree.leaves((out, list(compress(left, written))))
             return [x for x in results if is_inexact(x) or isinstance(x, _NUMBERS)]
 
+        types = list(map(jax.typeof, values))
         self.body = jax_compat.body_of(jax_compat.traced(pure, types))
+        self.unknown = outline.unknown_in(self.body.consts)
         self.check = jax.jit(self._all_finite)
         self.search = jax.jit(functools.partial(search, self.body))
 
@@ -305,15 +302,15 @@ def _is_users(file: str) -> bool:
     return file.startswith(_PATHS["purelib"]) or not file.startswith(NOT_USERS)
 
 
-def _path(call: PureCall, number: int) -> str:
+def _path(given: Sequence[Any], fn: Any, args: Any, kwargs: Any, number: int) -> str:
     """The path of an input among the arguments."""
-    value, named = call.inputs[number], named_arguments(call.fn, call.args, call.kwargs)
-    for name, tree in [*named, ((), call.owner)]:
+    value, named = given[number], named_arguments(fn, args, kwargs)
+    for name, tree in [*named, ((), owner_of(fn))]:
         for path, leaf in iter_graph(tree, graph=True):
             held = leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
             if any(x is value for x in jax.tree.leaves(held)):
                 return show_path((*name, *path))
-    return "that is no array"
+    return "that the function closes over"
 
 
 def guard(
