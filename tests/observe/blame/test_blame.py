@@ -14,7 +14,6 @@ from jax.sharding import AxisType
 import treetap as tt
 from meshes import mesh_of
 from small_models import Scaled
-from treetap._observe.blame import blame
 
 ONES = jnp.ones(3)
 
