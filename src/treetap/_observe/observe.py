@@ -27,6 +27,7 @@ from treetap._core.display import readable_bytes
 from treetap._core.errors import CaptureError
 from treetap._core.variables.kinds import Intermediate
 from treetap._modules.methods import method_names
+from treetap._observe.around_compiled import around_compiled
 from treetap._observe.handlers import Handler, PureCall, value_of
 from treetap._observe.records import FirstAxes, Record, Site
 from treetap._observe.verify import compare, run_slowly
@@ -314,7 +315,7 @@ def observe(
     is_kept = keeps or reduction is None or verify
     taking = Choice(is_kept, None, max_iterations, reduction)
 
-    def observed(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         work = _Observation(select, grads)
         again = functools.partial(fn, *args, **kwargs)
         slow = run_slowly(fn, args, kwargs, work.asked, grads) if verify else None
@@ -325,11 +326,19 @@ def observe(
                     compare(slow, work.heard_calls, grads)
                     record = replace(record, verified=True)
                 return out, record
-        except jax.errors.JaxRuntimeError as error:
-            _add_bill(error, keeps, again, select)
-            raise
         finally:
             work.heard_calls.clear()  # they would keep arrays, see `Session.close`
+
+    called = run
+    if not verify:
+        called = around_compiled("observe", fn, run, select, taking, keeps, grads)
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return called(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            _add_bill(error, keeps, functools.partial(fn, *args, **kwargs), select)
+            raise
 
     return keep_name(observed, fn)
 
