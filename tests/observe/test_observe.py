@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -453,6 +454,20 @@ def test_values_are_let_go_with_the_record(how, compiled):
         for _ in range(5):
             run(model, jnp.ones(3))
         assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
+
+
+def test_who_listened_is_let_go_at_once():
+    def chosen(site):
+        return True
+
+    known = weakref.ref(chosen)
+    gc.disable()
+    try:
+        tt.observe(lambda x: tt.tap(x, "h"), chosen)(1.0)
+        del chosen
+        assert known() is None
     finally:
         gc.enable()
 

@@ -10,6 +10,7 @@ wraps.
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,13 +49,13 @@ def roots_of(fn: Any, args: Any, kwargs: Any) -> tuple[Root, ...]:
     """
     callee, given = callee_of(fn)
     roots = [] if callee is None else [Root((), callee)]
-    named = [((f"fixed{n}",), value) for n, value in enumerate(given)]
-    named += named_arguments(fn, args, kwargs)
-    found = [(name, root) for name, value in named for root in find_roots(value)]
-    if len({name for name, _ in found}) + len(roots) <= 1:
-        return (*roots, *(root for _, root in found))
-    for name, (path, node) in found:
-        roots += [Root((*name, *path), node)] if node is not callee else []
+    found = [[*find_roots(value)] for value in (*given, *args, *kwargs.values())]
+    if sum(map(bool, found)) + len(roots) <= 1:  # names, which take time, are not used
+        return (*roots, *itertools.chain(*found))
+    names: list[Path] = [(f"fixed{n}",) for n in range(len(given))]
+    names += (name for name, _ in named_arguments(fn, args, kwargs))
+    for name, held in zip(names, found):
+        roots += [Root((*name, *x.path), x.node) for x in held if x.node is not callee]
     return tuple(roots)
 
 

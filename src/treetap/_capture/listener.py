@@ -37,6 +37,8 @@ from treetap._capture.walk.survey import (
 )
 from treetap._core.trace_level import Through
 
+ALL_MARKS = (*MARKS, linear_p)
+
 batched_branches.register()
 hoisting.register()  # both before the first mark goes through a transform
 
@@ -115,7 +117,14 @@ class Listener(Through):
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         """Hands an operation on, or stops at it."""
-        parent, session, values = self.parent_trace, self.session, list(tracers)
+        session, parent = self.session, self.parent_trace
+        if "donated_invars" in params:
+            params = session.sparing(params, tracers)
+        is_ours = primitive in ALL_MARKS or session.are_tickets(tracers)
+        if not is_ours and is_spotless(primitive, params):
+            # Nearly all are such. As JAX calls a trace: with no trace set meanwhile.
+            return parent.process_primitive(primitive, tracers, params)
+        values = list(tracers)
         with set_current_trace(parent):
             if primitive in MARKS:
                 return self._tap(primitive, params, values)
@@ -123,16 +132,13 @@ class Listener(Through):
                 session.is_forward = True
                 if not session.keep:
                     return values[:-1]
-            if "donated_invars" in params:
-                params = session.sparing(params, values)
-            if not is_spotless(primitive, params):
-                inner, seen = spots_below(primitive, params)
-                refuse_copies(current_name_stack(), seen)
-                if inner:
-                    outs = self._enter(primitive, params, values, inner, seen)
-                    return outs if primitive.multiple_results else outs[0]
-                # Those that cannot be come to: the `Session` says what becomes of it.
-                session.planned(seen, values)
+            inner, seen = spots_below(primitive, params)
+            refuse_copies(current_name_stack(), seen)
+            if inner:
+                outs = self._enter(primitive, params, values, inner, seen)
+                return outs if primitive.multiple_results else outs[0]
+            # Those that cannot be come to: the `Session` says what becomes of it.
+            session.planned(seen, values)
             out = parent.process_primitive(primitive, values, params)
             if not session.are_tickets(values):
                 return out

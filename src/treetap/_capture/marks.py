@@ -27,6 +27,7 @@ listens unless a capture is open: see `listening`.
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,9 @@ def mark(name: str, impl: Any, type_of: Any, jvp: Any, transpose: Any) -> Primit
     primitive.def_impl(impl)
     primitive.def_effectful_abstract_eval(type_of)
     mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=True))
-    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
+    ad.primitive_jvps[primitive] = along = functools.partial(jvp, primitive)
+    # JAX asks for it whenever it differentiates the mark, and to find it takes time.
+    along.__signature__ = inspect.signature(along)  # pyright: ignore[reportAttributeAccessIssue] - partials take attributes
     ad.primitive_transposes[primitive] = transpose
     rule = functools.partial(batch_mark, primitive)
     batching.fancy_primitive_batchers[primitive] = rule

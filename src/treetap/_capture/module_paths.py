@@ -67,44 +67,45 @@ class Roots:
         self.number = number
         self.start = len(_frames.get())
         self.paths: dict[int, Path] = {}
+        self._classes: dict[int, set[type]] = {}  # those inside each object
         for root in roots:
-            for path, node in nodes_below(root.node, Node, True, "capture"):
-                self.paths.setdefault(id(node._pytree__place), (*root.path, *path))
-        self._classes: dict[int, set[type]] = {}
+            self._visit(root.path, root.node)
         self.tops = [Where(root.path, self.kind_text(root.node)) for root in roots]
 
     def kind_text(self, module: Any) -> str:
         """The class of a Module, with `!` if none of that class is inside it."""
-        is_known = id(module._pytree__place) in self.paths  # or it was made since
-        below = self._classes_in(module) if is_known else _classes_below(module)
-        return _class_text(type(module)) + "!" * (type(module) not in below)
+        cls, below = type(module), self._classes.get(id(module._pytree__place))
+        below = _classes_below(module) if below is None else below  # it was made since
+        return _class_text(cls) + "!" * (cls not in below)
 
-    def _classes_in(self, value: Any) -> set[type]:
-        """The classes of the objects inside a value, looked for once in each object."""
+    def _visit(self, path: Path, value: Any) -> set[type]:
+        """Notes the objects in a value, each once; the classes of all inside it."""
         below: set[type] = set()
         if isinstance(value, Node):
-            key = id(value._pytree__place)
-            if key not in self.paths:
-                return _classes_below(value)
-            if key in self._classes:
-                return self._classes[key]
-            self._classes[key] = below
-        for child in _objects_in(value):
-            below |= self._classes_in(child) | {type(child)}
+            place = id(value._pytree__place)
+            if place in self.paths:
+                return self._classes[place]
+            self.paths[place], self._classes[place] = path, below
+        for key, child in _objects_in(value):
+            below |= self._visit((*path, key), child)
+            below.add(type(child))
         return below
 
 
-def _objects_in(value: Any) -> list[Any]:
-    """The objects and containers in a value."""
-    inside = (opened(value) or ((), ()))[1]
-    return [child for child in inside if not isinstance(child, Variable | jax.Array)]
+_ENDS = Variable, jax.Array
+
+
+def _objects_in(value: Any) -> list[tuple[Any, Any]]:
+    """The objects and containers in a value, with their keys."""
+    pairs = zip(*(opened(value) or ((), ())))
+    return [pair for pair in pairs if not isinstance(pair[1], _ENDS)]
 
 
 def _classes_below(value: Any) -> set[type]:
     """The classes of all that is inside a value, which may be a cycle."""
     waiting, seen = [value], set[int]()
     for one in waiting:
-        more = [child for child in _objects_in(one) if id(child) not in seen]
+        more = [child for _, child in _objects_in(one) if id(child) not in seen]
         seen |= set(map(id, more))
         waiting += more
     return set(map(type, waiting[1:]))
@@ -127,14 +128,15 @@ _naming = Lock()
 
 def _class_text(cls: type) -> str:
     """A text of a class of its own; two threads get the same."""
-    if cls not in _texts:
+    text = _texts.get(cls)
+    if text is None:
         with _naming:
             name = quote(f"{cls.__module__}.{cls.__qualname__}", safe=".")
             twins = (f"{name}*{n}" for n in itertools.count(2))  # defined again
             texts = itertools.chain([name], twins)
             text = next(text for text in texts if _classes.get(text, cls) is cls)
             _texts[cls], _classes[text] = text, cls
-    return _texts[cls]
+    return text
 
 
 def _place_in(

@@ -119,6 +119,7 @@ class Session:
         self.calls, self.tickets, self.arrays = [], {}, []
         self.roots, self.known = (), Roots(())
         self.wants, self.feeds = (lambda call: False), (lambda call: None)
+        self.on_call = self.on_hidden = lambda call: None
 
     def heard(self, spot: Spot, roots: tuple[Path, ...] | None = None) -> Call:
         """A call without its value yet."""
@@ -305,7 +306,8 @@ class Session:
 
     def are_tickets(self, values: Sequence[Any]) -> bool:
         """Whether there is a ticket among values."""
-        return bool(self.tickets) and any(id(value) in self.tickets for value in values)
+        known = self.tickets.keys()
+        return bool(known) and not known.isdisjoint(map(id, values))
 
 
 def _of_its_own(ticket: Any) -> Any:
@@ -313,4 +315,4 @@ def _of_its_own(ticket: Any) -> Any:
 
     Its numbers stay, as JAX may keep other values of a branch in the place of a ticket.
     """
-    return jax.lax.bitwise_not(jax.lax.bitwise_not(ticket))
+    return jax.lax.bitwise_and(ticket, ticket)

@@ -167,6 +167,8 @@ def _with_all_rows(call: Call) -> list[Any]:
     A leaf that is the same for all rows of a `vmap` comes out without them.
     """
     levels = call.spot.levels
+    if not levels:
+        return call.values
     mappings = {n for n, axis in enumerate(levels) if axis.kind == VMAP}
 
     def with_rows(leaf: Any, has: Sequence[int]) -> Any:

@@ -39,7 +39,8 @@ VALUES = Listening(None, Intermediate, True), Listening(None, None, True)
 
 def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
     """A call as a site, with the leaves of its value, if any, and what was found."""
-    return Site(
+    site = object.__new__(Site)  # past `__init__`, which is slow where all is frozen
+    site.__dict__.update(
         value=None if leaves is None else value_of(call, leaves),
         path=call.where.path,
         name=call.label.name,
@@ -50,6 +51,7 @@ def site_of(call: Call, leaves: Sequence[Any] | None, **found: Any) -> Site:
         module=call.where.kind,
         **found,
     )
+    return site
 
 
 class Selecting(Handler):

@@ -312,5 +312,5 @@ def spot_of(primitive: Any, params: Any, values: Any) -> Spot:
 
 def plain_spot(label: Label, scopes: tuple[Scope, ...], own: tuple[Any, ...]) -> Spot:
     """The spot of a value of whose axes nothing is known, or that has none."""
-    shapes = tuple(getattr(value, "shape", ()) for value in own)
+    shapes = tuple([getattr(value, "shape", ()) for value in own])
     return Spot(label, scopes, own, shapes, ((),) * len(own))
