@@ -63,7 +63,7 @@ ORDER = {
         files record_descriptions safetensors_file record_file store weight_rules
         targets checkpoints weights
     """,
-    "_io.store": "axes journals contents arrays stores writers",
+    "_io.store": "axes journals contents arrays stores backlog writers",
     "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """

@@ -5,10 +5,10 @@ By site, for the rows of all batches; by batch, for Records as they were; or shu
 for training. A store has what was appended when it was opened.
 """
 
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,21 +153,35 @@ def _mixed(
     arrays: Sequence[StoredArray], rows: int, random: Any, buffer: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """All rows once, mixed within groups of chunks."""
-    size = max(array.column.chunk[0] for array in arrays)
-    starts = random.permutation(np.arange(0, len(arrays[0]), size))
+    size, total = max(array.column.chunk[0] for array in arrays), len(arrays[0])
+    starts = random.permutation(np.arange(0, total, size))
     groups = [starts[n : n + buffer] for n in range(0, len(starts), buffer)]
+    room = min(total, buffer * size + rows)
+    # Two sets: one is used while the other is filled.
+    pools = [[np.empty((room, *a.shape[1:]), a.dtype) for a in arrays] for _ in "ab"]
 
-    def begun(group: Any) -> list[list[Any]]:
-        return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
+    def begun(number: int, end: int) -> tuple[int, list[Any]]:
+        """Begins to read a group behind what is left of the one before."""
+        waits = []
+        for start in groups[number]:
+            begin, end = end, end + min(size, total - start)
+            for array, pool in zip(arrays, pools[number % 2]):
+                future = array.begun_into(pool[begin:end], start)
+                waits.append(partial(array.waited, future))
+        return end, waits
 
-    # `pairwise` asks for the next group before it gives one: it is read meanwhile.
-    reads = itertools.pairwise(itertools.chain(map(begun, groups), [[]]))
-    held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
-    for reading, following in reads:
-        for n, parts in enumerate(reading):
-            held[n] = np.concatenate([held[n], *(read() for read in parts)])
-        order = random.permutation(len(held[0]))
-        held = [values[order] for values in held]
-        while len(held[0]) >= rows or (len(held[0]) and not following):
-            yield tuple(values[:rows] for values in held)
-            held = [values[rows:] for values in held]
+    following = begun(0, 0) if groups else (0, [])
+    for number in range(len(groups)):
+        count, waits = following
+        for wait in waits:
+            wait()
+        held, other = pools[number % 2], pools[1 - number % 2]
+        order = random.permutation(count)
+        left = 0
+        if number + 1 < len(groups):
+            left = count % rows
+            following = begun(number + 1, left)
+        for at in range(0, count - left, rows):
+            yield tuple(pool.take(order[at : at + rows], axis=0) for pool in held)
+        for pool, after in zip(held, other):
+            after[:left] = pool[order[count - left :]]
