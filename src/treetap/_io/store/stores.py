@@ -22,6 +22,8 @@ from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstor
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
 
+MIXED = 2**26  # bytes of rows that are mixed with each other, at least
+
 
 class Store:
     """The Records of many batches, which a `StoreWriter` appended; read lazily.
@@ -106,7 +108,7 @@ class Store:
         *,
         seed: int = 0,
         epochs: int = 1,
-        buffer: int = 16,
+        buffer: int | None = None,
         drop_last: bool = False,
     ) -> Iterator[Any]:
         """Rows in random order, each once in an epoch; the same for the same seed.
@@ -121,7 +123,7 @@ class Store:
             seed: What the order depends on.
             epochs: How often each row comes.
             buffer: How many chunks are mixed with each other; more is more random, and
-                takes more memory.
+                takes more memory. By default 16, and more if these are small.
             drop_last: Leave out what is less than `rows` at the end of an epoch.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
@@ -131,6 +133,10 @@ class Store:
             raise StructureError(
                 f"Store.shuffled: these have not the same number of rows: {counts}."
             )
+        if buffer is None:
+            sizes = [array.nbytes // max(len(array), 1) for array in arrays]
+            of_chunks = sum(sizes) * max(array.column.chunk[0] for array in arrays)
+            buffer = max(16, min(1024, MIXED // max(of_chunks, 1)))
         if min(rows, epochs, buffer) < 1:
             raise ValueError("Store.shuffled: rows, epochs and buffer are at least 1.")
 
