@@ -243,13 +243,15 @@ def test_a_value_given_away_before_it_was_written_is_told(tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(writer, "_settle", settle)
             writer.append(record_with(value))
-            with pytest.raises(tt.CaptureError, match=r"x was donated or deleted befor"):
+            with pytest.raises(
+                tt.CaptureError, match=r"x was donated or deleted befor"
+            ):
                 writer.flush()
         assert writer.append(record_with(jnp.full((2, 3), 2.0))) == 1
     np.testing.assert_array_equal(Store(tmp_path / "runs")["x"][2:], np.full((2, 3), 2))
 
 
-def test_an_error_of_the_model_is_raised_by_a_later_call(tmp_path):
+def test_an_error_of_the_model_is_not_lost(tmp_path):
     def broken(x):
         raise ValueError("no such thing")
 
@@ -259,12 +261,14 @@ def test_an_error_of_the_model_is_raised_by_a_later_call(tmp_path):
 
     with StoreWriter(tmp_path / "runs", buffer=BUFFER) as writer:
         writer.append(record_with(jnp.ones((2, 3))))
-        writer.flush()
-        with pytest.raises(Exception, match="no such thing") as caught:
+
+        def append():
+            """Either of these raises, as soon as JAX comes to it."""
             writer.append(record_with(model(jnp.ones((2, 3)))))
             writer.flush()
-        if hasattr(caught.value, "__notes__"):
-            assert "batches from 1 on" in "".join(caught.value.__notes__)
+
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no such thing"):
+            append()
         assert len(writer) == 1
         assert writer.append(record_with(jnp.ones((2, 3)))) == 1
 
@@ -363,7 +367,9 @@ def test_labels_are_kept_beside_the_values(buffer, tmp_path):
         for number in range(6):
             x = np.arange(8.0).reshape(4, 2) + 8 * number
             writer.append(record_with(x), labels={"even": x[:, 0].astype(np.int32)})
-        with pytest.raises(tt.StructureError, match="has labels, and the Record has no"):
+        with pytest.raises(
+            tt.StructureError, match="has labels, and the Record has no"
+        ):
             writer.append(record_with(x))
     store = Store(tmp_path / "runs")
     assert store.names == ("x", "labels.even")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writers: append the Records of many batches to a folder.
 
-The numbers are written first, then one line of a journal. When `append` returns both
-are on the disk, and what has no line does not count. So a program may be killed at any
-moment: every batch whose `append` returned is on disk, complete.
+The numbers are written first, then one line of a journal, and what has no line does not
+count. When `append` returns both are on the disk; with a buffer, when `flush` or
+`close` does. So a program may be killed at any moment: every batch of which this was
+told is on disk, complete, and those after it are there in their order or not at all.
 """
 
 import contextlib
@@ -202,7 +203,7 @@ class StoreWriter:
         *,
         labels: Any = None,
     ) -> int:
-        """Appends a batch; when this returns it is on the disk, unless there is a buffer.
+        """Appends a batch; without a buffer it is on the disk when this returns.
 
         Args:
             record: What `observe` gave; of the sites, shapes and types of the others.
