@@ -184,11 +184,12 @@ def read(folder: pathlib.Path, rounds: int) -> Iterator[tuple[timing.Row, float]
 
 def steps(folder: pathlib.Path, rounds: int) -> Iterator[tuple[timing.Row, float]]:
     """Steps of a model whose activations are kept, beside those of one alone."""
-    width, count = 1024, 60
+    is_gpu = jax.default_backend() == "gpu"
+    width, count, length = 1024, 60, 200 if is_gpu else 1
 
     @jax.jit
     def model(x: Any) -> tuple[Any, Any]:
-        y, kept = jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), x), x, length=200)
+        y, kept = jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), x), x, length=length)
         return y, kept[-1]
 
     weight = jax.random.normal(jax.random.key(0), (width, width)) / width**0.5
@@ -214,7 +215,7 @@ def steps(folder: pathlib.Path, rounds: int) -> Iterator[tuple[timing.Row, float
             run(lambda kept: writer.append(record_of(kept)))
             times["treetap, buffer"].append((time.perf_counter() - start) / count)
         shutil.rmtree(folder / "steps")
-    targets = {"treetap, buffer": 1.05} if jax.default_backend() == "gpu" else {}
+    targets = {"treetap, buffer": 1.05} if is_gpu else {}
     for row in compared("store: a step of which 4 MB are kept", times, targets):
         yield row, x.nbytes
 

@@ -231,13 +231,13 @@ class StoredArray:
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
-    def begun_into(self, out: np.ndarray, start: int) -> Any:
-        """Begins to read rows into an array; gives a future."""
+    def begun_into(self, out: np.ndarray, start: int) -> Callable[[], Any]:
+        """Begins to read rows into an array; what it returns waits for them."""
         import tensorstore as ts
 
         rows = self._held[start : start + len(out)].translate_to[0]
         target = ts.array(out.view(self.column.stored), copy=False, write=True)
-        return target.write(rows)
+        return partial(self._waited, target.write(rows))
 
     def begun_value(self, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read the value of a batch, with the axes that it had."""
@@ -249,10 +249,9 @@ class StoredArray:
         return partial(self._finished, rows.read())
 
     def _finished(self, future: Any) -> np.ndarray:
-        return np.require(self.waited(future), requirements="C").view(self.dtype)
+        return np.require(self._waited(future), requirements="C").view(self.dtype)
 
-    def waited(self, future: Any) -> Any:
-        """Waits until rows are read."""
+    def _waited(self, future: Any) -> Any:
         what = f"Store: rows of {shown(self.text)} are broken or missing"
         with refusing(what, ValueError, OSError):
             return future.result()

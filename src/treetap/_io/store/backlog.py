@@ -13,6 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+NOTE = (
+    "StoreWriter: batches from {} on were not kept. Append them again. What is "
+    "appended must not be donated or deleted before `flush` or `close`."
+)
+
 
 class Backlog:
     """Batches on their way to the disk.
@@ -29,62 +34,50 @@ class Backlog:
         self._write, self._done, self._limit = write, done, limit
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="StoreWriter")
-        self._waiting: list[Any] = []
-        self._writing: list[Any] = []
-        self._waiting_bytes = self._writing_bytes = 0
+        self._held: list[tuple[Any, int]] = []  # each with its bytes
+        self._bytes = 0
 
     def __len__(self) -> int:
         """How many are written or are going to be."""
         with self._changed:
-            return self._done + len(self._writing) + len(self._waiting)
-
-    @property
-    def _is_idle(self) -> bool:
-        return not self._waiting and not self._writing
+            return self._done + len(self._held)
 
     def put(self, batch: Any, size: int) -> int:
         """Hands a batch of so many bytes over; gives its number."""
+        room = self._limit - size
         with self._changed:
-            self._changed.wait_for(lambda: self._problem or self._has_room(size))
+            self._changed.wait_for(lambda: not self._held or self._bytes <= room)
             self._raise()
-            if self._is_idle:
+            if not self._held:
                 self._thread.submit(self._work)
-            self._waiting_bytes += size
-            self._waiting.append(batch)
-            return self._done + len(self._writing) + len(self._waiting) - 1
-
-    def _has_room(self, size: int) -> bool:
-        held = self._waiting_bytes + self._writing_bytes
-        return self._is_idle or held + size <= self._limit
+            self._bytes += size
+            self._held.append((batch, size))
+            return self._done + len(self._held) - 1
 
     def flush(self) -> None:
         """Waits until all is written."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_idle)
+            self._changed.wait_for(lambda: not self._held)
             self._raise()
 
     def _work(self) -> None:
         """Writes until nothing waits."""
         while True:
             with self._changed:
-                self._writing, self._waiting = self._waiting, []
-                self._writing_bytes, self._waiting_bytes = self._waiting_bytes, 0
-            if not self._writing:
+                batches = [batch for batch, _ in self._held]
+            if not batches:
                 return
             problem = None
             try:
-                self._write(self._writing)
+                self._write(batches)
             except BaseException as error:
                 problem = error
+                problem.add_note(NOTE.format(self._done))
             with self._changed:
-                if problem is None:
-                    self._done += len(self._writing)
-                else:
-                    problem.add_note(
-                        f"StoreWriter: batches from {self._done} on were not kept."
-                    )
-                    self._problem, self._waiting, self._waiting_bytes = problem, [], 0
-                self._writing, self._writing_bytes = [], 0
+                self._problem = problem
+                self._done += 0 if problem else len(batches)
+                del self._held[: None if problem else len(batches)]
+                self._bytes = sum(size for _, size in self._held)
                 self._changed.notify_all()
 
     def _raise(self) -> None:

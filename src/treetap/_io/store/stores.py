@@ -8,7 +8,6 @@ for training. A store has what was appended when it was opened.
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstore
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
-
-MIXED = 2**26  # bytes of rows that are mixed with each other, at least
 
 
 class Store:
@@ -108,7 +105,7 @@ class Store:
         *,
         seed: int = 0,
         epochs: int = 1,
-        buffer: int | None = None,
+        buffer: int = 16,
         drop_last: bool = False,
     ) -> Iterator[Any]:
         """Rows in random order, each once in an epoch; the same for the same seed.
@@ -123,7 +120,7 @@ class Store:
             seed: What the order depends on.
             epochs: How often each row comes.
             buffer: How many chunks are mixed with each other; more is more random, and
-                takes more memory. By default 16, and more if these are small.
+                takes more memory.
             drop_last: Leave out what is less than `rows` at the end of an epoch.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
@@ -133,10 +130,6 @@ class Store:
             raise StructureError(
                 f"Store.shuffled: these have not the same number of rows: {counts}."
             )
-        if buffer is None:
-            sizes = [array.nbytes // max(len(array), 1) for array in arrays]
-            of_chunks = sum(sizes) * max(array.column.chunk[0] for array in arrays)
-            buffer = max(16, min(1024, MIXED // max(of_chunks, 1)))
         if min(rows, epochs, buffer) < 1:
             raise ValueError("Store.shuffled: rows, epochs and buffer are at least 1.")
 
@@ -172,8 +165,7 @@ def _mixed(
         for start in groups[number]:
             begin, end = end, end + min(size, total - start)
             for array, pool in zip(arrays, pools[number % 2]):
-                future = array.begun_into(pool[begin:end], start)
-                waits.append(partial(array.waited, future))
+                waits.append(array.begun_into(pool[begin:end], start))
         return end, waits
 
     following = begun(0, 0) if groups else (0, [])
@@ -181,13 +173,12 @@ def _mixed(
         count, waits = following
         for wait in waits:
             wait()
-        held, other = pools[number % 2], pools[1 - number % 2]
+        held, left = pools[number % 2], 0
         order = random.permutation(count)
-        left = 0
         if number + 1 < len(groups):
             left = count % rows
             following = begun(number + 1, left)
         for at in range(0, count - left, rows):
             yield tuple(pool.take(order[at : at + rows], axis=0) for pool in held)
-        for pool, after in zip(held, other):
+        for pool, after in zip(held, pools[1 - number % 2]):
             after[:left] = pool[order[count - left :]]

@@ -24,7 +24,6 @@ from jax.experimental.multihost_utils import process_allgather, sync_global_devi
 
 from treetap._capture.selectors import site_text
 from treetap._core.errors import CaptureError, StructureError, WeightsError
-from treetap._core.variables.values import is_gone
 from treetap._core.wording import typed
 from treetap._io.files import require_path, to_disk
 from treetap._io.record_descriptions import Leaf, described
@@ -122,10 +121,9 @@ class StoreWriter:
         except BaseException:
             self._journal.close()
             raise
-        self._backlog = None
-        if buffer and jax.process_count() == 1:
-            done = len(self._contents.batches)
-            self._backlog = Backlog(self._write, done, buffer)
+        done, is_alone = len(self._contents.batches), jax.process_count() == 1
+        made = Backlog(self._write, done, buffer) if buffer and is_alone else None
+        self._backlog = made
 
     def _finish(self, futures: Iterable[Any]) -> list[Any]:
         """Waits for futures and returns their results.
@@ -244,12 +242,6 @@ class StoreWriter:
         self._settle()
         self._catch_up()  # if an interrupt came in between
         columns, starts = self._contents.columns, self._contents.ends
-        for column, value in itertools.chain(*(zip(columns, b[0]) for b in batches)):
-            if is_gone(value):
-                raise CaptureError(
-                    f"{APPEND}: {column.text} was donated or deleted before it was "
-                    "written. Keep it until `flush`, or leave out `buffer`."
-                )
         counts = [[*map(Column.rows_of, columns, values)] for values, _ in batches]
         self._grow([start + sum(rows) for start, *rows in zip(starts, *counts)])
         parts = zip(*(values for values, _ in batches))  # by column
