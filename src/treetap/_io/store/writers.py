@@ -47,6 +47,7 @@ from treetap._io.store.journals import AGAIN, Journal
 from treetap._observe.records import Record, Site
 
 APPEND = "StoreWriter.append"  # for messages
+Told = Mapping[str, Any] | None
 
 
 class StoreWriter:
@@ -195,11 +196,7 @@ class StoreWriter:
             self._journal.close()
 
     def append(
-        self,
-        record: Record,
-        metadata: Mapping[str, Any] | None = None,
-        *,
-        labels: Any = None,
+        self, record: Record, metadata: Told = None, *, labels: Any = None
     ) -> int:
         """Appends a batch; without a buffer it is on the disk when this returns.
 
