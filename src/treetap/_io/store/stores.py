@@ -5,6 +5,7 @@ By site, for the rows of all batches; by batch, for Records as they were; or shu
 for training. A store has what was appended when it was opened.
 """
 
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstore
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
+
+MIXED = 2**26  # bytes of rows that are mixed with each other
 
 
 class Store:
@@ -105,7 +108,7 @@ class Store:
         *,
         seed: int = 0,
         epochs: int = 1,
-        buffer: int = 16,
+        buffer: int | None = None,
         drop_last: bool = False,
     ) -> Iterator[Any]:
         """Rows in random order, each once in an epoch; the same for the same seed.
@@ -120,7 +123,7 @@ class Store:
             seed: What the order depends on.
             epochs: How often each row comes.
             buffer: How many chunks are mixed with each other; more is more random, and
-                takes more memory.
+                takes more memory. By default 16, or as many small ones as have 64 MB.
             drop_last: Leave out what is less than `rows` at the end of an epoch.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
@@ -130,6 +133,9 @@ class Store:
             raise StructureError(
                 f"Store.shuffled: these have not the same number of rows: {counts}."
             )
+        if buffer is None:
+            sizes = [math.prod(a.column.chunk) * a.dtype.itemsize for a in arrays]
+            buffer = max(16, min(1024, MIXED // sum(sizes)))
         if min(rows, epochs, buffer) < 1:
             raise ValueError("Store.shuffled: rows, epochs and buffer are at least 1.")
 
