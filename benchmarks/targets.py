@@ -5,8 +5,8 @@
     python benchmarks/targets.py --gpu          what a GPU is needed for, too
 
 Each part is a program of its own, in which contenders take turns: `eager.py`,
-`calls.py`, `capture.py` and `gpu.py`. Run by `make bench`. The exit code is 1 if a
-target is missed.
+`calls.py`, `capture.py`, `stores.py` and `gpu.py`. Run by `make bench`. The exit code
+is 1 if a target is missed.
 """
 
 import argparse
@@ -86,6 +86,7 @@ def main() -> int:
     options = parser.parse_args()
     plot = ["--plot", str(options.plot)] if options.plot else []
     reports = [measured("eager"), measured("calls", *plot), measured("capture")]
+    reports.append(measured("stores"))
     if options.gpu:
         reports.append(measured("gpu"))
     rows = [timing.Row(**row) for report in reports for row in report["rows"]]

@@ -108,7 +108,7 @@ def pairs_of(seed: int) -> np.ndarray:
 def collect(model: Adder, folder: pathlib.Path, batches: int = 40) -> tt.Store:
     """Appends what the hidden layer puts out; continues where it was stopped."""
     observed = tt.observe(tt.jit(lambda model, pairs: model(pairs)), SITE)
-    with tt.StoreWriter(folder) as writer:
+    with tt.StoreWriter(folder, buffer=2**28) as writer:
         for number in range(len(writer), batches):
             _, record = observed(model, jnp.asarray(pairs_of(number)))
             writer.append(record, {"seed": number})

@@ -11,7 +11,7 @@ the Record, so a shard's own index says where it belongs.
 
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from treetap._io.files import needing, refusing
 from treetap._io.record_descriptions import DTYPES, Leaf
 from treetap._io.store.contents import Column, JournalContents, row_shape
 
-LARGEST = 2**26  # bytes of a chunk; more is split along rows
+LARGEST = 2**24  # bytes of a chunk; more is split along rows
+JOINED = 2**20  # bytes of a chunk, if it may hold several batches
+MOST = 256  # batches in a chunk
 PACKINGS = frozenset({"bytes", "zstd", "crc32c"})  # in which chunks are written
 
 
@@ -34,8 +36,11 @@ def require_tensorstore(name: str) -> None:
         import tensorstore  # noqa: F401 - imported where it is used
 
 
-def column_for(leaf: Leaf, axis: int | None) -> Column:
-    """The column that a first value needs; a chunk of it is one shard of the value."""
+def column_for(leaf: Leaf, axis: int | None, is_joined: bool) -> Column:
+    """The column that a first value needs; a chunk of it is one shard of the value.
+
+    If batches are written together, it is as many of them as are worth a file.
+    """
     value = leaf.value
     shape = part = np.shape(value)
     if isinstance(value, jax.Array):
@@ -43,6 +48,8 @@ def column_for(leaf: Leaf, axis: int | None) -> Column:
     rows = 1 if axis is None else part[axis]
     chunk = [max(1, length) for length in (rows, *row_shape(part, axis))]
     size = math.prod(chunk) * value.dtype.itemsize
+    if is_joined and part == shape:
+        chunk[0] *= max(1, min(JOINED // max(size, 1), MOST))
     while size > LARGEST and chunk[0] % 2 == 0:
         chunk[0], size = chunk[0] // 2, size // 2
     return Column(
@@ -133,19 +140,38 @@ def view(held: Any, axis: int | None, start: int, stop: int) -> Any:
     return held[start:stop].translate_to[0].transpose(order)
 
 
-def written(held: Any, column: Column, value: Any, start: int) -> Iterator[Any]:
-    """Writes a value, each shard by itself; gives futures."""
-    rows = view(held, column.axis, start, start + column.rows_of(value))
-    if isinstance(value, jax.Array):
-        for shard in value.addressable_shards:
-            if shard.replica_id == 0:
-                yield _write(rows[shard.index], column, shard.data)
-    elif jax.process_index() == 0:
-        yield _write(rows, column, value)
+def written(
+    held: Any, column: Column, values: Sequence[Any], start: int
+) -> Iterator[Any]:
+    """Writes the values of batches, each shard by itself; gives futures.
+
+    Where a chunk holds several of them they are brought together first.
+    """
+    if len(values) > 1 and column.rows_of(values[0]) < column.chunk[0]:
+        data = np.concatenate([_rows_first(value, column.axis) for value in values])
+        yield _write(held[start : start + len(data)], column, data)
+        return
+    for value in values:
+        stop = start + column.rows_of(value)
+        rows = view(held, column.axis, start, stop)
+        start = stop
+        if isinstance(value, jax.Array):
+            for shard in value.addressable_shards:
+                if shard.replica_id == 0:
+                    yield _write(rows[shard.index], column, shard.data)
+        elif jax.process_index() == 0:
+            yield _write(rows, column, value)
+
+
+def _rows_first(value: Any, axis: int | None) -> np.ndarray:
+    data = np.asarray(value)
+    return data[None] if axis is None else np.moveaxis(data, axis, 0)
 
 
 def _write(rows: Any, column: Column, data: Any) -> Any:
-    return rows.write(np.require(data, requirements="C").view(column.stored))
+    # Nothing changes the data before they are written, so they need no copy.
+    data = np.require(data, requirements="C").view(column.stored)
+    return rows.write(data, can_reference_source_data_indefinitely=True)
 
 
 class StoredArray:
@@ -205,6 +231,14 @@ class StoredArray:
         places = [self._place(axis, item) for axis, item in enumerate(items)]
         return self._reading(self._held[tuple(places)], f"{index!r:.60}")
 
+    def begun_into(self, out: np.ndarray, start: int) -> Callable[[], Any]:
+        """Begins to read rows into an array; what it returns waits for them."""
+        import tensorstore as ts
+
+        rows = self._held[start : start + len(out)].translate_to[0]
+        target = ts.array(out.view(self.column.stored), copy=False, write=True)
+        return partial(self._waited, target.write(rows))
+
     def begun_value(self, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read the value of a batch, with the axes that it had."""
         rows = view(self._held, self.column.axis, start, stop)
@@ -215,10 +249,12 @@ class StoredArray:
         return partial(self._finished, rows.read())
 
     def _finished(self, future: Any) -> np.ndarray:
+        return np.require(self._waited(future), requirements="C").view(self.dtype)
+
+    def _waited(self, future: Any) -> Any:
         what = f"Store: rows of {shown(self.text)} are broken or missing"
         with refusing(what, ValueError, OSError):
-            data = future.result()
-        return np.require(data, requirements="C").view(self.dtype)
+            return future.result()
 
     def _place(self, axis: int, item: Any) -> Any:
         """One item of an index, counted from the start, as tensorstore wants it."""

@@ -7,13 +7,15 @@ writer cuts off. A bad line before the end is no accident of writing, and is ref
 One process at a time holds a journal for writing.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import pathlib
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from treetap._core.errors import WeightsError
@@ -26,8 +28,8 @@ else:  # no locks: a second writer is not noticed
 FORMAT = "treetap store"
 VERSION = 1
 AGAIN = (
-    "All that was appended before is there: if the disk is full, make room, and append "
-    "this one again."
+    "All batches before are there: if the disk is full, make room, and append again "
+    "from batch `len(writer)` on."
 )
 _START = f'{{"format":"{FORMAT}"'.encode()  # how the JSON of the first line starts
 _TORN = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} [^\n]*")
@@ -119,7 +121,7 @@ class Journal:
             self.cut(len(self._lines))
             if not self._lines:
                 header = {"format": FORMAT, "version": VERSION, "processes": processes}
-                self.write(header)
+                self.write([header])
             found = self._lines[0].entry["processes"]
             if found != processes:
                 raise WeightsError(
@@ -156,25 +158,29 @@ class Journal:
             os.ftruncate(self._handle, self._end)
             os.fsync(self._handle)
 
-    def write(self, entry: Any) -> None:
-        """Appends a line; it is on the disk when this returns, or does not count."""
-        line = _line(entry)
+    def write(self, entries: Sequence[Any]) -> None:
+        """Appends lines; they are on the disk when this returns, or do not count."""
+        data = [*map(_line, entries)]
         try:
             self.cut(len(self._lines))  # a write that failed may have left a part
             os.lseek(self._handle, self._end, os.SEEK_SET)
-            rest = memoryview(line)
+            rest = memoryview(b"".join(data))
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
             os.fsync(self._handle)
         except OSError as error:
+            with contextlib.suppress(OSError):  # readers see whole lines of it
+                self.cut(len(self._lines))
             raise type(error)(
                 error.errno,
                 f"StoreWriter: {self._file} could not be written: {error.strerror}. "
                 f"{AGAIN}",
             ) from error
-        # One assignment: an interrupt before it leaves a line that the next write cuts
-        # off, and one after it a batch that `entries_after` tells of.
-        self._lines.append(Line(entry, self._end + len(line)))
+        ends = itertools.accumulate(map(len, data), initial=self._end)
+        lines = [*map(Line, entries, itertools.islice(ends, 1, None))]
+        # At once: an interrupt before it leaves lines that the next write cuts off, and
+        # one after it batches that `entries_after` tells of.
+        self._lines.extend(lines)
 
     @property
     def is_open(self) -> bool:

@@ -5,7 +5,7 @@ By site, for the rows of all batches; by batch, for Records as they were; or shu
 for training. A store has what was appended when it was opened.
 """
 
-import itertools
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,8 @@ from treetap._io.record_descriptions import Malformed, rebuilt
 from treetap._io.store.arrays import StoredArray, opened_all, require_tensorstore
 from treetap._io.store.contents import read_contents
 from treetap._observe.records import Record
+
+MIXED = 2**26  # bytes of rows that are mixed with each other
 
 
 class Store:
@@ -106,7 +108,7 @@ class Store:
         *,
         seed: int = 0,
         epochs: int = 1,
-        buffer: int = 16,
+        buffer: int | None = None,
         drop_last: bool = False,
     ) -> Iterator[Any]:
         """Rows in random order, each once in an epoch; the same for the same seed.
@@ -121,7 +123,7 @@ class Store:
             seed: What the order depends on.
             epochs: How often each row comes.
             buffer: How many chunks are mixed with each other; more is more random, and
-                takes more memory.
+                takes more memory. By default 16, or as many small ones as have 64 MB.
             drop_last: Leave out what is less than `rows` at the end of an epoch.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
@@ -131,6 +133,9 @@ class Store:
             raise StructureError(
                 f"Store.shuffled: these have not the same number of rows: {counts}."
             )
+        if buffer is None:
+            sizes = [math.prod(a.column.chunk) * a.dtype.itemsize for a in arrays]
+            buffer = max(16, min(1024, MIXED // sum(sizes)))
         if min(rows, epochs, buffer) < 1:
             raise ValueError("Store.shuffled: rows, epochs and buffer are at least 1.")
 
@@ -153,21 +158,33 @@ def _mixed(
     arrays: Sequence[StoredArray], rows: int, random: Any, buffer: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """All rows once, mixed within groups of chunks."""
-    size = max(array.column.chunk[0] for array in arrays)
-    starts = random.permutation(np.arange(0, len(arrays[0]), size))
+    size, total = max(array.column.chunk[0] for array in arrays), len(arrays[0])
+    starts = random.permutation(np.arange(0, total, size))
     groups = [starts[n : n + buffer] for n in range(0, len(starts), buffer)]
+    room = min(total, buffer * size + rows)
+    # Two sets: one is used while the other is filled.
+    pools = [[np.empty((room, *a.shape[1:]), a.dtype) for a in arrays] for _ in "ab"]
 
-    def begun(group: Any) -> list[list[Any]]:
-        return [[a.begun(slice(s, s + size)) for s in group] for a in arrays]
+    def begun(number: int, end: int) -> tuple[int, list[Any]]:
+        """Begins to read a group behind what is left of the one before."""
+        waits = []
+        for start in groups[number]:
+            begin, end = end, end + min(size, total - start)
+            for array, pool in zip(arrays, pools[number % 2]):
+                waits.append(array.begun_into(pool[begin:end], start))
+        return end, waits
 
-    # `pairwise` asks for the next group before it gives one: it is read meanwhile.
-    reads = itertools.pairwise(itertools.chain(map(begun, groups), [[]]))
-    held = [np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays]
-    for reading, following in reads:
-        for n, parts in enumerate(reading):
-            held[n] = np.concatenate([held[n], *(read() for read in parts)])
-        order = random.permutation(len(held[0]))
-        held = [values[order] for values in held]
-        while len(held[0]) >= rows or (len(held[0]) and not following):
-            yield tuple(values[:rows] for values in held)
-            held = [values[rows:] for values in held]
+    following = begun(0, 0) if groups else (0, [])
+    for number in range(len(groups)):
+        count, waits = following
+        for wait in waits:
+            wait()
+        held, left = pools[number % 2], 0
+        order = random.permutation(count)
+        if number + 1 < len(groups):
+            left = count % rows
+            following = begun(number + 1, left)
+        for at in range(0, count - left, rows):
+            yield tuple(pool.take(order[at : at + rows], axis=0) for pool in held)
+        for pool, after in zip(held, pools[1 - number % 2]):
+            after[:left] = pool[order[count - left :]]

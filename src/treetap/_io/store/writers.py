@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writers: append the Records of many batches to a folder.
 
-The numbers are written first, then one line of a journal. When `append` returns both
-are on the disk, and what has no line does not count. So a program may be killed at any
-moment: every batch whose `append` returned is on disk, complete.
+The numbers are written first, then one line of a journal, and what has no line does not
+count. When `append` returns both are on the disk; with a buffer, when `flush` or
+`close` does. So a program may be killed at any moment: every batch of which this was
+told is on disk, complete, and those after it are there in their order or not at all.
 """
 
 import contextlib
 import itertools
 import json
+import operator
 import os
 import pathlib
 import shutil
@@ -34,6 +36,7 @@ from treetap._io.store.arrays import (
     written,
 )
 from treetap._io.store.axes import EXAMPLES, Axis, axes_of, axis_rules
+from treetap._io.store.backlog import Backlog
 from treetap._io.store.contents import (
     Column,
     journal_file,
@@ -41,9 +44,10 @@ from treetap._io.store.contents import (
     row_shape,
 )
 from treetap._io.store.journals import AGAIN, Journal
-from treetap._observe.records import Record
+from treetap._observe.records import Record, Site
 
 APPEND = "StoreWriter.append"  # for messages
+Told = Mapping[str, Any] | None
 
 
 class StoreWriter:
@@ -60,6 +64,11 @@ class StoreWriter:
             itself: that of the examples, behind those that `scan` and `shard_map` put
             in front. Values without such an axis get a new one.
         compression: A level of zstd, 1 to 22; 0 for none.
+        buffer: How many bytes may be on their way to the disk when `append` returns, or
+            0: none, so what was appended is on the disk. With more, a thread writes
+            them, many batches at once; they are on the disk after `flush` or `close`,
+            whose errors, and those of `append`, may be of earlier batches. With several
+            processes `append` waits for the disk in any case.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp, treetap as tt
@@ -80,6 +89,7 @@ class StoreWriter:
         *,
         axis: Axis = EXAMPLES,
         compression: int = 0,
+        buffer: int = 0,
     ):
         name = "StoreWriter"
         self._folder = pathlib.Path(os.path.abspath(require_path(path, name)))
@@ -89,6 +99,8 @@ class StoreWriter:
             raise ValueError(
                 f"{name}: `compression` is 0 to 22, and is {compression!r}."
             )
+        if type(buffer) is not int or buffer < 0:
+            raise ValueError(f"{name}: `buffer` is bytes from 0, and is {buffer!r}.")
         self._compression = compression
         self._pending: list[Any] = []  # futures of unfinished work of tensorstore
         self._is_first = jax.process_index() == 0
@@ -110,6 +122,9 @@ class StoreWriter:
         except BaseException:
             self._journal.close()
             raise
+        done, is_alone = len(self._contents.batches), jax.process_count() == 1
+        made = Backlog(self._write, done, buffer) if buffer and is_alone else None
+        self._backlog = made
 
     def _finish(self, futures: Iterable[Any]) -> list[Any]:
         """Waits for futures and returns their results.
@@ -152,7 +167,8 @@ class StoreWriter:
             sync_global_devices(f"StoreWriter {what} {self._folder}")
 
     def __len__(self) -> int:
-        return len(self._contents.batches)
+        backlog = self._backlog
+        return len(self._contents.batches if backlog is None else backlog)
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -160,17 +176,35 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Lets go of the folder; all that was appended is there already."""
-        self._settle()
-        self._journal.close()
+    def flush(self) -> None:
+        """Waits until all that was appended is on the disk."""
+        if self._backlog is not None:
+            self._backlog.flush()
 
-    def append(self, record: Record, metadata: Mapping[str, Any] | None = None) -> int:
-        """Appends a batch; when this returns it is on the disk.
+    def close(self) -> None:
+        """Waits until all that was appended is on the disk; lets go of the folder."""
+        if not self._journal.is_open:
+            return
+        try:
+            self.flush()
+        finally:
+            self._settle()
+            self._catch_up()
+            if self._is_first:  # arrays have room for more; if it stays, no harm
+                self._pending.extend(map(resized, self._arrays, self._contents.ends))
+                self._settle()
+            self._journal.close()
+
+    def append(
+        self, record: Record, metadata: Told = None, *, labels: Any = None
+    ) -> int:
+        """Appends a batch; without a buffer it is on the disk when this returns.
 
         Args:
             record: What `observe` gave; of the sites, shapes and types of the others.
             metadata: What else is to be known of the batch; as JSON.
+            labels: Arrays to keep beside the Record's values, as one more site
+                `labels`: the tokens, say, or the classes, of which each row has one.
 
         Returns:
             The number of the batch.
@@ -178,27 +212,42 @@ class StoreWriter:
         if not self._journal.is_open:
             raise ValueError(f"{APPEND}: the writer is closed.")
         told = _as_json(metadata)
+        if labels is not None and isinstance(record, Record):
+            record = Record((*record, Site(labels, name="labels")))
         sites, leaves = described(record, APPEND)
         contents = self._contents
-        self._settle()
-        self._catch_up()  # if an interrupt came in between
+        if not contents.columns:
+            self._settle()
+            self._catch_up()  # if an interrupt came in between
         if not contents.columns:
             self._begin(record, sites, leaves)
         _refuse_other_sites(contents.sites, sites)
+        values = [leaf.value for leaf in leaves]
         for column, leaf in zip(contents.columns, leaves):
             _refuse_other_rows(column, leaf)
             if isinstance(leaf.value, jax.Array):
                 leaf.value.copy_to_host_async()
-        starts = contents.ends
-        counts = [c.rows_of(leaf.value) for c, leaf in zip(contents.columns, leaves)]
-        self._resize([start + count for start, count in zip(starts, counts)])
-        values = (leaf.value for leaf in leaves)
-        futures = map(written, self._arrays, contents.columns, values, starts)
+        if self._backlog is None:
+            self._write([(values, told)])
+            return len(self) - 1
+        # The program may change its arrays before the thread comes to them.
+        values = [x if isinstance(x, jax.Array) else np.array(x) for x in values]
+        return self._backlog.put((values, told), sum(x.nbytes for x in values))
+
+    def _write(self, batches: list[tuple[list[Any], dict[str, Any]]]) -> None:
+        """Writes batches, each its values and what was told of it."""
+        self._settle()
+        self._catch_up()  # if an interrupt came in between
+        columns, starts = self._contents.columns, self._contents.ends
+        counts = [[*map(Column.rows_of, columns, values)] for values, _ in batches]
+        self._grow([start + sum(rows) for start, *rows in zip(starts, *counts)])
+        parts = zip(*(values for values, _ in batches))  # by column
+        futures = map(written, self._arrays, columns, parts, starts)
         self._finish(itertools.chain.from_iterable(futures))
-        self._journal.write({"rows": counts, "metadata": told})
+        lines = zip(counts, batches)
+        self._journal.write([{"rows": n, "metadata": b[1]} for n, b in lines])
         self._meet("told")
         self._catch_up()
-        return len(self) - 1
 
     def _catch_up(self) -> None:
         """Reads the lines of the journal that are not in the contents yet."""
@@ -209,7 +258,8 @@ class StoreWriter:
         if not leaves:
             raise CaptureError(f"{APPEND}: the Record has no values.")
         axes = axes_of(self._axes, record, leaves, APPEND)
-        columns = [*map(column_for, leaves, axes)]
+        is_joined = itertools.repeat(self._backlog is not None)
+        columns = [*map(column_for, leaves, axes, is_joined)]
         data = self._folder / "data"
         if data.is_symlink():
             raise WeightsError(f"{APPEND}: {data} is a link that leads elsewhere.")
@@ -219,13 +269,20 @@ class StoreWriter:
         futures = map(created, columns, folders, itertools.repeat(self._compression))
         self._finish(futures if self._is_first else ())
         about = [column._asdict() for column in columns]
-        self._journal.write({"sites": sites, "columns": about})
+        self._journal.write([{"sites": sites, "columns": about}])
         self._catch_up()
         self._arrays = opened_all(self._contents, self._folder, APPEND)
 
-    def _resize(self, ends: Sequence[int]) -> None:
-        """Gives each array its number of rows; a failed batch may have left more."""
-        futures = map(resized, self._arrays, ends) if self._is_first else ()
+    def _grow(self, ends: Sequence[int]) -> None:
+        """Makes room for so many rows, and as many again; `close` takes back the rest.
+
+        With several processes the first decides, and the others look what it did.
+        """
+        sizes = [array.shape[0] for array in self._arrays]
+        if jax.process_count() == 1 and all(map(operator.ge, sizes, ends)):
+            return
+        rooms = [n if n >= end else max(end, 2 * n) for n, end in zip(sizes, ends)]
+        futures = map(resized, self._arrays, rooms) if self._is_first else ()
         self._arrays = self._finish(futures)
         if not self._is_first:
             self._arrays = opened_all(self._contents, self._folder, APPEND)
