@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from treetap._core.errors import MetadataError
+from treetap._core.scopes import scoped
 
 Rules = Sequence[tuple[str, Any]]
 
@@ -35,11 +36,8 @@ def logical_axis_rules(rules: Rules) -> Iterator[None]:
         >>> with tt.logical_axis_rules([("embed", "model")]):
         ...     pass
     """
-    token = _context_rules.set(tuple((name, axis) for name, axis in rules))
-    try:
+    with scoped(_context_rules, tuple((name, axis) for name, axis in rules)):
         yield
-    finally:
-        _context_rules.reset(token)
 
 
 def merged_rules(own: Rules | None) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def is_gone(value: Any) -> bool:
     return is_buffer(value) and value.is_deleted()
 
 
+def broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of a shape broadcasts to a whole one."""
+    pairs = zip(reversed(shape), reversed(whole))
+    return len(shape) <= len(whole) and all(n in (1, m) for n, m in pairs)
+
+
 def is_inexact(value: Any) -> bool:
     """Whether all numbers in a value are such that have derivatives."""
     if isinstance(value, jax.Array):
