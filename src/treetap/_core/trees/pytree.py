@@ -14,6 +14,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 """
 
 import functools
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_, is_not
@@ -115,6 +116,12 @@ class PytreeMeta(ABCMeta):
         if isinstance(made, Pytree) and made._pytree__is_pytree:
             made._settle()
         return made
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What a class is called with; `__call__` above would say that of all alike."""
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature(parameters)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "__setattr__":  # a frozen dataclass: writes go past ours
