@@ -23,7 +23,7 @@ from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
-from treetap._core.variables.values import broadcasts
+from treetap._core.variables.values import NUMERIC, broadcasts
 from treetap._core.wording import typed
 from treetap._observe.records import STATIC, Site, is_loop
 
@@ -270,7 +270,6 @@ class _Mean(NamedTuple):
 
 
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _with(value: Any, what: str, function: Callable[..., Any]) -> Edit:
@@ -279,7 +278,7 @@ def _with(value: Any, what: str, function: Callable[..., Any]) -> Edit:
     leaves = jax.tree.leaves(value)
     if not leaves:
         raise CaptureError(f"{what}: there is no value in {value!r}. Give arrays.")
-    if not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
+    if not all(isinstance(leaf, NUMERIC) for leaf in leaves):
         raise CaptureError(
             f"{what}: {value!r} is not made of arrays. Give arrays or numbers."
         )

@@ -23,7 +23,7 @@ ORDER = {
         static_values paths settings trace_level variables trees
     """,
     "_core.variables": """
-        change_marks metadata operators placement values variable kinds
+        change_marks metadata operators values placement variable kinds
         packed_values
     """,
     "_core.trees": """

@@ -14,7 +14,6 @@ from operator import not_
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 
 from treetap._capture.listening import listening
 from treetap._capture.walk.jax_compat import zero_tangent
@@ -29,7 +28,7 @@ from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import opened, variables_below
 from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.values import is_inexact
+from treetap._core.variables.values import NUMERIC, is_inexact
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import positional
 from treetap._transforms.lift.differentiation import (
@@ -324,8 +323,7 @@ def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[An
 
 
 def _is_numeric(value: Any) -> bool:
-    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-    return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
+    return all(isinstance(x, NUMERIC) for x in jax.tree.leaves(value))
 
 
 @transform
