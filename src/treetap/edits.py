@@ -23,6 +23,7 @@ from treetap._capture.walk.operations import SCAN, WHILE
 from treetap._capture.walk.plans import Axes
 from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
+from treetap._core.variables.values import NUMERIC, broadcasts
 from treetap._core.wording import typed
 from treetap._observe.records import STATIC, Site, is_loop
 
@@ -53,10 +54,11 @@ class Target(NamedTuple):
         shape, base = jnp.shape(array), self.spot.bases[leaf]
         mapped, whole = self.spot.own[leaf].shape, self.spot.avals[leaf].shape
         sizes = tuple(axis.size for axis in self.loops)
-        if _fits(shape, base):
+        if broadcasts(shape, base):
             return Axes()
         turns, inner = shape[: len(sizes)], shape[len(sizes) :]
-        is_by_turn = turns == sizes and len(inner) == len(base) and _fits(inner, base)
+        is_whole = len(inner) == len(base) and broadcasts(inner, base)
+        is_by_turn = turns == sizes and is_whole
         if shape == mapped and is_by_turn:
             raise CaptureError(
                 f"edit: at {self.text} as many rows are mapped as a loop has "
@@ -160,12 +162,6 @@ class Target(NamedTuple):
                 )
         # A traced number outside of the loop is no iteration.
         return self.by_turn(jnp.zeros(scans, bool).at[iteration].set(True, mode="drop"))
-
-
-def _fits(shape: tuple[int, ...], base: tuple[int, ...]) -> bool:
-    """Whether an array of a shape broadcasts to another."""
-    pairs = zip(reversed(shape), reversed(base))
-    return len(shape) <= len(base) and all(mine in (1, other) for mine, other in pairs)
 
 
 def _on_leaves(fn: Callable[..., Any], array: Any, *values: Any) -> Any:
@@ -274,7 +270,6 @@ class _Mean(NamedTuple):
 
 
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _with(value: Any, what: str, function: Callable[..., Any]) -> Edit:
@@ -283,7 +278,7 @@ def _with(value: Any, what: str, function: Callable[..., Any]) -> Edit:
     leaves = jax.tree.leaves(value)
     if not leaves:
         raise CaptureError(f"{what}: there is no value in {value!r}. Give arrays.")
-    if not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
+    if not all(isinstance(leaf, NUMERIC) for leaf in leaves):
         raise CaptureError(
             f"{what}: {value!r} is not made of arrays. Give arrays or numbers."
         )

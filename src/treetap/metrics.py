@@ -19,7 +19,7 @@ from treetap._core.trees.filters import Filter
 from treetap._core.trees.pytree import Pytree, variables_below
 from treetap._core.trees.split import split
 from treetap._core.variables.operators import unboxed
-from treetap._core.variables.variable import A, Variable, get_box, write_boxes
+from treetap._core.variables.variable import A, Snapshot, Variable
 
 __all__ = [
     "Accuracy",
@@ -397,15 +397,10 @@ class MultiMetric(Metric):
                 f"MultiMetric.update: `mask` has entries for {unknown}; the metrics "
                 f"are {list(metrics)}."
             )
-        variables = list(variables_below(self))
-        boxes = list(map(get_box, variables))
-        try:
+        with Snapshot(variables_below(self)):
             for name, metric in metrics.items():
                 mask = masks.get(name)
                 metric.update(**kwargs, **({} if mask is None else {"mask": mask}))
-        except BaseException:
-            write_boxes(variables, boxes)
-            raise
 
     def compute(self) -> dict[str, Any]:
         """Return the results by name."""

@@ -19,11 +19,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        public_names bounded_cache wording display earlier_names errors static_values
-        paths settings trace_level variables trees
+        public_names scopes bounded_cache wording display earlier_names errors
+        static_values paths settings trace_level variables trees
     """,
     "_core.variables": """
-        change_marks metadata operators placement values variable kinds
+        change_marks metadata operators values placement variable kinds
         packed_values
     """,
     "_core.trees": """

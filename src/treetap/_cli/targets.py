@@ -90,8 +90,8 @@ def case_of(target: str) -> Case:
     call = _callable(found, target, "is")
     if isinstance(found, type) and _needs_arguments(found):
         raise Failure(
-            f"{target} is a class that takes {_signature(found)}. Name a function "
-            "without arguments that makes one."
+            f"{target} is a class that takes {inspect.signature(found)}. Name a "
+            "function without arguments that makes one."
         )
     if isinstance(found, Node) or _needs_arguments(found):
         return Case(target, call)  # it is what is looked at, and no factory
@@ -160,19 +160,11 @@ def _near(module: ModuleType, name: str) -> str:
 
 def _needs_arguments(fn: Any) -> bool:
     try:
-        parameters = _signature(fn).parameters.values()
+        parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # of some written in C
         return False
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in free for p in parameters)
-
-
-def _signature(fn: Any) -> inspect.Signature:
-    """How to call something; of a class, what makes it takes, whatever its class."""
-    if not isinstance(fn, type) or fn.__init__ is object.__init__:
-        return inspect.signature(fn)
-    found = inspect.signature(fn.__init__)
-    return found.replace(parameters=list(found.parameters.values())[1:])
 
 
 def _kind(value: Any) -> str:

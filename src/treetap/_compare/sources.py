@@ -16,16 +16,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import tree_flatten_with_path
 
 from treetap._capture.selectors import Select, as_select
 from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._core.paths import plain_key
-from treetap._core.variables.values import is_gone
+from treetap._core.variables.values import is_key, why_missing
 from treetap._core.wording import escaped, shown
-from treetap._io.record_descriptions import PARTS, is_key, leaf_text
+from treetap._io.record_descriptions import PARTS, leaf_text
 from treetap._io.record_file import ABOUT, ORDER, record_in
 from treetap._io.safetensors_file import tensors_and_texts
 from treetap._observe.records import Record, Site, axes_of
@@ -142,12 +141,8 @@ def _entry(text: str, part: str, site: Site, leaf: Any, where: str) -> Entry:
 
 def _refused(leaf: Any) -> str:
     """Why an array cannot be compared; empty when it can."""
-    if isinstance(leaf, Tracer):
-        return "is being traced; compare outside of transforms"
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return "is abstract; compare what `observe` gave"
-    if is_gone(leaf):
-        return "was donated or deleted"
+    if reason := why_missing(leaf, "compare it"):
+        return reason
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return "lies on devices of other processes; gather it first"
     if not is_key(leaf) and np.dtype(leaf.dtype).kind in "OSUM":

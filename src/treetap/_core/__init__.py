@@ -17,8 +17,8 @@ Small things that all else uses:
 - `trace_level` tells at which trace an object was made: only there may it change.
 - `display` prints objects, as text and in notebooks.
 - `public_names` reads the stub of a package, so that names load when they are used;
-  `bounded_cache` is the one cache that forgets; `earlier_names` finds modules by the
-  names that old pickles have for them.
+  `scopes` sets context variables for a block; `bounded_cache` is the one cache that
+  forgets; `earlier_names` finds modules by the names that old pickles have for them.
 
 And the two halves: `variables`, boxes with a value and metadata, and `trees`, objects
 around them.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
+from treetap._core.scopes import scoped
+
 _printing: ContextVar[frozenset[int]] = ContextVar("printing", default=frozenset())
 
 
@@ -156,15 +158,12 @@ def show(value: Any) -> str:
     printing = _printing.get()
     if id(value) in printing:
         return f"{name}(...)"
-    token = _printing.set(printing | {id(value)})
-    try:
+    with scoped(_printing, printing | {id(value)}):
         parts = value._display_parts()
         lines = [
             (f"{label}{parts.separator}{show(item)}" if label else show(item))
             for label, item in parts.items
         ]
-    finally:
-        _printing.reset(token)
     opening, closing = parts.brackets
     inside = f" # {parts.comment}\n" if parts.comment else ""
     if lines:

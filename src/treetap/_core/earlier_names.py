@@ -4,6 +4,7 @@
 A pickle names each class by its module. When one asks for a module that has moved, the
 finder here gives the module as it is called now: the same object, not a copy. Records
 in files name the kinds of Variables in the same way; for these there is `present_name`.
+What moved where stands beside this file, in `earlier_names.txt`.
 """
 
 import sys
@@ -11,40 +12,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "treetap."
-MOVED = {  # folders as well: what is in one has kept its name there, or stands here
-    "_comparing": "_compare",
-    "_containers": "_modules.containers",
-    "_differentiating": "_transforms.grad",
-    "_figures": "_capture.statistics.figures",
-    "_filters": "_core.trees.filters",
-    "_functions": "_core.trees.pickled_functions",
-    "_kinds": "_core.variables.kinds",
-    "_layers": "_nn",
-    "_layers.carries": "_nn.cells",
-    "_layers.grouping": "_nn.normalization",
-    "_layouts": "_core.trees.layout",
-    "_metadata": "_core.variables.metadata",
-    "_prefixes": "_transforms.lift.prefixes",
-    "_pytrees": "_core.trees.pytree",
-    "_randomness": "_modules.random_streams",
-    "_records": "_observe.records",
-    "_reducers": "_capture.statistics.reducers",
-    "_reductions": "_capture.statistics.reduced",
-    "_scanning": "_transforms.scan",
-    "_selectors": "_capture.selectors",
-    "_settings": "_core.settings",
-    "_specs": "_core.trees.graphdef",
-    "_states": "_core.trees.state",
-    "_training": "_train",
-    "_training.averaging": "_train.ema",
-    "_training.equal_functions": "_train.comparable_functions",
-    "_training.model_and_optimizer": "_train.optimizer",
-    "_variables": "_core.variables.variable",
-    "compat": "nnx.compat",
-}
+_TABLE = Path(__file__).with_suffix(".txt").read_text("utf-8")
+MOVED = dict(line.split() for line in _TABLE.splitlines() if line[0] != "#")
 
 
 def _present_module(name: str) -> str | None:

@@ -28,6 +28,7 @@ import copy
 import dis
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections import Counter, deque
@@ -297,7 +298,8 @@ class _Description:
             found |= zip(slots, contents)
         if held is not None:
             self.watch.hold(held, held.values())
-            found |= {x: y for x, y in held.items() if not _is_cached(kind, x)}
+            cached = {name for name in held if is_cached(getattr(kind, name, None))}
+            found |= {x: y for x, y in held.items() if x not in cached}
         return [part for name in sorted(found) for part in (name, found[name])]
 
 
@@ -333,9 +335,15 @@ def _rebound_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(own.union(*inner) & {*code.co_freevars})
 
 
-def _is_cached(kind: type, name: str) -> bool:
-    """Whether an attribute is what a `cached_property` has computed."""
-    return isinstance(getattr(kind, name, None), functools.cached_property)
+def is_cached(held: Any) -> bool:
+    """Whether what a class holds keeps what it computes as an attribute of objects."""
+    return isinstance(held, functools.cached_property)
+
+
+def names_of(kind: type, is_wanted: Callable[[Any], bool]) -> tuple[str, ...]:
+    """The names under which a class and its bases hold what is wanted."""
+    items = (item for base in kind.__mro__ for item in vars(base).items())
+    return tuple(name for name, held in items if is_wanted(held))
 
 
 def _compares_itself(kind: Any) -> bool:
@@ -347,12 +355,7 @@ def _compares_itself(kind: Any) -> bool:
 @functools.lru_cache(1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """The names of the slots that a class and its bases have."""
-    return tuple(
-        name
-        for base in kind.__mro__
-        for name, held in vars(base).items()
-        if isinstance(held, types.MemberDescriptorType)
-    )
+    return names_of(kind, inspect.ismemberdescriptor)
 
 
 @functools.lru_cache(1024)

@@ -30,10 +30,9 @@ from treetap._core.errors import WeightsError
 from treetap._core.paths import plain_key
 from treetap._core.trees.split import merge
 from treetap._core.trees.state import flat_items, nested
-from treetap._core.variables.values import is_ref, without_ref
+from treetap._core.variables.values import is_key, is_ref, without_ref
 from treetap._core.variables.variable import Variable
 from treetap._io.files import needing, not_written, refusing, require_path
-from treetap._io.record_descriptions import is_key
 from treetap._io.targets import (
     NUMBERS,
     is_held,

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from treetap._capture.walk.spots import Axis
 from treetap._core.earlier_names import present_name
 from treetap._core.errors import CaptureError
 from treetap._core.paths import is_named_tuple
 from treetap._core.variables.kinds import all_kinds
-from treetap._core.variables.values import is_gone, is_ref
+from treetap._core.variables.values import is_key, is_ref, why_missing
 from treetap._core.variables.variable import Variable
 from treetap._observe.records import FirstAxes, Record, Site
 
@@ -44,11 +43,7 @@ _NAMES = (
     "float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
     "float8_e8m0fnu float4_e2m1fn"
 )
-DTYPES: dict[str, np.dtype[Any]] = {
-    text: np.dtype(getattr(jnp, text))
-    for text in _NAMES.split()
-    if hasattr(jnp, text)  # not every release of JAX has all
-}
+DTYPES = {text: np.dtype(getattr(jnp, text)) for text in _NAMES.split()}
 
 
 class Malformed(Exception):
@@ -75,12 +70,6 @@ def leaf_text(site: str, keys: Sequence[Any], part: str) -> str:
     """What a leaf is called: `mlp:__call__`, `mlp:__call__.0`, `mlp:__call__@grad`."""
     tail = "".join(f".{key}" for key in keys)
     return f"{site}{tail}" if part == "value" else f"{site}{tail}@{part}"
-
-
-def is_key(value: Any) -> bool:
-    """Whether a value is an array of typed random keys."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 # Taking apart.
@@ -205,14 +194,10 @@ class _Place(NamedTuple):
 
 def _refused(value: Any) -> str:
     """Why a value cannot be kept; empty when it can."""
-    if isinstance(value, Tracer):
-        return "is being traced; keep it outside of transforms"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "is abstract: it has a shape and no values"
+    if reason := why_missing(value, "keep it"):
+        return reason
     if is_ref(value) or not isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"holds a {type(value).__name__}, not arrays in tuples, lists and dicts"
-    if is_gone(value):
-        return "was donated or deleted"
     if is_key(value) or value.dtype.name in DTYPES:
         return ""
     return f"holds {value.dtype}, which is no type of numbers to keep"

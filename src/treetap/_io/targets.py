@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
@@ -23,7 +22,7 @@ from treetap._core.trees.graphdef import GraphDef
 from treetap._core.trees.split import split
 from treetap._core.trees.state import State, flat_items
 from treetap._core.variables.placement import resolve_sharding
-from treetap._core.variables.values import is_gone, is_ref
+from treetap._core.variables.values import is_key, is_ref, why_missing
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import first_few
 from treetap._io.safetensors_file import WRITABLE
@@ -79,7 +78,7 @@ def targets_of(model: Any, only: Filter, name: str) -> tuple[list[Target], list[
         place, dtype = target.text, target.dtype
         if dtype is None:
             problems.append(f"{place} holds a {type(raw).__name__}, not an array")
-        elif jnp.issubdtype(dtype, jax.dtypes.extended):
+        elif is_key(raw):
             problems.append(f"{place} holds {dtype}, which has no place in the format")
         elif dtype not in WRITABLE:
             problems.append(f"{place} is {dtype}, which the format does not have")
@@ -97,12 +96,8 @@ def section(title: str, lines: Sequence[str]) -> str:
 
 def no_value(raw: Any) -> str:
     """Why a value cannot be written; empty when it can."""
-    if isinstance(raw, jax.ShapeDtypeStruct):
-        return "is abstract"
-    if isinstance(raw, Tracer):
-        return "is being traced: save outside of transforms"
-    if is_gone(raw):
-        return "was donated or deleted"
+    if reason := why_missing(raw, "save it"):
+        return reason
     is_array = isinstance(raw, jax.Array | np.ndarray | np.generic)
     if type(raw) in NUMBERS or is_ref(raw) or (is_array and raw.dtype != object):
         return ""
@@ -113,8 +108,7 @@ def is_held(raw: Any) -> bool:
     """Whether JAX, as it is set up, can hold another value of that dtype."""
     if not isinstance(raw, jax.Array | jax.ShapeDtypeStruct):
         return True
-    is_key = jnp.issubdtype(raw.dtype, jax.dtypes.extended)
-    return is_key or jax.dtypes.canonicalize_dtype(raw.dtype) == raw.dtype
+    return is_key(raw) or jax.dtypes.canonicalize_dtype(raw.dtype) == raw.dtype
 
 
 def sharding_of(raw: Any, holder: Any, where: str) -> Any:

@@ -336,12 +336,9 @@ def _taken(
         parameters = [*inspect.signature(fn).parameters.values()] if kwargs else []
     except (TypeError, ValueError):
         return {}  # a builtin without a signature
-    known: set[str] = set()
-    for place, parameter in enumerate(parameters):
-        if parameter.kind is parameter.VAR_KEYWORD:
-            known |= kwargs.keys() - {filled.name for filled in parameters[:positional]}
-        elif parameter.kind is parameter.KEYWORD_ONLY or (
-            parameter.kind is parameter.POSITIONAL_OR_KEYWORD and place >= positional
-        ):
-            known.add(parameter.name)
-    return {name: value for name, value in kwargs.items() if name in known}
+    filled = {x.name for x in parameters[:positional] if x.kind is not x.KEYWORD_ONLY}
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = {x.name for x in parameters if x.kind in by_name}
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        known = kwargs.keys()
+    return {key: x for key, x in kwargs.items() if key in known and key not in filled}

@@ -16,6 +16,7 @@ import numpy as np
 from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
+from treetap._core.variables.values import broadcasts
 from treetap._core.variables.variable import A, Variable
 from treetap._core.wording import typed
 from treetap._modules.random_streams import Rngs
@@ -29,7 +30,6 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
-    broadcasts,
     check_features,
     check_rngs,
     check_sizes,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
+from treetap._core.variables.values import broadcasts
 from treetap._core.wording import typed
 from treetap._modules.module import Module
 from treetap._modules.random_streams import Rngs, RngStream
@@ -30,7 +31,6 @@ from treetap._nn.parameters import (
     Layer,
     Metadata,
     Promote,
-    broadcasts,
     check_features,
     check_rngs,
     check_sizes,
@@ -152,7 +152,7 @@ class Cell(RNNCellBase, Layer):
         if self._carries == 2:
             given = carry if isinstance(carry, tuple | list) else ()
             what = f"a pair of arrays of shape {shape}"
-        fits = [broadcasts(getattr(part, "shape", None), shape) for part in given]
+        fits = [hasattr(x, "shape") and broadcasts(x.shape, shape) for x in given]
         if fits != [True] * self._carries:
             found = jax.tree.map(typed, carry)
             raise StructureError(

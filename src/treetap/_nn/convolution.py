@@ -120,15 +120,19 @@ class Convolution(Affine):
         """What the kernel is multiplied with."""
         return None if self._mask is None else self._mask.array
 
-    def _channels(self, kernel: Shape) -> int:
-        """Return the channels that inputs have for a kernel of a shape."""
-        return kernel[-2]
+    def _prepared(
+        self, inputs: Array, axis: int = -2, groups: int = 1
+    ) -> tuple[tuple[jax.Array, ...], Shape]:
+        """Return inputs with one batch axis, kernel and bias; also all batch axes.
 
-    def _prepared(self, inputs: Array) -> tuple[tuple[jax.Array, ...], Shape]:
-        """Return inputs with one batch axis, kernel and bias; also all batch axes."""
+        Args:
+            inputs: The inputs.
+            axis: The axis of the kernel that has a size for the channels of the inputs.
+            groups: How often it has to be taken for all channels.
+        """
         kernel, bias = held(self.kernel), held(self.bias)
-        sizes = sizes_of(kernel, self.kernel_shape)
-        check_features(self, inputs, self._channels(sizes))
+        channels = sizes_of(kernel, self.kernel_shape)[axis] * groups
+        check_features(self, inputs, channels)
         inputs, kernel, bias = self._promoted(inputs, kernel, bias)
         axes = len(self.kernel_size)
         if inputs.ndim < axes + 1:
@@ -262,9 +266,6 @@ class Conv(Convolution):
         self.feature_group_count = groups
         self.conv_general_dilated = conv_general_dilated
 
-    def _channels(self, kernel: Shape) -> int:
-        return kernel[-2] * self.feature_group_count
-
     def __call__(self, inputs: Array, out_sharding: Any = None) -> jax.Array:
         """Convolve `inputs`.
 
@@ -272,7 +273,8 @@ class Conv(Convolution):
             inputs: `[batch..., window axes..., in_features]`.
             out_sharding: The sharding of the result, on an explicit mesh.
         """
-        (inputs, kernel, bias), batch = self._prepared(inputs)
+        groups = self.feature_group_count
+        (inputs, kernel, bias), batch = self._prepared(inputs, groups=groups)
         inputs, padding = self._padded(inputs)
         axes = len(self.kernel_size)
         order = (0, axes + 1, *range(1, axes + 1))
@@ -285,7 +287,7 @@ class Conv(Convolution):
             lhs_dilation=self._per_axis("input_dilation"),
             rhs_dilation=self._per_axis("kernel_dilation"),
             dimension_numbers=lax.ConvDimensionNumbers(order, kernel_order, order),
-            feature_group_count=self.feature_group_count,
+            feature_group_count=groups,
             **self._options(out_sharding),
         )
         return self._finished(outputs, bias, batch)
@@ -366,16 +368,14 @@ class ConvTranspose(Convolution):
         self._set_up(locals(), sizes, sizes[::-1] if transpose_kernel else sizes)
         self.transpose_kernel = transpose_kernel
 
-    def _channels(self, kernel: Shape) -> int:
-        return kernel[-1] if self.transpose_kernel else kernel[-2]
-
     def __call__(self, inputs: Array) -> jax.Array:
         """Convolve `inputs` transposed.
 
         Args:
             inputs: `[batch..., window axes..., in_features]`.
         """
-        (inputs, kernel, bias), batch = self._prepared(inputs)
+        axis = -1 if self.transpose_kernel else -2
+        (inputs, kernel, bias), batch = self._prepared(inputs, axis)
         strides, padding = self._per_axis("strides"), self._checked_padding()
         if padding == "REFLECT":
             raise StructureError(

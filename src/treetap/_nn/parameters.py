@@ -22,6 +22,7 @@ from treetap._core.trees.attributes import data
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import VariableMetadata
 from treetap._core.variables.operators import unboxed
+from treetap._core.variables.values import broadcasts
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import typed
 from treetap._modules.module import Module
@@ -164,15 +165,6 @@ def canonical_axes(layer: Any, axes: int | Sequence[int], rank: int) -> tuple[in
             f"rank {rank}."
         )
     return found
-
-
-def broadcasts(shape: Shape | None, whole: Shape) -> bool:
-    """Whether an array of a shape broadcasts to a whole one."""
-    return (
-        shape is not None
-        and len(shape) <= len(whole)
-        and all(n in (1, m) for n, m in zip(reversed(shape), reversed(whole)))
-    )
 
 
 def broadcastable(

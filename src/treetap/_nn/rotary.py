@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from treetap._core.errors import StructureError
 from treetap._core.trees.attributes import data
+from treetap._core.variables.values import broadcasts
 from treetap._core.variables.variable import Variable
 from treetap._core.wording import typed
 from treetap._modules.module import Module
@@ -96,9 +97,7 @@ class RoPE(Module):
         """Return positions, if there is one for each element."""
         positions = jnp.asarray(positions)
         shape, sizes = positions.shape, x.shape[:-1]
-        fits = 1 <= len(shape) <= len(sizes) and shape[-1] == sizes[-1]
-        ahead = zip(reversed(shape[:-1]), reversed(sizes[:-1]))
-        if not fits or any(n not in (1, m) for n, m in ahead):
+        if shape[-1:] != sizes[-1:] or not broadcasts(shape, sizes):
             raise StructureError(
                 f"{where(self)}: `input_positions` must broadcast to the positions of "
                 f"the inputs, {sizes}, got {typed(positions)}."

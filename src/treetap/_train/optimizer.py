@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -31,7 +30,7 @@ from treetap._core.trees.update import misfit, update
 from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.placement import constrain_to_annotation, mesh_of
-from treetap._core.variables.values import is_buffer
+from treetap._core.variables.values import NUMERIC, is_buffer, is_key
 from treetap._core.variables.variable import A, Variable
 from treetap._train.comparable_functions import EqualFunctions
 from treetap._train.matching import (
@@ -45,8 +44,6 @@ from treetap._train.matching import (
 )
 
 M = TypeVar("M")
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 class OptState(Variable[A]):
@@ -96,7 +93,7 @@ class _Wrapping:
         if is_container(value):
             opened = open_container(value)
             return opened.close([self.any(child) for child in opened.children])
-        if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct)):
+        if isinstance(value, (*NUMERIC, jax.ShapeDtypeStruct)):
             return OptArray(self.own(value))
         return value
 
@@ -290,7 +287,7 @@ class Optimization(Pytree, Generic[M]):
     def _held(self, name: str) -> tuple[list[Any], Any]:
         """Return the Variables of the state, and the structure they stand in."""
         held, structure = jax.tree.flatten(self.opt_state, is_leaf=is_variable)
-        if any(isinstance(leaf, _ARRAYS) for leaf in held):
+        if any(isinstance(leaf, NUMERIC) for leaf in held):
             raise StructureError(
                 f"{name}: `opt_state` holds bare arrays, which cannot be changed in "
                 "place. Write into the Variables that are there, for instance with "
@@ -334,7 +331,7 @@ def _is_below(path: Path, known: Leaves) -> bool:
 
 def _misfit_of_gradient(param: Any, grad: Any) -> str:
     """Return why an array cannot be the gradient of another."""
-    if not isinstance(grad, _ARRAYS):
+    if not isinstance(grad, NUMERIC):
         return f"a {type(grad).__name__} where an array belongs"
     if getattr(grad, "dtype", None) == jax.dtypes.float0:
         dtype = jnp.result_type(param)
@@ -351,11 +348,10 @@ def _check_parameters(name: str, params: Mapping[Path, Any], wrt: Filter) -> Non
         )
     for path, leaf in params.items():
         for value in jax.tree.leaves(raw_value(leaf)):
-            dtype = getattr(value, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended):
+            if is_key(value):
                 raise StructureError(
                     f"{name}: wrt={wrt!r} takes {show_path(path)}, a "
-                    f"{type(leaf).__name__} of {dtype}, which cannot be trained. "
+                    f"{type(leaf).__name__} of {value.dtype}, which cannot be trained. "
                     "Choose fewer Variables, for instance `wrt=Param`."
                 )
 

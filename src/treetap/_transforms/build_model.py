@@ -44,6 +44,7 @@ from treetap._core.settings import Mode
 from treetap._core.trace_level import is_eager
 from treetap._core.trees.attributes import is_object
 from treetap._core.variables.placement import put
+from treetap._core.variables.values import is_key
 from treetap._transforms.lift.lift import Inputs, Lift, Parted
 
 P = ParamSpec("P")
@@ -331,11 +332,7 @@ def _is_worth_compiling(eqn: Any) -> bool:
     """
     if eqn.effects or not jax.sharding.get_abstract_mesh().empty:
         return False
-    return any(x.aval.shape and not _is_key(x.aval) for x in eqn.outvars)
-
-
-def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return any(x.aval.shape and not is_key(x.aval) for x in eqn.outvars)
 
 
 # Shards.
@@ -420,7 +417,7 @@ def _before(eqn: Any, aval: Any, sharding: Any) -> NamedSharding | None:
     """How an operand lies best, so that the result can lie as it should."""
     result = eqn.outvars[0].aval.shape
     spec = [*sharding.spec] + [None] * (len(result) - len(sharding.spec))
-    if _is_key(aval) or not aval.shape:
+    if is_key(aval) or not aval.shape:
         return None
     if eqn.primitive.name == "transpose":
         places = eqn.params["permutation"]

@@ -14,13 +14,13 @@ from operator import not_
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 
 from treetap._capture.listening import listening
 from treetap._capture.walk.jax_compat import zero_tangent
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
+from treetap._core.scopes import scoped
 from treetap._core.settings import Mode
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.build import Builder, regrow
@@ -28,7 +28,7 @@ from treetap._core.trees.flatten import Flattening
 from treetap._core.trees.pytree import opened, variables_below
 from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
-from treetap._core.variables.values import is_inexact
+from treetap._core.variables.values import NUMERIC, is_inexact
 from treetap._core.variables.variable import Variable
 from treetap._transforms.lift.arguments import positional
 from treetap._transforms.lift.differentiation import (
@@ -179,12 +179,9 @@ class _Rule:
     def _forward(self, values: Any) -> tuple[Any, Any, Updates]:
         """The user's `fwd`: result, residual and updates."""
         inside = Inside(self.outline, self.parts.all(values), self.owner.lift)
-        token = _running.set((*_running.get(), self.owner))
-        try:
-            with inside.watched():
-                pair = self.owner._fwd(*inside.tree["args"])
-        finally:
-            _running.reset(token)
+        running = (*_running.get(), self.owner)
+        with scoped(_running, running), inside.watched():
+            pair = self.owner._fwd(*inside.tree["args"])
         demand = "custom_vjp: `fwd` must return a pair, the result and a residual"
         out, residual = as_tuple(pair, 2, demand)
         packed, updates = inside.finish(out, keep=self.written)
@@ -245,7 +242,7 @@ class _Rule:
         residual, values = kept
         out_g, updates = cotangents
         made: dict[int, Any] = {}
-        tree, leaves = regrow(self.definition, self.parts.all(values), made)
+        tree, leaves = regrow(self.definition, self.parts.all(values), made=made)
         passive = [arg for n, arg in enumerate(tree["args"]) if n in self.nondiff]
         given = rebuild(out_g, made)
         options = {}
@@ -326,8 +323,7 @@ def _paired(value: Any, tangent: Any, path: Path, seen: set[int]) -> Iterator[An
 
 
 def _is_numeric(value: Any) -> bool:
-    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-    return all(isinstance(x, kinds) for x in jax.tree.leaves(value))
+    return all(isinstance(x, NUMERIC) for x in jax.tree.leaves(value))
 
 
 @transform

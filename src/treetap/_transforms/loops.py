@@ -6,6 +6,7 @@ given, in the same places, and the caller's Variables hold the final values afte
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
@@ -32,6 +33,7 @@ from treetap._transforms.lift.program import Key
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class _Loop:
     """A while or fori loop over values of one structure; kept between calls.
 
@@ -49,18 +51,15 @@ class _Loop:
         moved: What it puts elsewhere, also found then.
     """
 
-    def __init__(
-        self,
-        source: Inputs | GraphDef,
-        parts: Parted,
-        lift: Lift,
-        body: Callable[..., Any],
-        condition: Callable[..., Any] | None = None,
-    ):
-        self.source, self.parts, self.lift = source, parts, lift
-        self.body, self.condition = body, condition
-        self.changed: dict[int, Any] = {}
-        self.moved = Moved()
+    source: Inputs | GraphDef
+    parts: Parted
+    lift: Lift
+    body: Callable[..., Any]
+    condition: Callable[..., Any] | None = None
+    changed: dict[int, Any] = field(default_factory=dict, init=False)
+    moved: Moved = field(default_factory=Moved, init=False)
+
+    def __post_init__(self) -> None:
         self.step, self.holds = partial(self._step), partial(self._holds)
 
     def _enter(self, values: Any) -> tuple[Inside, Any]:

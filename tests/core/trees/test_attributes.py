@@ -428,3 +428,22 @@ def test_a_mark_inside_a_container_is_refused(mark):
 def test_a_mark_does_not_end_up_inside_a_variable():
     with pytest.raises(tt.MetadataError, match="`data` and `static` mark attributes"):
         tt.Param(tt.data(1))
+
+
+def test_a_former_mark_in_an_annotation_may_be_a_text():
+    with pytest.warns(DeprecationWarning) as caught:
+
+        class Former(tt.Module):
+            layers: "nnx.Data[list]"  # noqa: F821 - only read as a text
+            sizes: "Static[tuple]"  # noqa: F821 - the same
+            other: "int"
+
+    texts = [str(warning.message) for warning in caught]
+    assert "`layers: ... = data()`" in texts[0]
+    assert "`sizes: ... = static()`" in texts[1]
+    assert len(texts) == 2
+    former = Former()
+    former.layers, former.sizes, former.other = [jnp.ones(2)], (1,), 3
+    assert len(jax.tree.leaves(former)) == 1
+    with pytest.raises(tt.AttributeStatusError, match="a static attribute"):
+        former.sizes = jnp.ones(2)

@@ -4,6 +4,7 @@
 import copy
 import functools
 import gc
+import inspect
 import pickle
 import threading
 import weakref
@@ -167,6 +168,16 @@ def test_slots_are_refused():
 
         class Slotted(tt.Module):
             __slots__ = ("x",)
+
+
+def test_signature_of_a_class_is_that_of_its_constructor():
+    assert [*inspect.signature(Block).parameters] == ["size"]
+    assert "in_features: int" in str(inspect.signature(tt.Linear))
+
+    class Bare(tt.Module):
+        pass
+
+    assert str(inspect.signature(Bare)) == "(*args, **kwargs)"
 
 
 def test_abstract_methods_work():

@@ -89,11 +89,7 @@ def _marked(name: str, value: Any, options: dict[str, Any]) -> Any:
     return dataclasses.field(metadata={**metadata, "static": not is_data}, **options)
 
 
-@overload
-def data(value: T, /) -> T: ...
-@overload
-def data(**options: Any) -> Any: ...
-def data(value: Any = MISSING, /, **options: Any) -> Any:
+def data(value: T = MISSING, /, **options: Any) -> T:
     """Marks a value, or a field of a class, as data.
 
     Args:
@@ -111,11 +107,7 @@ def data(value: Any = MISSING, /, **options: Any) -> Any:
     return _marked("data", value, options)
 
 
-@overload
-def static(value: T, /) -> T: ...
-@overload
-def static(**options: Any) -> Any: ...
-def static(value: Any = MISSING, /, **options: Any) -> Any:
+def static(value: T = MISSING, /, **options: Any) -> T:
     """Marks a value, or a field of a class, as static.
 
     Args:

@@ -45,11 +45,20 @@ from treetap._core.wording import first_few
 
 @dataclass(slots=True, eq=False)
 class Builder:
-    """One building; see `regrow` for what it is given.
+    """One building of objects around values.
 
-    With `recreate` a bare value becomes a Variable where one is described, and the
-    objects and leaves that were made are noted. Without, the leaves stand as they are;
-    `grouped` says that those of an object of Variables come as one tuple.
+    Attributes:
+        values: Bare values, or Variables, in order.
+        made: Objects by number; shared by descriptions that were made in one walk.
+        owners: Objects and Variables by number that are to be filled, instead of new
+            ones being made.
+        nodes: Gets the objects, as `objects_in` orders them.
+        recreate: Whether a bare value becomes a Variable where one is described, and
+            the objects and leaves that were made are noted. If not, the leaves stand
+            as they are.
+        grouped: Whether the leaves of an object of Variables come as one tuple.
+        leaves: Gets the leaves.
+        trace: The trace level of what is made.
     """
 
     values: Iterator[Any]
@@ -144,29 +153,20 @@ def refill(node: Any, structure: Structure, children: Iterable[Any]) -> None:
 
 
 def regrow(
-    graphdef: GraphDef,
-    values: Iterable[Any],
-    made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] | None = None,
-    nodes: list[Any] | None = None,
+    graphdef: GraphDef, values: Iterable[Any], **known: Any
 ) -> tuple[Any, list[Any]]:
     """Builds new objects around values.
 
     Args:
         graphdef: What to build.
         values: Bare values, or Variables, in order.
-        made: Objects by number; shared by descriptions that were made in one walk.
-        owners: Objects and Variables by number that are to be filled, instead of new
-            ones being made.
-        nodes: Gets the objects, as `objects_in` orders them.
+        **known: What else a `Builder` is given: `made`, `owners` or `nodes`.
 
     Returns:
         The object, and its leaves in order: new Variables (or those given), and the
         plain values.
     """
-    made = {} if made is None else made
-    nodes = [] if nodes is None else nodes
-    work = Builder(iter(values), made, owners or {}, nodes)
+    work = Builder(iter(values), **known)
     return work.any(graphdef.spec), work.leaves
 
 
@@ -266,14 +266,13 @@ def put_together(
     *,
     copy: bool = False,
     recreate: bool = True,
-    made: dict[int, Any] | None = None,
-    owners: Mapping[Any, Any] | None = None,
+    **known: Any,
 ) -> Any:
     """Builds new objects from a description and nested dicts of leaves.
 
     Every name must be right; all that is wrong is listed in one StructureError, and
     then nothing was made. Variables may be of another kind than was described. See
-    `regrow` for `made` and `owners`.
+    `regrow` for what may be `known`.
     """
     named = Merging(copy, recreate)
     named.any(graphdef.spec, state, ())
@@ -286,8 +285,7 @@ def put_together(
             f"{'' if found == expected else counts}\n{shown}\n"
             "Pass the State(s) that `split` gave with this GraphDef, all of them."
         )
-    made, leaves = {} if made is None else made, iter(named.leaves)
-    work = Builder(leaves, made, owners or {}, recreate=False, grouped=True)
+    work = Builder(iter(named.leaves), **known, recreate=False, grouped=True)
     return work.any(graphdef.spec)
 
 

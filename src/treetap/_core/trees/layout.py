@@ -79,8 +79,6 @@ class Layout:
         return self.children_of(attributes), structure_of(self, statics)
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         return isinstance(other, Layout) and self._compared == other._compared
 
     def __hash__(self) -> int:

@@ -14,6 +14,7 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 """
 
 import functools
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_, is_not
@@ -25,7 +26,7 @@ from jax.tree_util import register_pytree_with_keys
 
 from treetap._core import display
 from treetap._core.paths import is_container, open_container
-from treetap._core.static_values import Statics, Watch, exact
+from treetap._core.static_values import Statics, Watch, exact, is_cached, names_of
 from treetap._core.trace_level import current_trace, is_foreign, refuse_foreign_object
 from treetap._core.trees.attributes import (
     Node,
@@ -116,6 +117,12 @@ class PytreeMeta(ABCMeta):
             made._settle()
         return made
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What a class is called with; `__call__` above would say that of all alike."""
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature(parameters)
+
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "__setattr__":  # a frozen dataclass: writes go past ours
             type.__setattr__(cls, "_pytree__cached", False)
@@ -160,8 +167,12 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
             inherited.update(vars(base).get("_pytree__class_status", {}))
         cls._pytree__is_pytree = pytree
         cls._pytree__class_status = class_status(cls, inherited)
-        cls._pytree__descriptors = _descriptors_of(cls)
-        cls._pytree__derived = _derived_of(cls)
+        # Names that the class answers itself when they are assigned, as properties do;
+        # and those under which an object keeps what a `cached_property` gave.
+        answered = names_of(cls, inspect.isdatadescriptor)
+        own = (name for name in answered if not name.startswith("_pytree__"))
+        cls._pytree__descriptors = frozenset(own)
+        cls._pytree__derived = frozenset(names_of(cls, is_cached))
         # A class that writes attributes its own way is read afresh every time.
         cls._pytree__cached = pytree and getattr(cls.__setattr__, "keeps_flat", False)
         if pytree:
@@ -376,24 +387,6 @@ def adopt_all(node: Any, structure: Any, children: Iterable[Any]) -> None:
             own[0], own[1] = place, key
         elif not isinstance(child, Variable):
             adopt(child, key, place)
-
-
-def _descriptors_of(cls: type) -> frozenset[str]:
-    """Names that a class answers itself when they are assigned, such as properties."""
-    return frozenset(
-        name
-        for base in cls.__mro__
-        for name, value in vars(base).items()
-        if hasattr(type(value), "__set__") and not name.startswith("_pytree__")
-    )
-
-
-def _derived_of(cls: type) -> frozenset[str]:
-    """Names under which an object keeps what a `cached_property` gave."""
-    found = (item for base in cls.__mro__ for item in vars(base).items())
-    return frozenset(
-        name for name, value in found if isinstance(value, functools.cached_property)
-    )
 
 
 def _flatten_with_keys(node: Any) -> Any:

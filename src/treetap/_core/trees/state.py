@@ -26,6 +26,7 @@ from treetap._core.errors import StructureError
 from treetap._core.paths import Key, Path, show_path, sort_key, sorted_keys
 from treetap._core.trees.filters import Filter, grouped
 from treetap._core.variables.operators import unboxed
+from treetap._core.variables.values import is_key
 from treetap._core.variables.variable import Variable
 
 Nested = Mapping[Key, Any]
@@ -136,7 +137,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     dtype: Any = getattr(first, "dtype", None)
     if getattr(second, "dtype", None) != dtype:
         return False
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(first):
         first, second = jax.random.key_data(first), jax.random.key_data(second)
     may_be_nan = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     return np.array_equal(first, second, equal_nan=may_be_nan)

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from treetap._core.variables.metadata import PLAIN
-from treetap._core.variables.values import is_buffer
+from treetap._core.variables.values import is_buffer, is_key
 from treetap._core.variables.variable import (
     Variable,
     del_box,
@@ -94,7 +94,7 @@ class Group(NamedTuple):
 
 def _kind(value: Any) -> Any:
     """Type and place of a value that may be packed; None for one that may not."""
-    if not is_buffer(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if not is_buffer(value) or is_key(value):
         return None
     sharding = value.sharding
     if isinstance(sharding, SingleDeviceSharding):

@@ -12,11 +12,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from treetap._core.errors import MetadataError
+from treetap._core.scopes import scoped
+from treetap._core.variables.values import is_key
 
 Rules = Sequence[tuple[str, Any]]
 
@@ -35,11 +36,8 @@ def logical_axis_rules(rules: Rules) -> Iterator[None]:
         >>> with tt.logical_axis_rules([("embed", "model")]):
         ...     pass
     """
-    token = _context_rules.set(tuple((name, axis) for name, axis in rules))
-    try:
+    with scoped(_context_rules, tuple((name, axis) for name, axis in rules)):
         yield
-    finally:
-        _context_rules.reset(token)
 
 
 def merged_rules(own: Rules | None) -> dict[str, Any]:
@@ -151,8 +149,7 @@ def constrain_to_annotation(value: Any, metadata: Mapping[str, Any]) -> Any:
 
 def put(value: Any, sharding: Any) -> Any:
     """`jax.device_put`, of random keys to devices of other processes too."""
-    is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
-    if not is_key or sharding.is_fully_addressable:
+    if not is_key(value) or sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     numbers = jax.device_put(jax.random.key_data(value), sharding)
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))

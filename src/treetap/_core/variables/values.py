@@ -19,6 +19,9 @@ from jax.core import Tracer
 from treetap._core.errors import StructureError
 from treetap._core.wording import typed
 
+# Types of arrays and numbers.
+NUMERIC = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Marked:
@@ -54,6 +57,32 @@ def is_gone(value: Any) -> bool:
     return is_buffer(value) and value.is_deleted()
 
 
+def why_missing(value: Any, remedy: str) -> str:
+    """Why the numbers of a value cannot be had; empty when they can.
+
+    Args:
+        value: The value.
+        remedy: What to do with it outside of transforms, such as "save it".
+    """
+    if isinstance(value, Tracer):
+        return f"is being traced; {remedy} outside of transforms"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "is abstract: it has a shape and no values"
+    return "was donated or deleted" if is_gone(value) else ""
+
+
+def broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of a shape broadcasts to a whole one."""
+    pairs = zip(reversed(shape), reversed(whole))
+    return len(shape) <= len(whole) and all(n in (1, m) for n, m in pairs)
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of typed random keys, or stands for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def is_inexact(value: Any) -> bool:
     """Whether all numbers in a value are such that have derivatives."""
     if isinstance(value, jax.Array):
@@ -71,7 +100,7 @@ def with_item(current: Any, index: Any, value: Any) -> Any:
     if isinstance(current, jax.Array):
         if index is Ellipsis and _fits(current, value):
             return value
-        if not jnp.issubdtype(current.dtype, jax.dtypes.extended):  # not keys
+        if not is_key(current):
             value = jnp.asarray(value).astype(current.dtype)
         return current.at[index].set(value)
     if isinstance(current, jax.ShapeDtypeStruct) and index is Ellipsis:

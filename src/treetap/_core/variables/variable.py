@@ -379,7 +379,6 @@ class Variable(
 
 # C-level access for code that handles many Variables. `set_box` is for new ones.
 set_box: Callable[[Variable[Any], tuple[Any]], None] = Variable.__dict__["_box"].__set__
-get_box: Callable[[Variable[Any]], tuple[Any]] = attrgetter("_box")
 get_metadata: Callable[[Variable[Any]], Any] = attrgetter("_metadata")
 get_trace: Callable[[Variable[Any]], Any] = attrgetter("_trace")
 
@@ -393,6 +392,8 @@ def write_boxes(variables: Iterable[Any], boxes: Iterable[tuple[Any]]) -> None:
 
 class Snapshot:
     """What Variables hold at a moment, values and metadata, to go back to.
+
+    As a block, it goes back if the block fails.
 
     Args:
         variables: The Variables.
@@ -412,6 +413,13 @@ class Snapshot:
         for variable, metadata in zip(self._variables, self._metadata):
             if variable._metadata is not metadata:
                 variable._replace_metadata(metadata)
+
+    def __enter__(self) -> None:
+        """Begins a block."""
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        if kind is not None:
+            self.restore()
 
 
 # Of packed Variables: see `Pack`.

@@ -7,8 +7,7 @@ the mapping transform with the same axes, does that.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -101,7 +100,7 @@ def follow_axis(
         pairs = _mapped(inputs, axes, "in_axes")
         planned = [names_without(variable, axis, names) for variable, axis in pairs]
         own = {id(variable) for variable, _ in pairs}
-        with _restored_after_errors(inputs):
+        with Snapshot(leaf for leaf in inputs.leaves if isinstance(leaf, Variable)):
             for (variable, axis), held in zip(pairs, planned):
                 take_name(variable, axis, names, held)
             out = f(*args, **kwargs)
@@ -120,17 +119,6 @@ def follow_axis(
         return out
 
     return call
-
-
-@contextmanager
-def _restored_after_errors(inputs: Inputs) -> Iterator[None]:
-    """After an error, Variables are what they were when the block began."""
-    before = Snapshot(leaf for leaf in inputs.leaves if isinstance(leaf, Variable))
-    try:
-        yield
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _refuse_returned(inputs: Inputs, returned: Inputs) -> None:

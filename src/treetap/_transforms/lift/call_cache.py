@@ -50,11 +50,11 @@ from treetap._core.trees.attributes import Node, is_object
 from treetap._core.trees.graphdef import has_shared
 from treetap._core.trees.layout import Getter, getter
 from treetap._core.trees.pytree import attributes_of, look_behind, watched_of
+from treetap._core.trees.split import is_variable
 from treetap._core.trees.traverse import nodes_below
 from treetap._core.variables.change_marks import last_change, last_values
 from treetap._core.variables.metadata import ExactMetadata
 from treetap._core.variables.variable import (
-    Variable,
     get_metadata,
     get_trace,
     set_box,
@@ -70,10 +70,6 @@ END = object()  # after the attributes of all objects, where they are compared
 OTHER_TREE = (ValueError, TypeError, KeyError)
 
 _read_flat = attrgetter("_pytree__flat")
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, Variable)
 
 
 def _are_different(items: Sequence[Any]) -> bool:
@@ -241,8 +237,8 @@ class CachedCall:
         self._lift = inputs.lift
         self.program = program
         self.make_packed: Callable[..., Any] | None = make_packed
-        own = [n for n, leaf in enumerate(leaves) if _is_variable(leaf)]
-        self._flatten = jax.tree.structure(tree, is_leaf=_is_variable).flatten_up_to
+        own = [n for n, leaf in enumerate(leaves) if is_variable(leaf)]
+        self._flatten = jax.tree.structure(tree, is_leaf=is_variable).flatten_up_to
         # The numbers of the leaves that are Variables, and their places among those.
         self.own = {number: place for place, number in enumerate(own)}
         self._pick: Getter = getter(own)
@@ -268,15 +264,15 @@ class CachedCall:
         self._count = len(args) if is_flat and not kwargs else -1
         self._roots = [n for n, x in enumerate(outermost) if isinstance(x, Node)]
         # Nothing would tell when a Variable by itself is no longer used.
-        can_hold = self._roots and not any(map(_is_variable, outermost))
+        can_hold = self._roots and not any(map(is_variable, outermost))
         self._first = self._roots[0] if can_hold else -1
         self._inner: list[int] = []  # plain leaves inside objects
         # Plain leaves by themselves: (place among plain leaves, among the outermost).
         self._given: list[tuple[int, int]] = []
         place = 0
         for number, part in enumerate(outermost):
-            below = jax.tree.leaves(part, is_leaf=_is_variable)
-            places = range(place, place + sum(not _is_variable(x) for x in below))
+            below = jax.tree.leaves(part, is_leaf=is_variable)
+            places = range(place, place + sum(not is_variable(x) for x in below))
             if isinstance(part, Node):
                 self._inner += places
             else:
@@ -451,7 +447,7 @@ class CachedCall:
         """
         if inputs.definition.graph and not _is_open_tree(tree, inputs):
             return None
-        leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
+        leaves = jax.tree.leaves(tree, is_leaf=is_variable)
         is_same = len(leaves) == len(inputs.leaves)
         if not (is_same and all(map(is_, leaves, inputs.leaves))):
             return None
@@ -465,6 +461,6 @@ def _is_open_tree(tree: Any, inputs: Inputs) -> bool:
         return False
     nodes = nodes_below(tree, Node, True, inputs.name)
     return all(
-        any(map(_is_variable, jax.tree.leaves(node, is_leaf=_is_variable)))
+        any(map(is_variable, jax.tree.leaves(node, is_leaf=is_variable)))
         for _, node in nodes
     )

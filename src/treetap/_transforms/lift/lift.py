@@ -475,9 +475,8 @@ class Inside:
         self.definition = source if isinstance(source, GraphDef) else source.definition
         members: dict[int, Any] = {}
         self.nodes: list[Any] = []
-        self.tree, self.leaves = regrow(
-            self.definition, values, members, nodes=self.nodes
-        )
+        known = {"made": members, "nodes": self.nodes}
+        self.tree, self.leaves = regrow(self.definition, values, **known)
         self.before = [
             Before.of(leaf) if isinstance(leaf, Variable) else None
             for leaf in self.leaves

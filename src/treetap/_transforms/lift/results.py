@@ -204,7 +204,7 @@ def rebuild(out: Any, made: dict[int, Any]) -> Any:
             return part
         supplies = [iter(group) for group in part.groups]
         values = [next(supplies[group]) for group in part.definition.of_leaf]
-        return regrow(part.definition.graphdef, values, made)[0]
+        return regrow(part.definition.graphdef, values, made=made)[0]
 
     return jax.tree.map(rebuilt, out, is_leaf=_is_flat_part)
 

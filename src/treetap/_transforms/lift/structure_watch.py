@@ -32,6 +32,7 @@ from jax.tree_util import all_leaves
 
 from treetap._core.errors import StructureError
 from treetap._core.paths import Path, show_path
+from treetap._core.scopes import scoped
 from treetap._core.trace_level import set_on_purpose
 from treetap._core.trees.attributes import is_object
 from treetap._core.trees.graphdef import GraphDef, objects_in
@@ -73,11 +74,8 @@ def check_policy(policy: Any) -> None:
 def structure_policy(policy: Policy) -> Iterator[None]:
     """As `set_structure_policy`, while a block runs."""
     check_policy(policy)
-    token = _policy.set(policy)
-    try:
+    with scoped(_policy, policy):
         yield
-    finally:
-        _policy.reset(token)
 
 
 def policy_for(policy: Policy | None) -> Policy:
