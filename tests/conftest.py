@@ -24,7 +24,10 @@ hypothesis.settings.register_profile(
     "quick", max_examples=30, deadline=None, derandomize=True
 )
 hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
+hypothesis.settings.load_profile(PROFILE)
+if PROFILE == "quick":  # most programs run once, so compiling them is what takes time
+    jax.config.update("jax_disable_most_optimizations", True)
 
 if jax.config.jax_check_tracer_leaks:  # by `make test-leaks`
     pytest_runtest_setup = pytest_runtest_call = leaks.leave_out_those_of_jax

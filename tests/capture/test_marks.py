@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import treetap as tt
+from samples import sampled
 
 X = jnp.array([0.3, 0.7])
 WEIGHTS, ROWS = jnp.ones((48, 64, 64)) / 64, jnp.ones((32, 64))
@@ -44,9 +45,7 @@ REMATS = {
 }
 
 
-@pytest.mark.parametrize("name", REMATS)
-@pytest.mark.parametrize("grad", [first, second])
-@pytest.mark.parametrize("place", ["around", "inside"])
+@sampled("name, grad, place", [*REMATS], [first, second], ["around", "inside"])
 def test_values_and_gradients_are_those_without_checkpoint(name, grad, place):
     wrap = REMATS[name]
     fn = wrap(scanned(step)) if place == "around" else scanned(wrap(step))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treetap as tt
+from samples import sampled
 from treetap._capture.walk import jax_compat
 
 ROWS = jnp.arange(3.0)
@@ -272,9 +273,9 @@ USED = [(tapped_sine, name) for name in HOLDING]
 UNUSED = [(unused_sine, name) for name in ("jit of cond", "while", "custom_vjp")]
 
 
-@pytest.mark.parametrize(("tapped", "name"), USED + UNUSED)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_operations_with_taps_stay_in_their_loop_or_are_refused(wrap, name, tapped):
+@sampled("case, wrap", USED + UNUSED, [*WRAPS])
+def test_operations_with_taps_stay_in_their_loop_or_are_refused(case, wrap):
+    tapped, name = case
     held = HOLDING[name](tapped)
 
     def fn(x):

@@ -18,20 +18,28 @@ SITES = {"sow": "sown", "perturb": "moved", "output": "seen", "tap": "tapped"}
 near = np.testing.assert_allclose
 
 
-def cells(keep=lambda case: True):
+def listed(keep=lambda case: True, every=1):
+    """Cases under JAX's transforms and under ours; `make test` runs one in so many."""
+    cells = [
+        (name, case, ns)
+        for name, case in SINGLES.items()
+        for ns in (PLAIN, OURS)
+        if keep(case) and not (ns is OURS and case.no_ours)
+    ]
+    return [
+        pytest.param(
+            case,
+            ns,
+            id=f"{name}-{ns.name}",
+            marks=pytest.mark.long if n % every else (),
+        )
+        for n, (name, case, ns) in enumerate(cells)
+    ]
+
+
+def cells(keep=lambda case: True, every=1):
     """Every case under JAX's transforms and under ours, where there is one."""
-    return pytest.mark.parametrize(
-        ("case", "ns"),
-        [
-            pytest.param(case, ns, id=f"{name}-{ns.name}")
-            for name, case in SINGLES.items()
-            for ns in (PLAIN, OURS)
-            if keep(case) and not (ns is OURS and case.no_ours)
-        ],
-    )
-
-
-ways = pytest.mark.parametrize("how", HEARD)
+    return pytest.mark.parametrize(("case", "ns"), listed(keep, every))
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +66,19 @@ def expected(case, how):
     return seen.out, jnp.zeros_like(seen.value) if how == "perturb" else seen.value
 
 
-@ways
-@cells()
+@pytest.mark.parametrize(
+    ("case", "ns", "how"),
+    [
+        pytest.param(
+            *cell.values,
+            how,
+            id=f"{cell.id}-{how}",
+            marks=() if n % len(HEARD) == turn else pytest.mark.long,
+        )
+        for n, cell in enumerate(listed())
+        for turn, how in enumerate(HEARD)
+    ],
+)
 def test_a_capture_around_a_transform_gives_its_values(case, ns, how):
     model, x = case.inputs()
     (out, _), value = HEARD[how](case.wrap(ns, block_step))(model, x)
@@ -124,7 +143,7 @@ def test_one_pass_gives_the_gradient_of_every_value(case, ns):
         near(record[name].grad, seen.grads[0], rtol=1e-5)
 
 
-@cells(has_grads)
+@cells(has_grads, every=5)
 def test_a_sown_value_has_no_gradient(case, ns):
     model, x = case.inputs()
     step = grad(ns, case.wrap(ns, block_step))

@@ -162,8 +162,19 @@ def tapped(h):
     return tt.tap(h, "h")
 
 
+def is_quick(program, way):
+    """A sample in which each program, and each way with most kinds of programs, is."""
+    turn = PROGRAMS.index(program) + [*WAYS].index(way)
+    return turn % 4 == 0 or (program in {plain, scanned} and way == "value")
+
+
 CASES = [
-    pytest.param(program, way, id=f"{program.__name__}-{way}")
+    pytest.param(
+        program,
+        way,
+        id=f"{program.__name__}-{way}",
+        marks=() if is_quick(program, way) else pytest.mark.long,
+    )
     for program in PROGRAMS
     for way in WAYS
     if way not in {"hessian", "twice"} or program in SECOND
@@ -226,7 +237,16 @@ def test_vmap_over_edits_is_a_grid():
     np.testing.assert_allclose(rows, jnp.stack(expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize("program", [scanned, scanned_remat, mapped_scan, sharded])
+@pytest.mark.parametrize(
+    "program",
+    [
+        scanned,
+        *(
+            pytest.param(program, marks=pytest.mark.long)
+            for program in (scanned_remat, mapped_scan, sharded)
+        ),
+    ],
+)
 def test_gradients_flow_to_the_arrays_of_an_edit(program):
     def by_edit(v):
         return tt.edit(program(tapped), {"h": edits.apply(bend, v)})(X)

@@ -15,7 +15,7 @@ from verified_programs import PROGRAMS, ROWS, counted, looped, loss
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if number % 3 else ())
+        pytest.param(name, marks=pytest.mark.long if number % 6 else ())
         for number, name in enumerate(PROGRAMS)
     ],
 )

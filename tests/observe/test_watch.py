@@ -82,9 +82,15 @@ def test_a_watched_training_is_the_same():
     assert watched.last is notes[-1][1]
 
 
-@modes.ALL_MODES
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=() if mode == "tree" else pytest.mark.long)
+        for mode in modes.NAMED
+    ],
+)
 def test_with_gradients_it_is_the_same_to_rounding(mode):
-    step = tt.jit(update, **mode)
+    step = tt.jit(update, **modes.NAMED[mode])
     watched = tt.watch(step, 3, to=Notes(), grads=True)
     (losses, state), (seen, after) = trained(step), trained(watched)
     assert_close((losses, state), (seen, after), rtol=1e-4, atol=1e-5)

@@ -24,7 +24,7 @@ from treetap._core.settings import Mode
 from treetap._core.static_values import exact
 from treetap._core.trace_level import is_eager
 from treetap._observe.closures import Opened
-from treetap._transforms.lift.compiled import Jit, JitOptions
+from treetap._transforms.lift.compiled import Jit
 from treetap._transforms.lift.lift import Lift
 
 MAX_KEPT = 64

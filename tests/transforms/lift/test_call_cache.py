@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import treetap as tt
+from samples import sampled
 from small_models import ONE
 from treetap import nnx
 from treetap._transforms.lift import call_cache
@@ -201,14 +202,17 @@ CHANGES = [
 ]
 
 
-JITS = [tt.jit, functools.partial(tt.jit, graph=True), nnx.jit]
+JITS = {
+    "tree": tt.jit,
+    "graph": functools.partial(tt.jit, graph=True),
+    "updates": nnx.jit,
+}
 
 
 @pytest.mark.parametrize("pack", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("jit", JITS, ids=["tree", "graph", "updates"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_between_calls_is_noticed(change, jit, pack):
-    step, model = jit(run, pack=pack), Model()
+@sampled("change, mode", CHANGES, [*JITS])
+def test_every_change_between_calls_is_noticed(change, mode, pack):
+    step, model = JITS[mode](run, pack=pack), Model()
     for _ in range(3):
         np.testing.assert_allclose(step(model), total(model))
     change(model)

@@ -188,6 +188,8 @@ def content(model):
 
 
 QUICK = ("jit", "pack", "scan", "observe")
+MANY = settings().max_examples
+SOME = MANY if MANY > 100 else 12
 MARKED = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
     for name in WAYS
@@ -195,7 +197,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("name", MARKED)
-@settings(suppress_health_check=list(HealthCheck), deadline=None)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=SOME)
 @given(st.data())
 def test_calls_after_any_changes(name, data):
     make, times = WAYS[name]
