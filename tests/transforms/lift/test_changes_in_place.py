@@ -113,9 +113,15 @@ def check_carried_out(change, make, way, mode):
 
 
 def ways_and_modes(ways):
-    """All of both; `jit_partial` has no graph updates."""
-    pairs = itertools.product(ways, MODES)
-    return [pair for pair in pairs if pair != ("jit_partial", "updates")]
+    """All of both, a quick run one mode each; `jit_partial` has no graph updates."""
+    pairs = itertools.product(enumerate(ways), enumerate(MODES))
+    return [
+        pytest.param(
+            *(name, mode), marks=() if (n - turn) % 3 == 0 else pytest.mark.long
+        )
+        for (n, name), (turn, mode) in pairs
+        if (name, mode) != ("jit_partial", "updates")
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode"), ways_and_modes(BRANCHING | LOOPS))
