@@ -180,13 +180,14 @@ class Average(Metric):
         """Forget all batches."""
         _write(self, total=0.0, count=0)
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, mask: Any = None, **kwargs: Any) -> None:
         """Add values.
 
         Args:
-            **kwargs: The values under the metric's `argname`, an array or a number;
-                and `mask`, an array that broadcasts against them.
+            mask: Which of the values count: an array that broadcasts against them.
+            **kwargs: The values under the metric's `argname`, an array or a number.
         """
+        kwargs |= {} if mask is None else {"mask": mask}
         self._add(_batch_of("Average.update", self.argname, kwargs))
 
     def _add(self, batch: _Batch) -> None:

@@ -505,7 +505,7 @@ def counts(node: Pytree) -> str:
     return ", ".join(f"{kind}: {display.size_of(x)}" for kind, x in held.items())
 
 
-def check_pytree(node: Pytree) -> None:
+def check_pytree(pytree: Pytree) -> None:
     """Checks every attribute again: static ones must not have come to hold data.
 
     Examples:
@@ -515,9 +515,9 @@ def check_pytree(node: Pytree) -> None:
         ...         self.names = ["a"]
         >>> tt.check_pytree(Bag())
     """
-    if not isinstance(node, Pytree):
+    if not isinstance(pytree, Pytree):
         raise TypeError(
-            f"check_pytree: expected a Pytree object, got {type(node).__name__}."
+            f"check_pytree: expected a Pytree object, got {type(pytree).__name__}."
         )
-    if type(node)._pytree__is_pytree:
-        node._settle()
+    if type(pytree)._pytree__is_pytree:
+        pytree._settle()
