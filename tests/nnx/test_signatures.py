@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NNX's functions, classes and methods take, ours take by the same names and places.
+"""What NNX's callables take, ours take by the same names, at the same places.
 
 `data/nnx_signatures.json` has the signatures of flax 0.12.12; see `signatures`.
 """
@@ -14,25 +14,38 @@ RECORDED = json.loads(signatures.NAMES.with_name("nnx_signatures.json").read_tex
 
 # What differs, as regular expressions, by the reason.
 KNOWN = {
-    "filters are called by place": r".*(All|Any|Everything|Not|Nothing|OfType|PathContains"
-    r"|PathIn|WithTag|NotKey|is_tree_node)(\.__call__)?: no x",
-    "called by operators": r".*(__getitem__|__setitem__): .*",
-    "hooks are left out": r"(VariableMetadata|with_metadata): .*",
-    "programs get these, and do not make them": r"(.*\.)?(GraphDef|GraphState|NodeStates"
-    r"|\w+Context|NodeDef|NodeRef|VariableDef|SplitBackups|CustomVjp|Compiled|JitWrapped"
-    r"|Lowered|Traced|FlatState)(\.from_states)?: .*",
-    "index maps are left out": r"(.*\.)?(un)?flatten: no (index_ref|ref_index"
-    r"|ref_outer_index|outer_index_outer_ref|copy_variables)",
-    "methods that the decorated function takes by place": r"State\.(map|replace_by_pure_dict"
-    r"|to_pure_dict): .*",
-    "`compat` and `checkify` fill in the same": r"(compat\..*|checkify): .* here .*='None'",
-    "modes are given by name": r"checkify: graph(_updates)? not at place .",
-    "JAX's own, of another version": r"(one_hot|(RngStream|Rngs)\.\w+|spmd\.PartitionSpec"
-    r"|.*Traced\.lower): no (out_sharding|method|unreduced_kind|lowering_platforms)",
-    "the same by another way": r"(BatchNorm\.sow: init_fn=.*|Dict: no \*args"
-    r"|set_graph_mode\.__call__: no f|.*Accuracy: no \*.*|.*Accuracy: no \*\*.*"
-    r"|module\.tuple_reduce: .*|nn\.attention\.dot_product_attention_weights: .*"
-    r"|graph\.is_pytree_node: .*|graph\.Static: .*|graph\.is_array_ref: .*)",
+    "filters are called by place": r"""
+        .*(All|Any|Everything|Not|Nothing|OfType|PathContains|PathIn|WithTag|NotKey
+        |is_tree_node)(\.__call__)?:\ no\ x
+    """,
+    "called by operators": r".*(__getitem__|__setitem__):\ .*",
+    "hooks are left out": r"(VariableMetadata|with_metadata):\ .*",
+    "programs get these, and do not make them": r"""
+        (.*\.)?(GraphDef|GraphState|NodeStates|\w+Context|NodeDef|NodeRef|VariableDef
+        |SplitBackups|CustomVjp|Compiled|JitWrapped|Lowered|Traced|FlatState)
+        (\.from_states)?:\ .*
+    """,
+    "index maps are left out": r"""
+        (.*\.)?(un)?flatten:\ no\ (index_ref|ref_index|ref_outer_index
+        |outer_index_outer_ref|copy_variables)
+    """,
+    "deprecated methods, called by place": r"""
+        State\.(map|replace_by_pure_dict|to_pure_dict):\ .*
+    """,
+    "`compat` and `checkify` fill in the same": r"""
+        (compat\..*|checkify):\ .*\ here\ .*='None'
+    """,
+    "modes are given by name": r"checkify:\ graph(_updates)?\ not\ at\ place\ .",
+    "JAX's own, of another version": r"""
+        (one_hot|(RngStream|Rngs)\.\w+|spmd\.PartitionSpec|.*Traced\.lower):
+        \ no\ (out_sharding|method|unreduced_kind|lowering_platforms)
+    """,
+    "the same by another way": r"""
+        BatchNorm\.sow:\ init_fn=.*|Dict:\ no\ \*args|set_graph_mode\.__call__:\ no\ f
+        |.*Accuracy:\ no\ \*.*|module\.tuple_reduce:\ .*
+        |nn\.attention\.dot_product_attention_weights:\ .*
+        |graph\.(is_pytree_node|Static|is_array_ref):\ .*
+    """,
 }
 
 
@@ -48,11 +61,11 @@ def test_calls_are_written_as_in_nnx(here):
         if name in here
         for difference in signatures.differences(text, here[name])
     ]
-    patterns = [re.compile(pattern) for pattern in KNOWN.values()]
+    patterns = [re.compile(pattern, re.VERBOSE) for pattern in KNOWN.values()]
     assert [f for f in found if not any(p.fullmatch(f) for p in patterns)] == []
-    for reason, pattern in KNOWN.items():
-        used = any(re.fullmatch(pattern, difference) for difference in found)
-        assert used or "another version" in reason, reason
+    for reason, pattern in zip(KNOWN, patterns, strict=True):
+        is_used = any(pattern.fullmatch(difference) for difference in found)
+        assert is_used or "another version" in reason, reason
 
 
 def test_most_callables_of_nnx_are_compared(here):
@@ -82,5 +95,4 @@ def test_what_counts_as_a_difference(text, found):
 
 def test_a_keyword_that_must_be_given_is_a_difference():
     assert signatures.differences("a", lambda a, *, c: 0) == ["needs c"]
-    by_place = lambda a, /: 0  # noqa: E731 - a signature
-    assert signatures.differences("a", by_place) == ["a by place only"]
+    assert signatures.differences("a", lambda a, /: 0) == ["a by place only"]

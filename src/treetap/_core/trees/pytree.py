@@ -15,8 +15,9 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 
 import functools
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, is_, is_not
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -146,6 +147,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     _pytree__class_status: ClassVar[dict[str, bool]] = {}
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
     _pytree__derived: ClassVar[frozenset[str]] = frozenset()
+    # What is said of attributes that are not always there.
+    _pytree__told_of: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -218,8 +221,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         def __getattr__(self, name: str) -> Any:
             if name == "_pytree__flat":
                 return self._refresh()
+            told = self._pytree__told_of.get(name, "")
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
+                f"{type(self).__name__!r} object has no attribute {name!r}{told}"
             )
 
     @property
