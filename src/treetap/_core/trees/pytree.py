@@ -317,7 +317,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def _display_parts(self) -> display.Parts:
         held, status = attributes_of(self), self._pytree__status
         names = [name for name in held if name[0] != "_" or status.get(name)]
-        return display.Parts(counts(self), [(name, held[name]) for name in names])
+        items = [(name, held[name]) for name in names]
+        return display.Parts(counts(self), items, is_object=True)
 
 
 def bare(cls: type[Any], trace: Any = None) -> Any:
