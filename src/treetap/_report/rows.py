@@ -148,7 +148,7 @@ def rows_of(
     """
     _check(node, method, depth, name)
     at = nodes_of(node)
-    counter = Flops()
+    counter = Flops(as_nnx)
     found: list[tuple[Row, Any]] = []
     for call in _distinct(recorded(node, method, args, kwargs, name), as_nnx):
         note, path = call.note, call.path

@@ -210,8 +210,8 @@ class FlatState(Sequence[tuple[Path, Any]]):
         return zip(self.paths, self.leaves, strict=True)
 
     def __repr__(self) -> str:
-        lines = display.block(f"({path!r}, {leaf!r})" for path, leaf in self)
-        return f"FlatState([{lines}])"
+        lines = [f"({path!r}, {leaf!r})" for path, leaf in self]
+        return f"FlatState([{display.block(lines) if lines else ''}])"
 
     def to_nested_state(self) -> State:
         """The same content as a nested State."""
