@@ -224,7 +224,9 @@ class Accuracy(Average):
         super().__init__()
         self.threshold = threshold
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride] - given by name
+        self, *, logits: Any, labels: Any, mask: Any = None, **_: Any
+    ) -> None:
         """Add predictions.
 
         Args:
