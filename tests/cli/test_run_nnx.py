@@ -25,7 +25,7 @@ PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())
 QUICK = {
     *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split(),
-    *"filters_by_module generic_parts".split(),
+    *"filters_by_module generic_parts keywords".split(),
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 

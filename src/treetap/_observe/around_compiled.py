@@ -21,10 +21,9 @@ import jax
 from treetap._capture.listening import listening
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.settings import Mode
-from treetap._core.static_values import exact
 from treetap._core.trace_level import is_eager
 from treetap._observe.closures import Opened
-from treetap._transforms.lift.compiled import Jit, JitOptions
+from treetap._transforms.lift.compiled import Jit
 from treetap._transforms.lift.lift import Lift
 
 MAX_KEPT = 64
@@ -58,8 +57,7 @@ def around_compiled(
             return run(*args, **kwargs)
         program = kept
         if program is None:
-            facts = exact(tuple(Opened((select,), ()).facts))
-            key = what, fn, facts, more
+            key = what, fn, Opened((select,)).key, more
             program = _programs.get(key)
             if program is None:
                 made = _program(what, fn, run, args, kwargs)

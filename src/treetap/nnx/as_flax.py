@@ -23,7 +23,7 @@ from treetap import nnx
 from treetap._core import errors, settings
 from treetap.nnx import annotations, flax_parts
 
-FOLLOWED_VERSION = "0.12.8"  # the release of flax whose names and behaviour these are
+FOLLOWED_VERSION = "0.12.12"  # the release of flax whose names and behaviour these are
 
 
 SETTINGS = {
