@@ -294,3 +294,29 @@ def test_a_function_that_notes_its_traces_is_traced_once():
     count = len(traces)
     assert not tt.blame(fn)(Y)
     assert len(traces) == count
+
+
+def test_functions_that_edit_are_the_same_if_their_code_is():
+    fn = jax.jit(lambda x: tt.tap(x * 2, "h") + 1)
+    model, factor = Net(0), tt.Variable(jnp.asarray(1.0))
+
+    def by_an_array(n):
+        array = jnp.asarray(float(n))
+        return lambda h: h * array
+
+    makes = [
+        by_an_array,
+        lambda n: lambda h: h * factor[...],
+        lambda n: lambda h: model.inner.bias[...][0] + n * 0 + h * factor[...],
+    ]
+    for make in makes:
+        for n in (1, 2, 3):
+            factor[...] = jnp.asarray(float(n))
+            model.inner.bias[...] = jnp.full(3, 10.0 * n)
+            jnp.asarray(2.0) * n
+            del COMPILED[:]
+            out = tt.edit(fn, {"h": make(n)})(jnp.asarray(3.0))
+            change = make(n)
+            np.testing.assert_allclose(out, change(jnp.asarray(6.0)) + 1)
+            if make is not makes[2]:
+                assert bool(COMPILED) == (n == 1)
