@@ -68,9 +68,10 @@ ORDER = {
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """
         annotations defaults compat contexts states deprecated deprecations ids objects
-        proxy_caller reprlib tracers private_names traversals flax_parts train_state
-        bridge extract filterlib graphlib graph helpers module pytreelib rnglib spmd
-        statelib summary variablelib visualization nn training transforms as_flax
+        proxy_caller reprlib tracers private_names traversals flax_parts linen_names
+        train_state bridge extract filterlib graphlib graph helpers module pytreelib
+        rnglib spmd statelib summary variablelib visualization nn training transforms
+        as_flax
     """,
     "nnx.nn": """
         activations attention dtypes initializers linear lora normalization recurrent
