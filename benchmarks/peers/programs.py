@@ -3,7 +3,7 @@
 
 Each file in `programs` is a script as a user of the library would write it, and ends
 with a dict `results`: parameters, losses, outputs. It is run twice, in processes of its
-own: as it is, and with `treetap.as_flax()` in force. Everything in `results` is compared
+own: as it is, and with `treetap.as_flax()` in force. All in `results` is compared
 to the bit. `--suites DIR` runs the libraries' own tests as well, from their unpacked
 source distributions in DIR. The table is that of docs/from-nnx.md.
 """
@@ -50,17 +50,22 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 def worker(program, on, path):
     """Runs a program and saves every array of its results, by its place in them."""
     if on == "treetap":
-        import treetap as tt  # noqa: PLC0415 - not loaded where flax is asked for
+        import treetap as tt
 
         tt.as_flax()
     results = runpy.run_path(str(FOLDER / f"{program}.py"))["results"]
-    import jax  # noqa: PLC0415 - after the program, which may configure it
+    import jax
 
-    found = {}
-    for steps, leaf in jax.tree_util.tree_leaves_with_path(results):
-        if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        found[jax.tree_util.keystr(steps)] = np.asarray(leaf)
+    def array(leaf):
+        is_key = jax.dtypes.issubdtype(
+            getattr(leaf, "dtype", None), jax.dtypes.prng_key
+        )
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    found = {
+        jax.tree_util.keystr(steps): array(leaf)
+        for steps, leaf in jax.tree_util.tree_leaves_with_path(results)
+    }
     if not found:
         raise SystemExit(f"{program} has no results")
     Path(path).write_bytes(pickle.dumps(found))

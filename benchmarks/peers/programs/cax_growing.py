@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A neural cellular automaton trained to become an image."""
 
-import jax
 import jax.numpy as jnp
 import optax
 from cax.core.perceive import ConvPerceive
