@@ -114,7 +114,7 @@ class CustomVjp:
                 f"`{name}.defvjp(fwd, bwd)` before using it."
             )
         name, count = "nondiff_argnums", self._counted
-        args = positional(self.fun, args, kwargs, "custom_vjp", name, count)
+        args = positional(self.fun, args, kwargs, "custom_vjp", name, count=count)
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
         inputs = self.lift.inputs(args, {})

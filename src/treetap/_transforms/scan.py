@@ -288,7 +288,7 @@ def scan(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = positional(f, args, kwargs, "scan", "in_axes", counted)
+        args = positional(f, args, kwargs, "scan", "in_axes", count=counted)
         if in_axes is Carry and len(args) != 1:
             raise StructureError(
                 "scan: When in_axes=Carry, the function must take exactly one "

@@ -86,7 +86,10 @@ def _mapped(
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         if mode is Mode.UPDATES or (kwargs and nothing is not None):
-            args, kwargs = positional(f, args, kwargs, name, argument, counted), {}
+            args, kwargs = (
+                positional(f, args, kwargs, name, argument, count=counted),
+                {},
+            )
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
         if keeps:

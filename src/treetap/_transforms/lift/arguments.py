@@ -105,7 +105,7 @@ def by_position(
 
 
 def positional(
-    f: Any, args: Any, kwargs: Any, name: str, argument: str, count: int = 0
+    f: Any, args: Any, kwargs: Any, name: str, argument: str, *, count: int = 0
 ) -> Any:
     """All arguments by position, for a transform whose prefix counts those."""
     if not kwargs and len(args) >= count:
