@@ -113,8 +113,8 @@ class CustomVjp:
                 f"custom_vjp: no rule was given for {name}. Call "
                 f"`{name}.defvjp(fwd, bwd)` before using it."
             )
-        name, count = "nondiff_argnums", self._counted
-        args = positional(self.fun, args, kwargs, "custom_vjp", name, count=count)
+        of, count = ("custom_vjp", "nondiff_argnums"), self._counted
+        args = positional(self.fun, args, kwargs, *of, count=count)
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
         inputs = self.lift.inputs(args, {})

@@ -111,11 +111,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "flax.linen.activation": LINEN_ACTIVATIONS,
     "flax.linen.dtypes": LINEN_DTYPES,
     "flax.linen.initializers": LINEN_INITIALIZERS,
-    "flax.linen.linear": {},
     "flax.linen.meta": _named(linen_names, "unbox"),
     "flax.linen.module": _named(linen_names, "_context", "compact")
     | {"nowrap": linen_names.compact},
-    "flax.linen.normalization": {},
     "flax.struct": _named(flax_parts, "PyTreeNode", "dataclass", "field"),
     "flax.training": {},
     "flax.training.train_state": _named(flax_parts, "TrainState"),
