@@ -254,9 +254,9 @@ def test_suppressions_name_their_rule_and_reason():
 
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
-    ("_core", "_modules", "_transforms", "nnx"): 8_605,
+    ("_core", "_modules", "_transforms", "nnx"): 8_680,
     ("_capture", "_observe", "edits"): 5_376,
-    ("",): 22_084,
+    ("",): 22_159,
 }
 
 
