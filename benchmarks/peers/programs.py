@@ -32,7 +32,6 @@ PACKAGES = {  # what a program is about, by the first word of its name
     "nnxppo": "nnx-ppo",
     "numpyro": "numpyro",
     "ott": "ott-jax",
-    "probjax": "probjax",
     "qwix": "qwix",
     "spyx": "spyx",
 }

@@ -21,12 +21,11 @@ class Net(nnx.Module):
 net = Net(nnx.Rngs(0))
 x = jax.random.normal(jax.random.key(1), (3, 8, 8, 3))
 results = {}
-for name, rule in {
-    "weights": {"weight_qtype": jnp.int8},
-    "both": {"weight_qtype": jnp.int8, "act_qtype": jnp.int8},
-}.items():
-    rules = [qwix.QuantizationRule(module_path=".*", **rule)]
-    quantized = qwix.quantize_model(net, qwix.PtqProvider(rules), x)
+for name, where, acts in [("weights", "hidden|out", None), ("both", ".*", jnp.int8)]:
+    rule = qwix.QuantizationRule(
+        module_path=where, weight_qtype=jnp.int8, act_qtype=acts
+    )
+    quantized = qwix.quantize_model(net, qwix.PtqProvider([rule]), x)
     params = nnx.to_pure_dict(nnx.state(quantized))
     results[name] = params, quantized(x), nnx.jit(lambda m, x: m(x))(quantized, x)
 rule = qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
