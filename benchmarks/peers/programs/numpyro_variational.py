@@ -12,7 +12,6 @@ from numpyro.infer import SVI, Trace_ELBO
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        # No bias: before a norm its gradient is nothing but rounding, which Adam scales.
         self.hidden = nnx.Linear(1, 8, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.layers = nnx.List(
@@ -27,7 +26,7 @@ class Net(nnx.Module):
 
 
 net = Net(nnx.Rngs(0))
-x = jnp.linspace(-1.0, 1.0, 16)[:, None]
+x = jnp.linspace(-1.0, 2.0, 16)[:, None]
 
 
 def model(x, y):
@@ -35,7 +34,7 @@ def model(x, y):
     numpyro.sample("y", dist.Normal(mean, 0.1), obs=y)
 
 
-svi = SVI(model, lambda x, y: None, numpyro.optim.Adam(1e-2), Trace_ELBO())
+svi = SVI(model, lambda x, y: None, numpyro.optim.SGD(1e-5), Trace_ELBO())
 found = svi.run(jax.random.key(0), 10, x, jnp.sin(x), progress_bar=False)
 results = {
     "params": found.params,

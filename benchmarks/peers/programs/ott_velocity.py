@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from ott.neural.networks.velocity_field import EMA, MLP, UNet
+from ott.neural.networks.velocity_field.ema import EMA
+from ott.neural.networks.velocity_field.mlp import MLP
+from ott.neural.networks.velocity_field.unet import UNet
 
 
 def trained(model, optimizer, ema, shape):
