@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        public_names bounded_cache wording display earlier_names errors static_values
+        public_names bounded_cache wording display earlier_names errors scopes static_values
         paths settings trace_level variables trees
     """,
     "_core.variables": """
@@ -69,9 +69,10 @@ ORDER = {
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """
         annotations defaults compat contexts states deprecated deprecations ids objects
-        proxy_caller reprlib tracers private_names traversals flax_parts train_state
-        bridge extract filterlib graphlib graph helpers module pytreelib rnglib spmd
-        statelib summary variablelib visualization nn training transforms as_flax
+        proxy_caller reprlib tracers private_names traversals flax_parts linen_names
+        train_state bridge extract filterlib graphlib graph helpers module pytreelib
+        rnglib spmd statelib summary variablelib visualization nn training transforms
+        as_flax
     """,
     "nnx.nn": """
         activations attention dtypes initializers linear lora normalization recurrent
