@@ -24,6 +24,7 @@ from treetap._observe.sweep.points import point_p
 
 Region = tuple[tuple[int, int], ...]
 MAX_KNOWN = 4096  # numbers of an index that is computed now
+SPLIT = "split"  # JAX does not export this primitive
 
 
 class Narrowed(NamedTuple):
@@ -98,7 +99,7 @@ def _narrowed(eqn: Any, wanted: list[Region | None], known: dict[Any, Any]) -> N
     found = None
     if rule is not None and region is not None and len(wanted) == 1:
         found = rule(eqn, region, known)
-    elif eqn.primitive is _split:
+    elif eqn.primitive.name == SPLIT:
         found = _of_split(eqn, wanted)
     if isinstance(found, Narrowed):
         return found
@@ -296,7 +297,9 @@ def _reshape(eqn: Any, region: Region, known: Any) -> Any:
     if len(eqn.invars) > 1 or eqn.params["dimensions"] is not None:
         return None
     own, made = list(whole(shape)), list(whole(out))
-    for olds, news in _groups(shape, out):
+    for group in _groups(shape, out):
+        sizes = zip((shape, out), group)
+        olds, news = ([d for d in axes if of[d] != 1] for of, axes in sizes)
         if len(olds) == len(news) == 1:
             own[olds[0]] = made[news[0]] = region[news[0]]
         elif len(olds) == 1 and news:
@@ -352,7 +355,6 @@ def _all_named(names: str, rule: Rule) -> dict[Any, Rule]:
     return {primitive: rule for primitive in found if primitive is not None}
 
 
-_split = getattr(primitives, "split_p", None)
 _RULES: dict[Any, Rule] = {
     **_all_named(
         """
