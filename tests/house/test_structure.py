@@ -19,11 +19,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        public_names bounded_cache wording display earlier_names errors scopes static_values
-        paths settings trace_level variables trees
+        public_names bounded_cache scopes wording display earlier_names errors
+        static_values paths settings trace_level variables trees
     """,
     "_core.variables": """
-        change_marks metadata operators placement values variable kinds
+        change_marks metadata operators values placement variable kinds
         packed_values
     """,
     "_core.trees": """
@@ -64,7 +64,7 @@ ORDER = {
         files record_descriptions safetensors_file record_file store weight_rules
         targets checkpoints weights
     """,
-    "_io.store": "axes journals contents arrays stores writers",
+    "_io.store": "axes journals contents arrays stores backlog writers",
     "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """
@@ -255,9 +255,9 @@ def test_suppressions_name_their_rule_and_reason():
 
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
-    ("_core", "_modules", "_transforms", "nnx"): 8_644,
-    ("_capture", "_observe", "edits"): 5_381,
-    ("",): 22_139,
+    ("_core", "_modules", "_transforms", "nnx"): 8_654,
+    ("_capture", "_observe", "edits"): 6_438,
+    ("",): 23_291,
 }
 
 
