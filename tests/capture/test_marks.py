@@ -158,7 +158,7 @@ def test_second_derivatives_of_which_one_part_is_mapped_are_refused():
 
     slopes = jax.vmap(jax.grad(both), (None, 0))
     args = jnp.array(0.5), X
-    with pytest.raises(tt.CaptureError, match="'h' comes in parts.*mapped in one of"):
+    with pytest.raises(tt.CaptureError, match=r"'h' comes in parts.*mapped in one of"):
         tt.observe(slopes, grads=True)(*args)
     out, record = tt.observe(slopes)(*args)
     near(out, slopes(*args), rtol=1e-6)

@@ -211,7 +211,7 @@ def test_an_error_of_the_function_is_its_own(grads):
         model.count[...] += 1
         raise TypeError("no such thing")
 
-    with pytest.raises(TypeError, match="^no such thing"):
+    with pytest.raises(TypeError, match=r"^no such thing"):
         tt.observe(fn, verify=True, grads=grads)(model, 1.0)
     assert model.count[...] == 0
 

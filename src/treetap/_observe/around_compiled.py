@@ -53,7 +53,7 @@ def around_compiled(
 
     def called(*args: Any, **kwargs: Any) -> Any:
         nonlocal kept
-        if listening.value is not None or not is_eager() or jax.config.jax_disable_jit:
+        if listening.value is not None or not is_eager() or _is_off():
             return run(*args, **kwargs)
         program = kept
         if program is None:
@@ -67,6 +67,11 @@ def around_compiled(
         return program(*args, **kwargs)
 
     return called
+
+
+def _is_off() -> bool:
+    """Whether compiling is turned off."""
+    return getattr(jax.config, "jax_disable_jit", False)
 
 
 def _is_fixed(select: Any) -> bool:

@@ -218,6 +218,7 @@ class _Program(KeptProgram):
     def __init__(self, what: str, sites: _Sites, opened: Opened):
         super().__init__(opened)
         self.what, self.sites = what, sites
+        self.outline: Outline  # of the call that is traced now
         self.run = self._compiled()
 
     def _compiled(self) -> Jit[..., PatchGrid]:

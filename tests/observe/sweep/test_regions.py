@@ -18,6 +18,14 @@ A, B = jnp.arange(24.0).reshape(2, 3, 4) / 9, jnp.arange(40.0).reshape(2, 4, 5) 
 TWO = jnp.int32(2)
 
 
+def two_rows(y):
+    return y[0] + y[2]
+
+
+def whole_and_part(y, x):
+    return y[0], y, x, 1.0
+
+
 def types_of(args):
     return [jax.typeof(jnp.asarray(x)) for x in args]
 
@@ -79,7 +87,7 @@ CASES = {
     "a row of strides": (lambda x: jnp.sin(x)[::2][1], [X], {"sin": [(1, 4)]}),
     "some of strides": (lambda x: jnp.sin(x)[::2][1:], [X], {"sin": [(3, 4)]}),
     "two rows": (
-        lambda x: (lambda y: y[0] + y[2])(jnp.sin(x)),
+        lambda x: two_rows(jnp.sin(x)),
         [X],
         {"sin": [(3, 4)]},
     ),
@@ -227,7 +235,7 @@ def test_a_point_knows_its_region():
 
 
 def test_what_is_a_result_is_computed_whole():
-    whole, less = both(lambda x: (lambda y: (y[0], y, x, 1.0))(jnp.sin(x)), [X])
+    whole, less = both(lambda x: whole_and_part(jnp.sin(x), x), [X])
     assert computed(whole, "sin") == computed(less, "sin") == [(6, 4)]
 
 

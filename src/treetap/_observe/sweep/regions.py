@@ -127,9 +127,10 @@ def _known(flat: Flat) -> dict[Any, np.ndarray]:
 
 
 def _is_index(aval: Any) -> bool:
-    kinds = jnp.integer, jnp.bool_
-    is_small = math.prod(getattr(aval, "shape", (MAX_KNOWN + 1,))) <= MAX_KNOWN
-    return is_small and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
+    kind, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
+    if kind is None or math.prod(shape) > MAX_KNOWN:
+        return False
+    return any(jnp.issubdtype(kind, one) for one in (jnp.integer, jnp.bool_))
 
 
 # Rules: from an equation and the wanted region of its result to the regions of its
@@ -231,10 +232,10 @@ def _dynamic_slice(eqn: Any, region: Region, known: Any) -> Any:
     pairs = list(zip(starts, region, shape))
     own = tuple((0, n) if at is None else (at + a, at + b) for at, (a, b), n in pairs)
 
-    def run(x: Any, *indices: Any) -> Any:
+    def run(x: Any, *given: Any) -> Any:
         whole_sizes = zip(starts, sizes, x.shape)
         taken = [size if at is None else n for at, size, n in whole_sizes]
-        indices = [i if at is None else 0 for at, i in zip(starts, indices)]
+        indices = [i if at is None else 0 for at, i in zip(starts, given)]
         found = jax.lax.dynamic_slice(x, indices, taken)
         have = tuple(
             (0, size) if at is None else part
