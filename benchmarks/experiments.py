@@ -282,6 +282,7 @@ def main() -> None:
         return
     config, length, rounds = (CPU_SWEEP, 32, 5) if options.small else (Config(), 128, 9)
     rows = sweeps(config, length, rounds)
+    print(timing.table(rows), flush=True)
     for sites in (20, 100 if options.small else 500):
         rows += observed(sites, rounds)
     print(timing.table(rows))

@@ -94,6 +94,11 @@ def _hull(first: Region | None, second: Region) -> Region:
     return tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs)
 
 
+def is_fused(eqn: Any) -> bool:
+    """Whether a compiler computes such an equation along with its neighbours."""
+    return _RULES.get(eqn.primitive) in (_elementwise, _reduction, _broadcast, _iota)
+
+
 def _narrowed(eqn: Any, wanted: list[Region | None], known: dict[Any, Any]) -> Narrowed:
     rule, region = _RULES.get(eqn.primitive), wanted[0] if wanted else None
     found = None
@@ -141,9 +146,10 @@ Rule = Callable[[Any, Region, dict[Any, Any]], Any]
 
 def _binding(eqn: Any, **changed: Any) -> Callable[..., list[Any]]:
     def run(*values: Any) -> list[Any]:
+        types: list[Any] = [atom.aval for atom in eqn.invars]
         given = [
-            np.asarray(x, atom.aval.dtype) if isinstance(atom, Literal) else x
-            for x, atom in zip(values, eqn.invars)
+            np.asarray(x, kind.dtype) if isinstance(atom, Literal) else x
+            for x, atom, kind in zip(values, eqn.invars, types)
         ]
         return jax_compat.bind(eqn.primitive, given, {**eqn.params, **changed})
 
