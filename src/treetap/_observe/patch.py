@@ -6,6 +6,7 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 `attribution` estimates them by a gradient, in one pass.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from treetap._capture.walk.operations import SCAN
 from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
 from treetap._core.settings import Mode
+from treetap._core.trace_level import is_eager
 from treetap._observe.closures import Opened
 from treetap._observe.edit import edit
 from treetap._observe.kept_programs import KeptCall, KeptProgram, Outline
@@ -259,15 +261,17 @@ class _Grid(_Program):
 
     Attributes:
         batch_size: How many patches run at once; None for as many as fit.
+        is_run: Whether it is run, and not a part of something that is traced, and maybe
+            differentiated: a program that is written out has lost its own rules.
         shrink: How often it was found that there is less memory: each time, half as
             many patches run at once.
     """
 
     def __init__(
-        self, what: str, sites: _Sites, batch_size: int | None, opened: Opened
+        self, sites: _Sites, batch_size: int | None, is_run: bool, opened: Opened
     ):
-        self.batch_size, self.shrink = batch_size, 0
-        super().__init__(what, sites, opened)
+        self.batch_size, self.is_run, self.shrink = batch_size, is_run, 0
+        super().__init__("patch_grid", sites, opened)
 
     def __call__(self, *given: Any) -> PatchGrid:
         """The effects of all patches."""
@@ -283,10 +287,10 @@ class _Grid(_Program):
 
     def traced(self, inputs: list[Any], values: list[Any]) -> tuple[Any, Any]:
         """The effects of all patches in a row, and the baseline, while JAX traces."""
-        try:
-            return self._shared(inputs, values)
-        except Unsuited:
-            return self._whole(inputs, values)
+        if self.is_run:
+            with contextlib.suppress(Unsuited):
+                return self._shared(inputs, values)
+        return self._whole(inputs, values)
 
     def _batch(self, flat: Flat) -> Batch:
         points, places = len(self.sites.patches()), self.sites.size
@@ -386,7 +390,8 @@ def patch_grid(
 ) -> PatchGrid:
     """Activation patching: each value of a clean run, alone, in a corrupted run.
 
-    All patches are one compiled program.
+    What patches share is computed once, and what was compiled serves the next call with
+    other numbers.
 
     Args:
         fn: A Module, or a function of Modules or of arrays, that leaves its Modules as
@@ -400,7 +405,8 @@ def patch_grid(
         axis: Patch each index along this axis of the value by itself: a position, or a
             head. Axes of loops and mappings do not count: it is the value as the
             function sees it.
-        batch_size: How many patches run at once; all by default.
+        batch_size: How many patches run at once; by default, as many as there is memory
+            for.
 
     Returns:
         The effects of all patches.
@@ -414,8 +420,9 @@ def patch_grid(
         [('b', None, 3.0), ('a', None, 2.0)]
     """
     chosen, values = _Sites.of(clean, sites, axis, "patch_grid")
-    kept = KeptCall[_Grid]("patch_grid", (fn, metric), chosen, batch_size)
-    make = functools.partial(_Grid, "patch_grid", chosen, batch_size)
+    facts = chosen, batch_size, is_eager()
+    kept = KeptCall[_Grid]("patch_grid", (fn, metric), *facts)
+    make = functools.partial(_Grid, *facts)
     return kept.run(make, lambda program: program(kept.held, args, values))
 
 
