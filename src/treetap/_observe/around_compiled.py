@@ -82,7 +82,11 @@ def _is_fixed(select: Any) -> bool:
 
 def _program(what: str, fn: Any, run: Any, args: Any, kwargs: Any) -> Any:
     """The program of such calls; the function itself if it has options of its own."""
-    named = functools.wraps(fn)(run)
+
+    @functools.wraps(fn)
+    def named(*args: Any, **kwargs: Any) -> Any:  # new: JAX keeps what it traced of one
+        return run(*args, **kwargs)
+
     if isinstance(fn, Jit):
         if any(fn.options.get(name) for name in _TO_KEEP) or fn._fixed:
             return run
