@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spots: which mappings the rows of a loop are of, if JAX tells their number alone."""
+"""Spots: which mappings the rows of a loop are of: JAX tells their number alone."""
 
 import jax
 import jax.numpy as jnp
