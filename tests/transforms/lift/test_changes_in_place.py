@@ -116,9 +116,7 @@ def ways_and_modes(ways):
     """All of both, a quick run one mode each; `jit_partial` has no graph updates."""
     pairs = itertools.product(enumerate(ways), enumerate(MODES))
     return [
-        pytest.param(
-            *(name, mode), marks=() if (n - turn) % 3 == 0 else pytest.mark.long
-        )
+        pytest.param(name, mode, marks=() if (n - turn) % 3 == 0 else pytest.mark.long)
         for (n, name), (turn, mode) in pairs
         if (name, mode) != ("jit_partial", "updates")
     ]
