@@ -5,7 +5,7 @@
     python benchmarks/targets.py --gpu          what a GPU is needed for, too
 
 Each part is a program of its own, in which contenders take turns: `eager.py`,
-`calls.py`, `capture.py`, `stores.py` and `gpu.py`. Run by `make bench`. The exit code
+`calls.py`, `capture.py`, `stores.py`, `experiments.py` and `gpu.py`. Run by `make bench`. The exit code
 is 1 if a target is missed.
 """
 
@@ -87,6 +87,7 @@ def main() -> int:
     plot = ["--plot", str(options.plot)] if options.plot else []
     reports = [measured("eager"), measured("calls", *plot), measured("capture")]
     reports.append(measured("stores"))
+    reports.append(measured("experiments", *([] if options.gpu else ["--small"])))
     if options.gpu:
         reports.append(measured("gpu"))
     rows = [timing.Row(**row) for report in reports for row in report["rows"]]
