@@ -5,8 +5,8 @@
     python benchmarks/targets.py --gpu          what a GPU is needed for, too
 
 Each part is a program of its own, in which contenders take turns: `eager.py`,
-`calls.py`, `capture.py`, `stores.py`, `experiments.py` and `gpu.py`. Run by `make bench`. The exit code
-is 1 if a target is missed.
+`calls.py`, `capture.py`, `stores.py`, `experiments.py` and `gpu.py`. Run by `make
+bench`. The exit code is 1 if a target is missed.
 """
 
 import argparse

@@ -20,6 +20,13 @@ def quick_of(*sizes: int) -> set[tuple[int, ...]]:
     return set(zip(*columns))
 
 
+def _named(value: Any) -> str:
+    """A value as a part of the name of a test, the same in every process."""
+    if isinstance(value, tuple):
+        return " of ".join(map(_named, value))
+    return getattr(value, "__name__", str(value))
+
+
 def sampled(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrises a test by a product; what is not in the sample is `long`.
 
@@ -36,7 +43,7 @@ def sampled(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
         [
             pytest.param(
                 *case,
-                id="-".join(getattr(x, "__name__", str(x)) for x in case),
+                id="-".join(map(_named, case)),
                 marks=() if places in quick else pytest.mark.long,
             )
             for case, places in cases
