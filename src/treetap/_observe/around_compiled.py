@@ -8,7 +8,8 @@ than a call of JAX. So here the whole of it is compiled, and the program is kept
 
 Python runs in both at most once for each structure of the arguments, as for any
 compiled function. What must stay as it is goes the long way: arguments that `jax.jit`
-was told are static or to be donated, and what is called while something is traced.
+was told are static or to be donated, what is called while something is traced, and what
+a capture can only come to where the function is run and not traced.
 """
 
 import functools
@@ -26,6 +27,11 @@ from treetap._observe.closures import Opened
 from treetap._transforms.lift.compiled import Jit
 from treetap._transforms.lift.lift import Lift
 
+
+class _LongWay(Exception):
+    """A program cannot stand for the call."""
+
+
 MAX_KEPT = 64
 _programs: BoundedCache[Any, Any] = BoundedCache(MAX_KEPT)
 _PLAIN_JIT = type(jax.jit(len))
@@ -37,12 +43,12 @@ _TO_KEEP = "device", "backend", "pack"
 def around_compiled(
     what: str, fn: Any, run: Callable[..., Any], select: Any, *more: Any
 ) -> Callable[..., Any]:
-    """A function that runs another one in its own way, compiled if that one is.
+    """A function with a Record beside the result of another, compiled if that one is.
 
     Args:
         what: The public function at work.
         fn: The function that it is around.
-        run: What it does, from the same arguments.
+        run: What gives the result and the Record, from the same arguments.
         select: The sites it is about, as they were given.
         *more: What else it depends on; hashable.
     """
@@ -55,16 +61,22 @@ def around_compiled(
         nonlocal kept
         if listening.value is not None or not is_eager() or _is_off():
             return run(*args, **kwargs)
-        program = kept
+        program, key = kept, None
         if program is None:
             key = what, fn, Opened((select,)).key, more
             program = _programs.get(key)
             if program is None:
                 made = _program(what, fn, run, args, kwargs)
                 program = _programs.add(key, made)
-            if is_fixed:
-                kept = program
-        return program(*args, **kwargs)
+        try:
+            out = program(*args, **kwargs)
+        except _LongWay:
+            if key is not None:
+                _programs.discard(key)
+                program = _programs.add(key, run)
+            out = run(*args, **kwargs)
+        kept = program if is_fixed else None
+        return out
 
     return called
 
@@ -85,7 +97,10 @@ def _program(what: str, fn: Any, run: Any, args: Any, kwargs: Any) -> Any:
 
     @functools.wraps(fn)
     def named(*args: Any, **kwargs: Any) -> Any:  # new: JAX keeps what it traced of one
-        return run(*args, **kwargs)
+        out, record = run(*args, **kwargs)
+        if record.unreachable:
+            raise _LongWay
+        return out, record
 
     if isinstance(fn, Jit):
         if any(fn.options.get(name) for name in _TO_KEEP) or fn._fixed:
