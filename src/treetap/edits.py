@@ -8,7 +8,7 @@ once, `jax.vmap` over edits makes a grid, and gradients flow to them.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from treetap._capture.walk.spots import Axis, Spot
 from treetap._core.errors import CaptureError
 from treetap._core.variables.values import NUMERIC, broadcasts
 from treetap._core.wording import typed
+from treetap._observe.closures import Opened
 from treetap._observe.records import STATIC, Site, is_loop
 
 Fitted = tuple[Any, list[Axes]]
@@ -183,6 +184,37 @@ def _nothing(value: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class _Given:
+    """A function that somebody gave; what it reads may change from run to run."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, value: Any, *params: Any) -> Any:
+        return self.function(value, *params)
+
+
+class _Code:
+    """The code of such a function in one run, apart from what it brings along.
+
+    It is a part of programs: it equals code that reads the same, so that a function
+    that is made anew needs no other program, and one that reads something else does.
+    """
+
+    def __init__(self, opened: Opened):
+        self.opened, self.key = opened, opened.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __call__(self, value: Any, held: Sequence[Any], *params: Any) -> Any:
+        (function,) = self.opened.with_held(held)
+        return function(value, *params)
+
+
 @register_dataclass
 @dataclass(frozen=True, eq=False)
 class Edit:
@@ -214,6 +246,11 @@ class Edit:
     def fitted(self, target: Target) -> "tuple[Edit, list[Axes]]":
         """The edit for a value, and the axes that each of its arrays has."""
         target.check_kinds(self.what)
+        if isinstance(self.function, _Given):
+            opened = Opened((self.function.function,))
+            args = opened.taken(), *self.args
+            fits = Target.as_given, *self.fits
+            return Edit(_Code(opened), args, fits).fitted(target)
         found = [fit(target, each) for fit, each in zip(self.fits, self.args)]
         args = tuple(each for each, _ in found)
         axes = [one for _, several in found for one in several]
@@ -390,7 +427,8 @@ def apply(function: Callable[..., Any], *params: Any) -> Edit:
 
     Args:
         function: From the value, and the parameters, to another of the same structure,
-            shapes and types. Another function is another program to compile.
+            shapes and types. One with other code, or that reads other values that are
+            no arrays, is another program to compile.
         *params: Trees of arrays; other ones are not.
 
     Examples:
@@ -403,4 +441,4 @@ def apply(function: Callable[..., Any], *params: Any) -> Edit:
     if not callable(function):
         raise CaptureError(f"apply: expected a function, got {function!r}.")
     fits = (Target.as_given,) * len(params)
-    return Edit(function, jax.tree.map(jnp.asarray, params), fits)
+    return Edit(_Given(function), jax.tree.map(jnp.asarray, params), fits)

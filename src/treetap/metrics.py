@@ -180,13 +180,14 @@ class Average(Metric):
         """Forget all batches."""
         _write(self, total=0.0, count=0)
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, mask: Any = None, **kwargs: Any) -> None:
         """Add values.
 
         Args:
-            **kwargs: The values under the metric's `argname`, an array or a number;
-                and `mask`, an array that broadcasts against them.
+            mask: Which of the values count: an array that broadcasts against them.
+            **kwargs: The values under the metric's `argname`, an array or a number.
         """
+        kwargs |= {} if mask is None else {"mask": mask}
         self._add(_batch_of("Average.update", self.argname, kwargs))
 
     def _add(self, batch: _Batch) -> None:
@@ -223,7 +224,9 @@ class Accuracy(Average):
         super().__init__()
         self.threshold = threshold
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride] - given by name
+        self, *, logits: Any, labels: Any, mask: Any = None, **_: Any
+    ) -> None:
         """Add predictions.
 
         Args:

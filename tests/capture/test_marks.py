@@ -147,3 +147,19 @@ def test_second_derivatives_under_two_checkpoints_are_refused():
     with pytest.raises(tt.CaptureError, match=r"under a `checkpoint` inside another"):
         tt.observe(fn, grads=True)(X)
     near(tt.observe(fn)(X)[0], fn(X), rtol=1e-5)
+
+
+def test_second_derivatives_of_which_one_part_is_mapped_are_refused():
+    fn = jax.checkpoint(lambda w: jnp.sin(tt.tap(jnp.sin(w), "h")))
+
+    def both(w, x):
+        out, pull = jax.vjp(fn, w)
+        return out + x * pull(1.0)[0]
+
+    slopes = jax.vmap(jax.grad(both), (None, 0))
+    args = jnp.array(0.5), X
+    with pytest.raises(tt.CaptureError, match=r"'h' comes in parts.*mapped in one of"):
+        tt.observe(slopes, grads=True)(*args)
+    out, record = tt.observe(slopes)(*args)
+    near(out, slopes(*args), rtol=1e-6)
+    near(record["h"].value, jnp.sin(0.5), rtol=1e-6)

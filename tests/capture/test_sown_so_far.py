@@ -91,6 +91,55 @@ def test_under_jit_values_are_traced_and_do_not_outlive_the_trace():
     assert [(traced, ref()) for traced, ref in seen] == [(True, None)] * 2
 
 
+class Doubles(tt.Module):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, x):
+        self.sow(I, "x", x)
+        out = self.twice(x) + self.twice(x)
+        self.seen([held.get_value() for held in self.__captures__])
+        return out
+
+    def twice(self, x):
+        return {"a": x * 2}["a"]
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, tt.remat])
+def test_outputs_of_methods_are_among_them_if_they_are_captured(wrap):
+    seen = []
+
+    class Outer(tt.Module):
+        def __init__(self):
+            self.inner = Doubles(lambda held: None)
+
+        def __call__(self, x):
+            y = wrap(lambda m, x: m.twice(x))(self.inner, x)
+            seen.append([held.get_value() for held in self.inner.__captures__])
+            self.inner(x)
+            seen.append([held.get_value() for held in self.inner.__captures__])
+            return y
+
+    _, values, outputs = tt.capture(Outer(), I, method_outputs=P)(ONE)
+    assert values["inner"]["x"][...] == (1.0,)
+    assert outputs["inner"]["twice"][...] == (2.0, 2.0, 2.0)
+    sown, returned = seen[-1]
+    assert sown == {"x": (1.0,)}
+    inside = 0 if wrap is tt.remat else 1  # of a Module that remat rebuilt, no notes
+    assert seen[0] == [{}, {"twice": (2.0,)} if inside else {}]
+    assert returned == {"twice": (2.0,) * (2 + inside), "__call__": (4.0,)}
+    seen.clear()
+    tt.capture(Outer(), I)(ONE)
+    assert seen[-1] == [{"x": (1.0,)}]
+
+
+def test_outputs_are_those_of_the_capture_that_asks():
+    seen = []
+    inner = tt.capture(Doubles(seen.append), I)
+    tt.capture(lambda x: inner(x)[0], method_outputs=P)(ONE)
+    assert seen == [[{"x": (1.0,)}]]
+
+
 def test_a_module_of_another_trace_notes_nothing():
     seen = []
     model = Layer(seen.append)
@@ -106,7 +155,8 @@ def test_it_can_only_be_read():
     model = Layer(write)
     with pytest.raises(AttributeError, match="no setter"):
         tt.capture(model, I)(ONE)
-    with pytest.raises(AttributeError):
+    said = r"'Layer'.*'__captures__' now: .* as `capture\(module, Intermediate\)"
+    with pytest.raises(AttributeError, match=said):
         model.__captures__
 
 

@@ -25,7 +25,7 @@ PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())
 QUICK = {
     *"checkpoints mixed_flax older_style own_variables plain_objects sharded".split(),
-    *"filters_by_module generic_parts".split(),
+    *"filters_by_module generic_parts keywords".split(),
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
@@ -148,9 +148,10 @@ def test_ctrl_c_in_a_program_is_an_interruption(tmp_path):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    script = write(tmp_path, "from flax import linen as nn")
+    script = write(tmp_path, "from flax import linen as nn\nnn.Dense(1)")
     shown = shown_by(script, code=1)
-    assert "no flax.linen: treetap has NNX's Modules only" in shown
+    assert "Dense is a class of Linen" in shown
+    assert "treetap has NNX's Modules only" in shown
 
 
 def test_a_missing_file_or_module_is_refused(tmp_path):

@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # neighbours import it; it is written with a slash.
 ORDER = {
     "_core": """
-        public_names scopes bounded_cache wording display earlier_names errors
+        public_names bounded_cache scopes wording display earlier_names errors
         static_values paths settings trace_level variables trees
     """,
     "_core.variables": """
@@ -49,10 +49,11 @@ ORDER = {
         carry differentiation program kept_traces call_cache packed_calls compiled
     """,
     "_observe": """
-        handlers capture loggers records verify /edits observe blame edit patch
-        scope_exits tap_scopes watch
+        handlers closures kept_programs around_compiled capture loggers records verify
+        /edits observe blame edit sweep patch scope_exits tap_scopes watch
     """,
     "_observe.blame": "search origins blame",
+    "_observe.sweep": "points flat regions rows batches",
     "_nn": """
         /initializers dtypes parameters activations attention rotary decoding dropout
         embedding linear adapters cells convolution normalization
@@ -63,14 +64,15 @@ ORDER = {
         files record_descriptions safetensors_file record_file store weight_rules
         targets checkpoints weights
     """,
-    "_io.store": "axes journals contents arrays stores writers",
+    "_io.store": "axes journals contents arrays stores backlog writers",
     "_report": "table texts calls flops pictures rows page summary",
     "_compare": "sources tolerances unroll align comparison",
     "nnx": """
         annotations defaults compat contexts states deprecated deprecations ids objects
-        proxy_caller reprlib tracers private_names traversals flax_parts train_state
-        bridge extract filterlib graphlib graph helpers module pytreelib rnglib spmd
-        statelib summary variablelib visualization nn training transforms as_flax
+        proxy_caller reprlib tracers private_names traversals flax_parts linen_names
+        train_state bridge extract filterlib graphlib graph helpers module pytreelib
+        rnglib spmd statelib summary variablelib visualization nn training transforms
+        as_flax
     """,
     "nnx.nn": """
         activations attention dtypes initializers linear lora normalization recurrent
@@ -253,9 +255,9 @@ def test_suppressions_name_their_rule_and_reason():
 
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
-    ("_core", "_modules", "_transforms", "nnx"): 8_605,
-    ("_capture", "_observe", "edits"): 5_387,
-    ("",): 22_095,
+    ("_core", "_modules", "_transforms", "nnx"): 8_654,
+    ("_capture", "_observe", "edits"): 6_438,
+    ("",): 23_291,
 }
 
 

@@ -421,3 +421,12 @@ def test_axes_that_a_file_cannot_mean_are_refused(case, tmp_path):
     edit(file, change)
     with pytest.raises(tt.TreetapError, match=message):
         load_record(file)
+
+
+def test_a_file_from_before_axes_has_values_and_no_axes():
+    file = pathlib.Path(__file__).parents[1] / "data" / "earlier" / "record.safetensors"
+    site = load_record(file)[0]
+    assert site.value.shape == (2, 3)
+    message = "Site.axes: the record of layers/0:__call__ was saved before axes were"
+    with pytest.raises(tt.CaptureError, match=message):
+        _ = site.axes

@@ -604,6 +604,13 @@ def test_reseeding_a_tag_nobody_has_is_an_error():
     assert words(lonely.rngs.key[...]) == before
 
 
+def test_reseeding_a_tag_nobody_has_does_nothing_if_no_stream_goes_without():
+    tt.reseed(tt.Linear(2, 2, rngs=tt.Rngs(0)), dropout=1)  # it keeps no stream
+    rngs, alike = tt.Rngs(noise=3), tt.Rngs(noise=4)
+    tt.reseed(rngs, noise=4, dropout=1)
+    assert words(rngs.noise()) == words(alike.noise())
+
+
 def test_reseeding_rngs_with_their_seeds_starts_them_anew():
     rngs = tt.Rngs(0, dropout=7)
     first = [words(rngs()), words(rngs.dropout()), words(rngs())]

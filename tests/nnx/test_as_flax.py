@@ -92,9 +92,8 @@ def test_modules_answer_after_the_undoing():
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        ("from flax import linen", "no flax.linen: treetap has NNX's Modules only"),
-        ("import flax.linen as nn", "no flax.linen: treetap has"),
-        ("from flax.linen import Dense", "no flax.linen"),
+        ("from flax.linen import scan", "no flax.linen.scan: treetap has NNX's"),
+        ("import flax.linen.spmd", "no flax.linen.spmd: treetap has NNX's Modules"),
         ("from flax.nnx import bridge", "no flax.nnx.bridge: .*nothing to bridge"),
         ("from flax.nnx.bridge import ToNNX", "no flax.nnx.bridge"),
         ("import flax.serialization", "save with treetap.save_weights"),
@@ -112,10 +111,53 @@ def test_what_is_not_there_is_an_import_error(flax, code, text):
 
 def test_what_is_not_there_is_an_attribute_error(flax):
     with pytest.raises(AttributeError, match="treetap has NNX's Modules only"):
-        flax.linen
+        flax.linen.while_loop
     with pytest.raises(AttributeError, match=r"name is flax\.nnx\.Linear"):
         flax.nnx.Liner
     assert not hasattr(flax.nnx, "__wrapped__")
+
+
+LINEN = """
+import abc
+import flax.linen as nn
+import flax.linen.dtypes
+from flax.linen.initializers import lecun_normal
+from flax.linen import Dense, Module
+
+class Net(abc.ABC, nn.Module, kw_only=True):
+    act: object = nn.leaky_relu
+    kernel_init: object = nn.initializers.zeros
+
+    @nn.compact
+    def __call__(self, x) -> "nn.Variable[int]":
+        return nn.Dense(1)(x)
+"""
+
+
+def test_linen_can_be_mentioned_where_it_is_not_used(flax):
+    found = run(LINEN)
+    nn, Net = found["nn"], found["Net"]
+    assert nn.Dense is found["Dense"]
+    assert issubclass(nn.Dense, nn.Module)
+    assert found["Module"] is nn.Module is flax.linen.module.Module
+    assert not isinstance(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nn.Module | nn.Dense)
+    assert not isinstance(nnx.Param(1), nn.meta.AxisMetadata)
+    assert nn.module._context.module_stack[-1] is None
+    assert nn.Variable[int] is not None
+    assert nn.unbox({"a": 1}) == {"a": 1}
+    for cls in (Net, nn.Dense, nn.Module):
+        with pytest.raises(NotImplementedError, match=f"{cls.__name__} is a class of"):
+            cls(3)
+
+
+def test_functions_of_linen_on_arrays_are_there(flax):
+    from flax import linen
+
+    assert linen.relu is linen.activation.relu is nnx.relu
+    assert linen.initializers.lecun_normal is tt.initializers.lecun_normal
+    first, none = linen.dtypes.promote_dtype(jnp.ones(2, jnp.bfloat16), None)
+    assert (first.dtype, none) == (jnp.bfloat16, None)
+    assert linen.dtypes.canonicalize_dtype(None, jnp.int32(1)) == jnp.float32
 
 
 def test_what_a_program_sets_stays_with_the_stand_in(flax):

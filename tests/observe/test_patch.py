@@ -153,3 +153,26 @@ def test_bad_patches_are_refused():
     grid = tt.patch_grid(model, clean, (CORRUPTED,), "h", lambda out: out[None, None])
     with pytest.raises(tt.CaptureError, match="not a single number"):
         grid.top()
+
+
+@jax.custom_vjp
+def times_two(x):
+    return x * 2
+
+
+times_two.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 100,))
+
+
+def test_a_grid_that_is_differentiated_keeps_the_rules_of_functions():
+    def fn(x):
+        return times_two(tt.tap(x, "x")) + x
+
+    clean = record_of(fn, CLEAN)
+
+    def effect(x):
+        return tt.patch_grid(fn, clean, (x,), "x", jnp.sum).baseline
+
+    np.testing.assert_allclose(jax.grad(effect)(CORRUPTED), 101.0)
+    np.testing.assert_allclose(jax.jit(effect)(CORRUPTED), effect(CORRUPTED))
+    found = jax.vmap(effect)(jnp.stack([CORRUPTED, CLEAN]))
+    np.testing.assert_allclose(found[0], effect(CORRUPTED), rtol=1e-6)

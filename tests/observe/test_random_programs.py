@@ -302,14 +302,14 @@ def tried(compare, *args):
         return False
 
 
-@settings(suppress_health_check=list(HealthCheck))
+MANY = settings().max_examples
+MOST, SOME = (MANY, MANY // 2) if MANY > 100 else (10, 3)
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=MOST)
 @given(st.data())
 def test_captures_of_random_programs(data):
     assume(tried(check, drawn(data)))
-
-
-MANY = settings().max_examples
-SOME = MANY // 2 if MANY > 100 else 3
 
 
 @settings(suppress_health_check=list(HealthCheck), max_examples=SOME)

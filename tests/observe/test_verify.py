@@ -190,6 +190,32 @@ def test_branches_that_are_one_function_are_told_apart():
         tt.observe(jax.vmap(fn), verify=True)(rows)
 
 
+def test_rows_that_fit_two_mappings_are_not_judged():
+    def fn(x, y):
+        turn = lambda c: tt.tap((c[0] * 2, c[1] + y), "w")
+        return jax.lax.while_loop(lambda c: c[0] < 10, turn, (x, y))
+
+    mapped = jax.vmap(jax.vmap(fn, (0, None)), (None, 0))
+    starts = jnp.array([1.0, 4.0])
+    message = r"cannot tell which mappings the rows .* that ends for \(2,\) rows"
+    with pytest.raises(tt.CaptureError, match=message):
+        tt.observe(mapped, verify=True)(starts, jnp.arange(2.0))
+    assert tt.observe(mapped, verify=True)(starts, jnp.arange(3.0))[1].verified
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_an_error_of_the_function_is_its_own(grads):
+    model = Counting()
+
+    def fn(model, x):
+        model.count[...] += 1
+        raise TypeError("no such thing")
+
+    with pytest.raises(TypeError, match=r"^no such thing"):
+        tt.observe(fn, verify=True, grads=grads)(model, 1.0)
+    assert model.count[...] == 0
+
+
 @pytest.mark.parametrize("tapped", [True, False])
 @pytest.mark.parametrize("held", ["cond", "scan", "custom_vjp"])
 def test_what_is_the_same_in_all_iterations_is_verified(held, tapped):

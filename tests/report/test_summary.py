@@ -384,7 +384,9 @@ def test_a_table_has_a_column_for_each_kind_of_variable():
     table = tt.tabulate(net(), X, console_kwargs=PLAIN)
     head, root, *rest = cells(table)
     assert head == "path type inputs outputs BatchStat Param RngState".split()
-    assert root[:5] == ["", "Net", "float32[4,32]", "float32[4,32]", "128 (512 B)"]
+    # `__call__` calls `encode` with its own inputs: that one returns first.
+    types = ["float32[4,32]", "h: float32[4,32]"]
+    assert root[:5] == ["encode", "Net", *types, "128 (512 B)"]
     assert root[5] == "scale: float32[1,32]"  # its own, then the size of all
     assert rest[0][5] == ""
     assert rest[1][5] == "2,272 (9.1 KB)"
@@ -489,6 +491,30 @@ def test_tabulate_writes_paths_and_inputs_as_nnx_does():
     table = tt.tabulate(Whole(), X, depth=1, console_kwargs=PLAIN)
     assert "forward" not in table
     assert "half:forward" in str(tt.summary(Whole(), X, depth=1))
+
+
+def test_tabulate_has_one_row_for_equal_inputs_whatever_the_methods():
+    class Inner(tt.Module):
+        def __call__(self, x):
+            return self.forward(x)
+
+        def forward(self, x):
+            return x
+
+    class Outer(tt.Module):
+        def __init__(self):
+            self.first, self.second = tt.data(Inner()), tt.data(Inner())
+
+        def __call__(self, x, mode):
+            self.first(x)
+            self.second.forward(x)
+            return self.second(x) + self.first(x[:1])
+
+    table = tt.tabulate(Outer(), X, "yes", console_kwargs=PLAIN)
+    rows = [row[0] for row in cells(table)[1:-1] if row[1]]
+    assert rows == ["", "first/forward", "second/forward", "first/forward"]
+    assert "- yes " in table
+    assert len(tt.summary(Outer(), X, "yes").rows) == 7
 
 
 def test_options_reach_rich():

@@ -280,7 +280,7 @@ def test_with_graph_updates_a_repeated_number_is_refused():
 def test_a_number_beyond_the_arguments_is_refused():
     """It was taken round to the first argument, whose gradient was then zero."""
 
-    @tt.custom_vjp(nondiff_argnums=2)
+    @tt.custom_vjp(nondiff_argnums=3)
     def product(a, b, scale=1.0):
         return a * b * scale
 
@@ -288,7 +288,7 @@ def test_a_number_beyond_the_arguments_is_refused():
         lambda a, b, scale=1.0: (a * b * scale, (a, b)),
         lambda scale, kept, g: (g * kept[1], g * kept[0]),
     )
-    with pytest.raises(tt.StructureError, match=r"is \[2\], but 2 positional"):
+    with pytest.raises(tt.StructureError, match=r"is \[3\], but 3 positional"):
         tt.grad(lambda a: product(a, 3.0))(2.0)
 
 

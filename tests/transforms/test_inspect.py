@@ -48,6 +48,20 @@ def test_eval_shape_attaches_shardings(mode, explicit):
     assert value.sharding.spec == PartitionSpec("a", None)
 
 
+def test_with_graph_updates_variables_without_annotation_are_replicated_on_the_mesh():
+    mesh = jax.make_mesh((1,), ("a",), (jax.sharding.AxisType.Auto,))
+
+    def make():
+        return tt.Dict(w=tt.Param(jnp.zeros((4, 2))))
+
+    with jax.set_mesh(mesh):
+        found, plain = compat.eval_shape(make), tt.eval_shape(make)
+    assert found.w.get_value().sharding.spec == PartitionSpec()
+    assert found.w.get_value().sharding.mesh.axis_names == ("a",)
+    assert plain.w.get_value().sharding is None
+    assert compat.eval_shape(make).w.get_value().sharding is None
+
+
 def test_with_graph_updates_shared_inputs_may_be_looked_at():
     v = tt.Param(jnp.array(1.0))
     found = compat.eval_shape(lambda a, b: {"same": a is b, "a": a, "b": b}, v, v)

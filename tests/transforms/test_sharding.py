@@ -171,7 +171,7 @@ def test_with_partitioning_annotates():
     with jax.set_mesh(mesh):
         bias = tt.Param(ambient(jax.random.key(0), (2,)))
     assert bias.sharding.spec == P("data")
-    assert not bias.has_metadata("mesh")
+    assert bias.mesh is None
 
 
 # A model that is sharded from birth.

@@ -16,7 +16,7 @@ from treetap._capture.edit_points import editable
 from treetap._capture.listening import listening
 from treetap._capture.marks import Label, bind_tap
 from treetap._capture.module_paths import inside_once
-from treetap._capture.sown_so_far import note
+from treetap._capture.sown_so_far import note, note_output
 from treetap._capture.walk.witness import witnessed
 from treetap._core.errors import CaptureError, StructureError
 from treetap._core.settings import sow_capture_noop
@@ -139,7 +139,7 @@ def tap(value: T, name: str) -> T:
     return value
 
 
-def output(name: str, value: Any) -> Any:
+def output(module: Any, name: str, value: Any) -> Any:
     """Marks the result of a method; what flows on is the marked value.
 
     A result that is not made of arrays alone flows on as it is.
@@ -155,9 +155,11 @@ def output(name: str, value: Any) -> Any:
     is_heard = asked.outputs is not None
     if flows:
         leaves = _flowing(label, leaves, asked.edits > 1, is_heard)
-        return jax.tree.unflatten(tree, leaves)
-    if is_heard:
+        value = jax.tree.unflatten(tree, leaves)
+    elif is_heard:
         _told(label, leaves, partly=True)
+    if is_heard:
+        note_output(module, name, value)
     return value
 
 

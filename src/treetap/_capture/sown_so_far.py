@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Modules have sown so far, while a capture is open: `module.__captures__`.
 
-A capture notes what `sow` and `perturb` are called with, by the Module that calls them.
+A capture notes what `sow` and `perturb` are called with, by the Module that calls
+them, and what methods return, if it takes their outputs.
 Nothing is kept on the Module: the notes are the capture's and end with it, and those of
 a Module that JAX rebuilt inside a traced function end with that Module. So no traced
 value outlives its trace. For the same reason nothing is noted of a Module that belongs
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treetap._capture.listening import append
 from treetap._core.trace_level import is_foreign
 from treetap._core.variables.metadata import PLAIN
 from treetap._core.variables.variable import make
@@ -30,13 +32,20 @@ class Notes:
 
     Args:
         kinds: The kinds of Variable that it collects.
+        outputs: The kind that it takes the outputs of methods as, if it does.
     """
 
-    def __init__(self, kinds: Sequence[type]):
+    def __init__(self, kinds: Sequence[type], outputs: type | None):
         self.kinds = kinds
-        self._held: dict[int, tuple[weakref.ref[Any], dict[type, Names]]] = {}
+        self.outputs = outputs
+        self._held: dict[int, tuple[weakref.ref[Any], dict[Any, Names]]] = {}
 
-    def of(self, module: Any) -> dict[type, Names]:
+    def add(self, module: Any, kind: Any, name: str, how: Any, value: Any) -> None:
+        """Notes a value, if it is of a kind that is collected."""
+        if kind in self.kinds and not is_foreign(module._pytree__trace):
+            self.of(module)[kind].setdefault(name, (how, []))[1].append(value)
+
+    def of(self, module: Any) -> dict[Any, Names]:
         """What was noted of a Module, by kind."""
         key = id(module)
         if key not in self._held:
@@ -49,9 +58,9 @@ _open: ContextVar[tuple[Notes, ...]] = ContextVar("sown_so_far", default=())
 
 
 @contextmanager
-def taking_notes(kinds: Sequence[type]) -> Iterator[None]:
-    """Notes what is sown and perturbed in a block, for kinds of Variable."""
-    token = _open.set((*_open.get(), Notes(kinds)))
+def taking_notes(kinds: Sequence[type], outputs: type | None) -> Iterator[None]:
+    """Notes what is sown and returned in a block; the arguments are as for `Notes`."""
+    token = _open.set((*_open.get(), Notes(kinds, outputs)))
     try:
         yield
     finally:
@@ -69,17 +78,19 @@ def note(module: Any, kind: type, name: str, how: Any, value: Any) -> None:
         value: What is sown; for `perturb` the value before and after.
     """
     for notes in _open.get():
-        if kind in notes.kinds and not is_foreign(module._pytree__trace):
-            notes.of(module)[kind].setdefault(name, (how, []))[1].append(value)
+        notes.add(module, kind, name, how, value)
+
+
+def note_output(module: Any, name: str, value: Any) -> None:
+    """Notes what a method returned."""
+    for notes in _open.get():
+        notes.add(module, notes.outputs, name, (append, tuple), value)
 
 
 def sown_so_far(module: Any) -> tuple[Any, ...]:
     """One Variable for each kind that the innermost capture collects."""
     if not _open.get():
-        raise AttributeError(
-            f"{type(module).__name__!r} object has no attribute '__captures__': no "
-            "capture is open."
-        )
+        raise AttributeError("__captures__")
     found = _open.get()[-1].of(module)
     return tuple(
         make(kind, {name: _together(*noted) for name, noted in names.items()}, PLAIN)

@@ -12,11 +12,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treetap._core.scopes import scoped
 
 _printing: ContextVar[frozenset[int]] = ContextVar("printing", default=frozenset())
+_in_object: ContextVar[bool] = ContextVar("in_object", default=False)
 
 
 class Parts(NamedTuple):
@@ -27,12 +29,14 @@ class Parts(NamedTuple):
         items: Its attributes by label; an empty label is not shown.
         brackets: What stands around them.
         separator: What stands between a label and its value.
+        is_object: Whether arrays inside it are shown by shape and type only.
     """
 
     comment: str
     items: Iterable[tuple[str, Any]]
     brackets: tuple[str, str] = ("(", ")")
     separator: str = "="
+    is_object: bool = False
 
 
 class Shown:
@@ -124,8 +128,21 @@ def has_arrays(value: Any) -> bool:
 def short(value: Any) -> Any:
     """Arrays of more than one element by shape and type; the rest as they are."""
     if isinstance(value, jax.Array | np.ndarray) and value.size > 1:
-        return Raw(f"Array(shape={value.shape}, dtype={value.dtype})")
+        return Raw(f"Array(shape={value.shape}, dtype={value.dtype!r})")
     return value
+
+
+def _is_dtype(value: Any) -> bool:
+    """Whether a value is a class that stands for a dtype, such as `jnp.float32`."""
+    if not isinstance(value, type):
+        return False
+    return isinstance(value, type(jnp.float32)) or issubclass(value, np.generic)
+
+
+def _show_leaf(value: Any) -> str:
+    if _is_dtype(value):
+        return value.__name__
+    return repr(short(value) if _in_object.get() else value)
 
 
 def block(items: Iterable[str]) -> str:
@@ -153,17 +170,18 @@ def show(value: Any) -> str:
     if not isinstance(value, Shown):
         if type(value) in (list, tuple, dict):
             return _show_container(value)
-        return repr(short(value))
+        return _show_leaf(value)
     name = type(value).__name__
     printing = _printing.get()
     if id(value) in printing:
         return f"{name}(...)"
     with scoped(_printing, printing | {id(value)}):
         parts = value._display_parts()
-        lines = [
-            (f"{label}{parts.separator}{show(item)}" if label else show(item))
-            for label, item in parts.items
-        ]
+        with scoped(_in_object, _in_object.get() or parts.is_object):
+            lines = [
+                (f"{label}{parts.separator}{show(item)}" if label else show(item))
+                for label, item in parts.items
+            ]
     opening, closing = parts.brackets
     inside = f" # {parts.comment}\n" if parts.comment else ""
     if lines:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from treetap._core import display
 from treetap._core.trees.attributes import classify, is_data
-from treetap._core.trees.pytree import Pytree, adopt, attributes_of, counts, unseal
+from treetap._core.trees.pytree import Pytree, adopt, attributes_of, unseal
 from treetap._core.trees.state import same_values
 from treetap._modules.module import Module
 
@@ -177,7 +177,7 @@ class List(Module, MutableSequence[T], Generic[T]):
         names = [name for name in held if isinstance(name, str) and name[0] != "_"]
         named = [(name, held[name]) for name in names]
         items = [("", value) for value, _ in self._items()]
-        return display.Parts(counts(self), named + items, ("([", "])"))
+        return display.Parts("", named + items, ("([", "])"))
 
 
 def _joined(first: Iterable[T], second: Iterable[T]) -> "List[T]":
@@ -271,7 +271,7 @@ class Dict(Module, ByName, MutableMapping[str, T], Generic[T]):
 
     def _display_parts(self) -> display.Parts:
         items = [(repr(key), value) for key, value in attributes_of(self).items()]
-        return display.Parts(counts(self), items, ("({", "})"), ": ")
+        return display.Parts("", items, ("({", "})"), ": ")
 
 
 class Sequential(Module):

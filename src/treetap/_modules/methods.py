@@ -82,7 +82,7 @@ def run_method(  # noqa: PLR0917 - on the way of every call
             out = around(name, fn, self, args, kwargs)
         if asked.outputs is None and asked.edits < 2:
             return out
-        return output(name, out)
+        return output(self, name, out)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ and attributes such as `deterministic` can be set for a Module and everything in
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from treetap._capture.listening import append, listening
@@ -41,6 +42,13 @@ class Module(Pytree):
         Array([0., 1.], dtype=float32)
     """
 
+    _pytree__told_of = MappingProxyType(
+        {
+            "__captures__": " now: it is there while a capture runs. Call the Module "
+            "as `capture(module, Intermediate)(...)`, and read it in a method."
+        }
+    )
+
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         wrap_methods(cls, _OWN_METHODS)
@@ -49,8 +57,9 @@ class Module(Pytree):
     def __captures__(self) -> tuple[Variable[Any], ...]:
         """What this Module has sown and perturbed so far, while a capture is open.
 
-        A Variable for each kind that the capture collects, each with a dict by name.
-        Without a capture the attribute is not there.
+        A Variable for each kind that the capture collects, each with a dict by name;
+        the outputs of methods are among them if it takes those. Without a capture the
+        attribute is not there.
         """
         if listening.value is None:
             raise AttributeError("__captures__")

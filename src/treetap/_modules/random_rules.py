@@ -142,7 +142,8 @@ def reseed(
         policy: What to do with streams of several keys: refuse (`"scalars_only"`),
             split the new key (`"match_shape"`), or call `(path, key, shape) -> key`.
         graph: Visit shared streams once instead of refusing them.
-        **seeds: Seeds or keys by tag; a tag that no stream has is an error.
+        **seeds: Seeds or keys by tag. A tag that no stream has is an error if a stream
+            goes without a new key.
 
     Examples:
         >>> import treetap as tt
@@ -159,7 +160,8 @@ def reseed(
         )
     found = nodes_below(node, RngStream, resolve_graph(graph), "reseed")
     known = {stream.tag for _, stream in found}
-    if unknown := sorted(seeds.keys() - known):
+    unknown = sorted(seeds.keys() - known)
+    if unknown and known - seeds.keys():
         raise StructureError(
             f"reseed: no stream is tagged {', '.join(map(repr, unknown))}; the tags "
             f"here are {sorted(known)}. A layer built from a default stream has the "

@@ -72,6 +72,11 @@ def _add_draws(cls: C) -> C:
     return cls
 
 
+def _warn_of_fork(name: str) -> None:
+    text = f"{name}.fork(split=...) is deprecated; use {name}.split(...)."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
 def as_key(key: Any) -> jax.Array:
     """A typed key array from a seed, a key, or raw key data."""
     key = unboxed(key)
@@ -118,8 +123,15 @@ class RngStream(Pytree):
         self.count[...] = count + jnp.uint32(1)
         return key
 
-    def fork(self) -> "RngStream":
-        """A new stream whose key is the next key of this one."""
+    def fork(self, *, split: Shape | None = None) -> "RngStream":
+        """A new stream whose key is the next key of this one.
+
+        Args:
+            split: Deprecated; use `RngStream.split`.
+        """
+        if split is not None:
+            _warn_of_fork("RngStream")
+            return self.split(split)
         return type(self)(self(), tag=self.tag)
 
     def split(self, k: Shape) -> "RngStream":
@@ -231,12 +243,11 @@ class Rngs(ByName):
             split: Deprecated; use `Rngs.split`.
         """
         if split is not None:
-            text = "Rngs.fork(split=...) is deprecated; use Rngs.split(...)."
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            _warn_of_fork("Rngs")
             return self.split(split)
         return self._mapped(lambda stream, _: stream.fork(), {...: True})
 
-    def split(self, k: Rules = None, /) -> "Rngs":
+    def split(self, k: Rules = None) -> "Rngs":
         """New Rngs with arrays of keys.
 
         Args:
@@ -246,6 +257,6 @@ class Rngs(ByName):
         """
         return self._mapped(RngStream.split, k)
 
-    def broadcast(self, k: Rules = None, /) -> "Rngs":
+    def broadcast(self, k: Rules = None) -> "Rngs":
         """New Rngs with keys repeated; rules as for `split`."""
         return self._mapped(RngStream.broadcast, k)

@@ -131,7 +131,7 @@ class Cell(RNNCellBase, Layer):
             for kernel in ("kernel", "recurrent_kernel")
         ]
 
-    def check_inputs(self, inputs: Array) -> None:
+    def _check_inputs(self, inputs: Array) -> None:
         """Refuse inputs that do not have the features of the cell.
 
         Args:
@@ -140,7 +140,7 @@ class Cell(RNNCellBase, Layer):
         kernel = held(getattr(getattr(self, self._input_map, None), "kernel", None))
         check_features(self, inputs, sizes_of(kernel, (self.in_features,))[0])
 
-    def check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
+    def _check_carry(self, carry: Any, batch: tuple[int, ...]) -> None:
         """Refuse a carry whose shapes do not fit the inputs.
 
         Args:
@@ -270,7 +270,7 @@ class LSTMCell(Cell):
             carry: What is remembered, and the outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        self._check_carry(carry, jnp.shape(inputs)[:-1])
         c, h = carry
         i = self.gate_fn(self.ii(inputs) + self.hi(h))
         f = self.gate_fn(self.if_(inputs) + self.hf(h))
@@ -354,7 +354,7 @@ class OptimizedLSTMCell(FusedCell):
             carry: What is remembered, and the outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        self._check_carry(carry, jnp.shape(inputs)[:-1])
         c, h = carry
         i, f, g, o = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, axis=-1)
         c = self.gate_fn(f) * c + self.gate_fn(i) * self.activation_fn(g)
@@ -396,7 +396,7 @@ class GRUCell(FusedCell):
             carry: The outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        self._check_carry(carry, jnp.shape(inputs)[:-1])
         x_r, x_z, x_n = jnp.split(self.dense_i(inputs), 3, axis=-1)
         h_r, h_z, h_n = jnp.split(self.dense_h(carry), 3, axis=-1)
         r, z = self.gate_fn(x_r + h_r), self.gate_fn(x_z + h_z)
@@ -461,7 +461,7 @@ class SimpleCell(Cell):
             carry: The outputs of the step before.
             inputs: An array with `in_features` on its last axis.
         """
-        self.check_carry(carry, jnp.shape(inputs)[:-1])
+        self._check_carry(carry, jnp.shape(inputs)[:-1])
         h = self.dense_i(inputs) + self.dense_h(carry)
         if self.residual:
             h = h + carry

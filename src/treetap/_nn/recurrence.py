@@ -161,9 +161,9 @@ class RNN(Module):
         batch = step_shape[:batch_dims]
         lengths = self._checked_lengths(seq_lengths, batch, inputs.shape[axis])
         if isinstance(self.cell, Cell):
-            self.cell.check_inputs(inputs)
+            self.cell._check_inputs(inputs)
             if initial_carry is not None:
-                self.cell.check_carry(initial_carry, batch)
+                self.cell._check_carry(initial_carry, batch)
         if initial_carry is None:
             rngs = self.rngs if rngs is None else rngs
             if isinstance(rngs, Rngs):

@@ -21,10 +21,9 @@ import jax
 from treetap._capture.listening import listening
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.settings import Mode
-from treetap._core.static_values import exact
 from treetap._core.trace_level import is_eager
 from treetap._observe.closures import Opened
-from treetap._transforms.lift.compiled import Jit, JitOptions
+from treetap._transforms.lift.compiled import Jit
 from treetap._transforms.lift.lift import Lift
 
 MAX_KEPT = 64
@@ -54,12 +53,11 @@ def around_compiled(
 
     def called(*args: Any, **kwargs: Any) -> Any:
         nonlocal kept
-        if listening.value is not None or not is_eager() or jax.config.jax_disable_jit:
+        if listening.value is not None or not is_eager() or _is_off():
             return run(*args, **kwargs)
         program = kept
         if program is None:
-            facts = exact(tuple(Opened((select,), ()).facts))
-            key = what, fn, facts, more
+            key = what, fn, Opened((select,)).key, more
             program = _programs.get(key)
             if program is None:
                 made = _program(what, fn, run, args, kwargs)
@@ -71,6 +69,11 @@ def around_compiled(
     return called
 
 
+def _is_off() -> bool:
+    """Whether compiling is turned off."""
+    return getattr(jax.config, "jax_disable_jit", False)
+
+
 def _is_fixed(select: Any) -> bool:
     """Whether what is selected cannot be something else in the next call."""
     items = select if isinstance(select, list | tuple) else [select]
@@ -79,7 +82,11 @@ def _is_fixed(select: Any) -> bool:
 
 def _program(what: str, fn: Any, run: Any, args: Any, kwargs: Any) -> Any:
     """The program of such calls; the function itself if it has options of its own."""
-    named = functools.wraps(fn)(run)
+
+    @functools.wraps(fn)
+    def named(*args: Any, **kwargs: Any) -> Any:  # new: JAX keeps what it traced of one
+        return run(*args, **kwargs)
+
     if isinstance(fn, Jit):
         if any(fn.options.get(name) for name in _TO_KEEP) or fn._fixed:
             return run

@@ -75,7 +75,7 @@ def capture(
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         work = _Capture(kinds, init, outputs)
-        with taking_notes(kinds), work.around(fn, args, kwargs) as out:
+        with taking_notes(kinds, outputs), work.around(fn, args, kwargs) as out:
             states = work.states()
         return (out, *states) if kinds else out
 

@@ -7,10 +7,10 @@ that brings one along; and next time the model has other numbers. `Opened` takes
 Modules, Variables and arrays out of functions: they become arguments of the program,
 and `with_held` makes the functions anew around what the program was given.
 
-Everything else that the code reads is part of the key of the program (`Opened.facts`):
+Everything else that the code reads is part of the key of the program (`Opened.key`):
 the code itself, and numbers, texts and configurations in closures, defaults and
-globals, to be compared as static values are. The code of a class is reached through the
-objects that are handed over: what its methods read counts, too.
+globals, compared as static values are. The code of a class is reached through the
+objects that are handed over: what its methods read counts, too (`read_by`).
 
 **What is not seen.** Attributes of objects that Python does not describe, and what code
 of installed packages reads from its own globals, are not looked at. An array that comes
@@ -23,16 +23,20 @@ import functools
 import os
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import jax
 
-from treetap._core.static_values import Identity
+from treetap._core.bounded_cache import BoundedCache
+from treetap._core.static_values import Identity, exact
 from treetap._core.trees.attributes import Node
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable
 
+_OPENED = type | types.FunctionType | types.MethodType | functools.partial
 HELD = Node | Variable | jax.Array | jax.Ref
 _PATHS = sysconfig.get_paths()
 _INSTALLED = (
@@ -53,36 +57,42 @@ class Opened:
 
     Args:
         functions: The functions.
-        given: Their arguments: the code of Modules in them is read, too.
+        may_hold: Whether they can be made anew around something else. What methods of
+            classes read could not: it counts by identity.
 
     Attributes:
         held: Modules, Variables and arrays that the functions bring along, until they
             are taken.
-        facts: All else that their code reads, in order: equal for equal code that reads
-            the same, if compared as static values are.
-        names: What each of the facts is, for messages.
+        heads: The code, and how all is put together; hashable.
+        values: Whatever else the code reads, to be compared as static values are.
+        names: What each of these is, for messages.
         functions: The functions around holes, so that nothing that is held is kept.
     """
 
-    def __init__(self, functions: tuple[Any, ...], given: Any):
+    def __init__(self, functions: tuple[Any, ...], may_hold: bool = True):
         self.held: list[Any] = []
-        self.facts: list[Any] = []
+        self.heads: list[Any] = []
+        self.values: list[Any] = []
         self.names: list[str] = []
         self._numbers: dict[int, int] = {}  # of what is held, by identity
-        self._met: dict[
-            int, tuple[int, bool]
-        ] = {}  # a number, and if something is in it
+        # By identity: a number, and whether something that is held is in it.
+        self._met: dict[int, tuple[int, bool]] = {}
         self._alive: list[Any] = []  # so that no identity is given to another value
-        self._classes: set[type] = set()
-        self._look(functions, "function", True)
-        for _, node in iter_graph((self.held, given), graph=True):
-            self._look_at_class(type(node))
-        open_ids = {key for key, (_, has) in self._met.items() if has}
-        holes = {id(value): Hole(n) for n, value in enumerate(self.held)}
-        rebuilding = _Rebuilding(holes, open_ids)
-        self.functions = rebuilding.anew(functions)
-        self._open = rebuilding.made
+        self._look(functions, "function", may_hold)
+        self.functions, self._open = functions, set[int]()
+        if self.held:
+            opened = {key for key, (_, has) in self._met.items() if has}
+            holes = {id(value): Hole(n) for n, value in enumerate(self.held)}
+            rebuilding = _Rebuilding(holes, opened)
+            self.functions = rebuilding.anew(functions)
+            self._made = rebuilding.made
+            self._open = {*map(id, self._made)}
         self._alive = []
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for functions of equal code that reads the same."""
+        return tuple(self.heads), exact(tuple(self.values))
 
     def taken(self) -> list[Any]:
         """What is held; it is not kept here any longer."""
@@ -91,52 +101,35 @@ class Opened:
 
     def with_held(self, held: Iterable[Any]) -> tuple[Any, ...]:
         """The functions around such Modules, Variables and arrays, in order."""
-        filled = _Rebuilding({}, {*map(id, self._open)}, [*held])
-        return filled.anew(self.functions)
+        return _Rebuilding({}, self._open, [*held]).anew(self.functions)
 
     def knows(self, array: Any) -> bool:
-        """Whether an array that is a constant of a traced program is a fact."""
-        return any(isinstance(x, Identity) and x.value is array for x in self.facts)
-
-    def _note(self, name: str, *facts: Any) -> None:
-        self.facts += facts
-        self.names += [name] * len(facts)
+        """Whether an array that is a constant of a traced program is in the key."""
+        return any(isinstance(x, Identity) and x.value is array for x in self.heads)
 
     def _look(self, value: Any, name: str, may_hold: bool) -> bool:
-        """Notes all that is in a value; whether there is something that is held.
-
-        Args:
-            value: The value.
-            name: What it is, for messages.
-            may_hold: Whether it could be made anew around something else. What methods
-                of classes read could not: it counts by identity.
-        """
+        """Notes all that is in a value; whether there is something that is held."""
         if isinstance(value, HELD):
-            if not may_hold:
-                self._note(name, Identity(value))
-                return False
-            number = self._numbers.setdefault(id(value), len(self.held))
-            self.held += [value] if number == len(self.held) else []
-            self._note(name, Hole(number))
-            return True
-        if isinstance(value, type):
-            self._look_at_class(value)
+            return self._hold(value, may_hold)
+        if _is_opaque(value):
+            self.heads.append(Identity(value))
+            return False
         inside = _inside(value)
         if inside is None:
-            # A callable object that wraps another, as compiled functions are.
-            is_wrapper = hasattr(value, "__wrapped__")
-            self._note(name, Identity(value) if is_wrapper else value)
+            self.heads.append("value")
+            self.values.append(value)
+            self.names.append(name)
             return False
         if id(value) in self._met:
             number, has = self._met[id(value)]
-            self._note(name, ("again", number))
+            self.heads.append(("again", number))
             return has
         # While it is looked at it may come again, and may hold something then.
         number = len(self._met)
         self._met[id(value)] = number, True
         self._alive.append(value)
         head, parts = inside
-        self._note(name, type(value), head, len(parts))
+        self.heads += (type(value), head, len(parts))
         found = [
             self._look(part, own or name, may_hold and is_own)
             for own, part, is_own in parts
@@ -144,14 +137,33 @@ class Opened:
         self._met[id(value)] = number, any(found)
         return any(found)
 
-    def _look_at_class(self, kind: type) -> None:
-        """Notes the code of a class, and what it reads."""
-        for base in kind.__mro__:
-            if base not in self._classes:
-                self._classes.add(base)
-                for name, member in vars(base).items():
-                    for fn in _functions_in(member):
-                        self._look(fn, f"{base.__qualname__}.{name}", False)
+    def _hold(self, value: Any, may_hold: bool) -> bool:
+        if not may_hold:
+            self.heads.append(Identity(value))
+            return False
+        number = self._numbers.setdefault(id(value), len(self.held))
+        self.held += [value] if number == len(self.held) else []
+        self.heads.append(Hole(number))
+        return True
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether what is inside a value is its own affair, as of compiled functions."""
+    is_ours = isinstance(value, _OPENED)
+    return (hasattr(value, "__wrapped__") and not is_ours) or isinstance(
+        value, types.ModuleType
+    )
+
+
+def read_by(classes: Iterable[type]) -> Opened:
+    """What the methods of some classes read, and their code."""
+    functions = [fn for kind in classes for fn in _functions_of(kind)]
+    return Opened(tuple(functions), may_hold=False)
+
+
+def classes_in(value: Any) -> set[type]:
+    """The classes of all objects in a value."""
+    return {type(node) for _, node in iter_graph(value, graph=True)}
 
 
 Part = tuple[str, Any, bool]  # its name, if known; itself; if it may be made anew
@@ -162,6 +174,9 @@ def _inside(value: Any) -> tuple[Any, list[Part]] | None:
     kind = type(value)
     if kind is types.FunctionType:
         return _inside_function(value)
+    if isinstance(value, type):
+        functions = _functions_of(value)
+        return (value, [("", x, False) for x in functions]) if functions else None
     if kind is types.MethodType:
         return None, [("", value.__func__, True), ("", value.__self__, True)]
     if kind is functools.partial:
@@ -225,6 +240,24 @@ def _globals_of(fn: types.FunctionType) -> dict[str, Any]:
     if not _is_users(held):
         return {}
     return {name: held[name] for name in _names_in(fn.__code__) if name in held}
+
+
+_known_functions: BoundedCache[type, Any] = BoundedCache(1024)
+
+
+def _functions_of(kind: type) -> list[types.FunctionType]:
+    """The user's functions in a class and its bases."""
+    members = tuple(chain.from_iterable(vars(base).values() for base in kind.__mro__))
+    known = _known_functions.get(kind)
+    if (
+        known is None
+        or len(known[0]) != len(members)
+        or not all(map(is_, known[0], members))
+    ):
+        known = members, list(chain.from_iterable(map(_functions_in, members)))
+        _known_functions.discard(kind)
+        _known_functions.add(kind, known)
+    return known[1]
 
 
 def _functions_in(member: Any) -> Iterator[types.FunctionType]:

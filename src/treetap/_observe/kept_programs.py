@@ -9,14 +9,14 @@ values in it, and the types of the numbers. Numbers are arguments of the program
 
 **The invariant.** A program that is found is the one that would be traced now. If a
 program holds an array from somewhere that cannot be looked at, it is not kept. Settings
-and contexts of JAX are part of the key: see `_settings`.
+and contexts of JAX are part of every `jax.jit`'s key, so a program
+traces inside of one, or has `settings` in its key.
 """
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,17 @@ import numpy as np
 from treetap._core.bounded_cache import BoundedCache
 from treetap._core.static_values import exact
 from treetap._core.wording import first_few, typed
-from treetap._observe.closures import Hole, Opened
+from treetap._observe.closures import Opened, classes_in, read_by
 from treetap._observe.handlers import PureCall
 
 MAX_KEPT = 64
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _log = logging.getLogger("treetap")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an input of a program, and not a part of it."""
+    return isinstance(value, NUMBERS)
 
 
 class Outline(NamedTuple):
@@ -44,102 +49,113 @@ class Outline(NamedTuple):
     opened: Opened
     call: PureCall
 
+    @classmethod
+    def of(
+        cls,
+        opened: Opened,
+        held: Sequence[Any],
+        args: Any,
+        what: str,
+        is_input: Callable[[Any], bool] = is_number,
+    ) -> "tuple[Outline, PureCall]":
+        """That of a call of functions; and the call itself, with its numbers."""
+        call = PureCall(_nothing, (held, args), {}, what, is_input)
+        return cls(opened, call.without_inputs()), call
+
     def parts(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any, list[Any]]:
         """The functions, their arguments, and all leaves, around other numbers."""
         _, (held, args), _, leaves = self.call.with_inputs(inputs)
         return self.opened.with_held(held), args, leaves
 
-    def unknown_in(self, consts: Iterable[Any]) -> list[Any]:
-        """Those constants of a traced program that came from nobody knows where."""
-        arrays = [x for x in consts if isinstance(x, jax.Array)]
-        return [x for x in arrays if not self.opened.knows(x)]
 
+class KeptProgram:
+    """A program, and what it depends on beside its key.
 
-class KeptProgram(Protocol):
-    """What is kept.
+    Args:
+        opened: The functions that it calls.
 
     Attributes:
-        unknown: Arrays in the program that came from nobody knows where.
+        unknown: Arrays in it that came from nobody knows where.
     """
 
-    unknown: list[Any]
+    def __init__(self, opened: Opened):
+        self.opened = opened
+        self.unknown: list[Any] = []
+        self._classes: set[type] = set()
+        self._read = read_by(())
+
+    def is_of(self, value: Any) -> None:
+        """Notes that it is traced with the code of the classes of objects."""
+        self._classes |= classes_in(value)
+        self._read = read_by(self._classes)
+
+    def look_at(self, consts: Iterable[Any]) -> None:
+        """Notes the constants of what was traced, which came from anywhere."""
+        arrays = [x for x in consts if isinstance(x, jax.Array)]
+        known = (self.opened.knows, self._read.knows)
+        self.unknown += [x for x in arrays if not any(knows(x) for knows in known)]
+
+    def is_up_to_date(self) -> bool:
+        """Whether the methods of classes read what they read when it was traced."""
+        return not self._classes or read_by(self._classes).key == self._read.key
 
 
-_kept: BoundedCache[Any, Any] = BoundedCache(MAX_KEPT)
+_kept: BoundedCache[Any, KeptProgram] = BoundedCache(MAX_KEPT)
 _seen: BoundedCache[Any, Opened] = BoundedCache(MAX_KEPT)  # by code, for messages
 _told: BoundedCache[Any, bool] = BoundedCache(MAX_KEPT)
 
-
-def is_number(value: Any) -> bool:
-    """Whether a value is an input of a program, and not a part of it."""
-    return isinstance(value, NUMBERS)
+Program = TypeVar("Program", bound=KeptProgram)
+R = TypeVar("R")
 
 
-class KeptCall:
-    """A call of functions, as one of numbers.
+class KeptCall(Generic[Program]):
+    """A call of functions by a program that is kept.
 
     Args:
         what: The public function at work.
         functions: The functions that it calls.
-        args: Their arguments, of whatever structure.
         more: Anything else that its program depends on; hashable.
-        is_input: Whether a value is an input of the program.
 
     Attributes:
-        outline: The call without its numbers.
-        given: The numbers, as they were given.
-        inputs: The same as arrays.
+        opened: The functions.
+        held: What they bring along.
     """
 
-    def __init__(
-        self,
-        what: str,
-        functions: tuple[Any, ...],
-        args: Any,
-        more: tuple[Any, ...] = (),
-        is_input: Callable[[Any], bool] = is_number,
-    ):
-        # A function may change what it reads while it is traced, such as a list that it
-        # appends to. What it makes of that is what the next call finds.
-        self._again = functools.partial(KeptCall, what, functions, args, more, is_input)
-        opened = Opened(functions, args)
-        call = PureCall(_nothing, (opened.taken(), args), {}, what, is_input)
-        self.what, self.given = what, call.inputs
-        self.inputs = list(map(jnp.asarray, call.inputs))
-        self.outline = Outline(opened, call.without_inputs())
-        static = tuple(value for value in call.values if not is_input(value))
-        types, places = tuple(map(jax.typeof, self.inputs)), tuple(call.places)
-        facts = exact(tuple(opened.facts)), exact(static)
-        structure = call.definition, call.tree, places, _settings()
-        self.key = what, facts, structure, types, more
+    def __init__(self, what: str, functions: tuple[Any, ...], *more: Any):
+        self.what, self.functions, self.more = what, functions, more
+        self.opened = Opened(functions)
+        self.held = self.opened.taken()
 
-    def run(self, make: Callable[[], Any], use: Callable[[Any], Any]) -> Any:
+    def run(self, make: Callable[[Opened], Program], use: Callable[[Program], R]) -> R:
         """Uses the program that is kept for the call, or one that is made now."""
-        program = _kept.get(self.key)
+        key = self.what, self.opened.key, *self.more
+        program: Any = _kept.get(key)
+        if program is not None and not program.is_up_to_date():
+            _kept.discard(key)
+            program = None
         is_new = program is None
-        if program is None:
-            program = make()
+        program = make(self.opened) if program is None else program
         out = use(program)
         if program.unknown:
-            _kept.discard(self.key)
+            _kept.discard(key)
             self._tell_unknown(program.unknown)
         elif is_new:
-            _kept.add(self._again().key, program)
+            # A function may change what it reads while it is traced, such as a list
+            # that it appends to. What it makes of that is what the next call finds.
+            key = self.what, Opened(self.functions).key, *self.more
+            _kept.add(key, program)
             self._tell_why()
         return out
 
-    def _code(self) -> tuple[Any, ...]:
-        return self.what, *self.outline.opened.names
-
     def _tell_why(self) -> None:
         """Says once which value, that is part of a program, made another necessary."""
-        code, now = self._code(), self.outline.opened
+        code, now = (self.what, *self.opened.heads), self.opened
         before = _seen.get(code)
         _seen.discard(code)
         _seen.add(code, now)
-        for name, old, new in zip(now.names, before.facts if before else (), now.facts):
-            is_held = isinstance(old, Hole) or isinstance(new, Hole)
-            if not is_held and exact((old,)) != exact((new,)):
+        old_values = before.values if before else ()
+        for name, old, new in zip(now.names, old_values, now.values):
+            if exact((old,)) != exact((new,)):
                 self._tell(
                     (*code, name),
                     f"compiles anew, since `{name}` is {new!r:.80}, and was {old!r:.80}"
@@ -150,8 +166,8 @@ class KeptCall:
 
     def _tell_unknown(self, arrays: list[Any]) -> None:
         self._tell(
-            (*self._code(), "unknown"),
-            f"compiles anew in each call, since the function reads arrays "
+            (self.what, *self.opened.heads, "unknown"),
+            "compiles anew in each call, since the function reads arrays "
             f"({first_few([typed(x) for x in arrays])}) from where it cannot be seen "
             "whether they change. Give the Module, or the arrays, as an argument.",
         )
@@ -170,7 +186,7 @@ def _numbered() -> jax.Array:
     return jnp.zeros(next(_counter), bool)
 
 
-def _settings() -> int:
+def settings() -> int:
     """A number that stands for all that JAX takes into account when it traces.
 
     JAX does not say what that is. But it keeps what it traced under equal settings, so

@@ -6,10 +6,13 @@ iteration of it, one index along an axis. `patch_grid` tries all of them in one 
 `attribution` estimates them by a gradient, in one pass.
 """
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +24,29 @@ from treetap._capture.walk import jax_compat
 from treetap._capture.walk.operations import SCAN
 from treetap._capture.walk.spots import Axis
 from treetap._core.errors import CaptureError
+from treetap._core.settings import Mode
+from treetap._core.trace_level import is_eager
+from treetap._observe.closures import Opened
 from treetap._observe.edit import edit
-from treetap._observe.kept_programs import KeptCall, Outline
+from treetap._observe.kept_programs import KeptCall, KeptProgram, Outline
 from treetap._observe.records import STATIC, Record, Site
 from treetap._observe.sweep.batches import Batch, free_memory
-from treetap._observe.sweep.flat import flattened
+from treetap._observe.sweep.flat import Flat, flattened
 from treetap._observe.sweep.points import Unsuited, point
 from treetap._observe.sweep.regions import narrowed
 from treetap._observe.sweep.rows import (
     Patch,
     Patched,
-    Weight,
     check_points,
     points_of,
     run_once,
     weigh,
 )
+from treetap._transforms.lift.compiled import Jit
+from treetap._transforms.lift.lift import Lift
 from treetap.edits import Edit, Target, masked, replace
+
+MAX_SHRINK = 12
 
 
 @register_dataclass
@@ -85,6 +94,9 @@ def _is_at(text: str, site: Site) -> bool:
     return site.text == text
 
 
+_chosen: WeakKeyDictionary[Record, dict[Any, Any]] = WeakKeyDictionary()
+
+
 class _Sites(NamedTuple):
     """The sites that are patched; static, as a part of the key of a program.
 
@@ -101,9 +113,23 @@ class _Sites(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, clean: Record, axis: int | None, what: str) -> "_Sites":
+    def of(
+        cls, clean: Record, select: Any, axis: int | None, what: str
+    ) -> "tuple[_Sites, list[jax.Array]]":
+        """The sites of a Record, and their values; kept, as long as the Record is."""
+        is_fixed = isinstance(select, str | type)
+        known = _chosen.setdefault(clean, {}) if is_fixed else {}
+        key = select, axis, what
+        if key not in known:
+            known[key] = cls._of(clean.select(select), axis, what)
+        return known[key]
+
+    @classmethod
+    def _of(
+        cls, clean: Record, axis: int | None, what: str
+    ) -> "tuple[_Sites, list[jax.Array]]":
         """The sites of a Record; refuses such as cannot be patched."""
-        axes, sizes = [], set()
+        axes, sizes, values = [], set(), []
         for site in clean:
             leaves = jax.tree.leaves(site.value)
             if site.how == "sow" or len(leaves) != 1:
@@ -112,6 +138,7 @@ class _Sites(NamedTuple):
                     "Choose sites that are one array, and not sown."
                 )
             axes.append(site.axes)
+            values.append(jnp.asarray(leaves[0]))
             base = jnp.shape(leaves[0])[len(site.axes) :]
             if axis is not None and not -len(base) <= axis < len(base):
                 raise CaptureError(
@@ -124,7 +151,7 @@ class _Sites(NamedTuple):
                 "Patch them one after the other, or without `axis`."
             )
         texts = tuple(site.text for site in clean)
-        return cls(texts, tuple(axes), axis, *sizes or {1})
+        return cls(texts, tuple(axes), axis, *sizes or {1}), values
 
     def scans(self, number: int) -> tuple[int, ...]:
         """How many iterations each scan around a site has; shards are one."""
@@ -183,16 +210,31 @@ class _Sites(NamedTuple):
         return PatchGrid(jnp.reshape(effects, shape), baseline, places)
 
 
-class _Program:
+class _Program(KeptProgram):
     """A program of the patches of some sites, kept for other numbers.
 
-    Attributes:
-        unknown: Arrays in it that came from nobody knows where.
+    Its arguments are Modules and arrays, those that the functions bring along first,
+    and the clean values. A call that fits takes the short way of `jit`.
     """
 
-    def __init__(self, outline: Outline, sites: _Sites):
-        self.outline, self.sites = outline, sites
-        self.unknown: list[Any] = []
+    def __init__(self, what: str, sites: _Sites, opened: Opened):
+        super().__init__(opened)
+        self.what, self.sites = what, sites
+        self.outline: Outline  # of the call that is traced now
+        self.run = self._compiled()
+
+    def _compiled(self) -> Jit[..., PatchGrid]:
+        def patched(held: Any, args: Any, values: list[Any]) -> PatchGrid:
+            self.is_of((held, args))
+            self.outline, call = Outline.of(self.opened, held, args, self.what)
+            inputs = list(map(jnp.asarray, call.inputs))
+            return self.sites.grid(*self.traced(inputs, values))
+
+        return Jit(patched, Lift(self.what, Mode.GRAPH), {})
+
+    def traced(self, inputs: list[Any], values: list[Any]) -> tuple[Any, Any]:
+        """The effects of all patches in a row, and the baseline, while JAX traces."""
+        raise NotImplementedError
 
     def metric_of(self, inputs: Sequence[Any], change: Callable[[Any], Any]) -> Any:
         """The metric of the function, which is changed, as an array."""
@@ -210,52 +252,55 @@ class _Program:
             return outs
 
         body = jax_compat.body_of(jax_compat.traced(flat, map(jax.typeof, leaves)))
-        self.unknown = self.outline.unknown_in(body.consts)
+        self.look_at(body.consts)
         return trees[0].unflatten(jax_compat.evaluate(body, leaves))
 
 
 class _Grid(_Program):
     """The program of `patch_grid`.
 
-    How many patches run at once is chosen when the program is traced, and chosen again
-    if a later call finds that the device has less memory.
-
     Attributes:
-        weight: How much memory the patches take; None if nobody knows.
-        first: The batch that was chosen when the program was traced.
-        batch: Another one that is to be used instead; or None.
+        batch_size: How many patches run at once; None for as many as fit.
+        is_run: Whether it is run, and not a part of something that is traced, and maybe
+            differentiated: a program that is written out has lost its own rules.
+        shrink: How often it was found that there is less memory: each time, half as
+            many patches run at once.
     """
 
-    def __init__(self, outline: Outline, sites: _Sites, batch_size: int | None):
-        super().__init__(outline, sites)
-        self.batch_size = batch_size
-        self.weight: Weight | None = None
-        self.first: Batch | None = None
-        self.batch: Batch | None = None
-        self.run = jax.jit(self._run, static_argnums=2)
+    def __init__(
+        self, sites: _Sites, batch_size: int | None, is_run: bool, opened: Opened
+    ):
+        self.batch_size, self.is_run, self.shrink = batch_size, is_run, 0
+        super().__init__("patch_grid", sites, opened)
 
-    def __call__(self, inputs: list[Any], values: list[Any]) -> PatchGrid:
+    def __call__(self, *given: Any) -> PatchGrid:
         """The effects of all patches."""
-        used = self.batch or self.first
-        if used is not None and self.weight is not None and self.batch_size is None:
-            chosen = self._chosen(self.weight)
-            self.batch = chosen if chosen.count < used.count else self.batch
-        effects, baseline = self.run(inputs, values, self.batch)
-        return self.sites.grid(effects, baseline)
+        try:
+            return self.run(*given)
+        except jax.errors.JaxRuntimeError as error:
+            is_memory = "out of memory" in str(error).lower()
+            if not is_memory or self.batch_size or self.shrink > MAX_SHRINK:
+                raise
+        self.shrink += 1
+        self.run = self._compiled()
+        return self(*given)
 
-    def _chosen(self, weight: Weight) -> Batch:
+    def traced(self, inputs: list[Any], values: list[Any]) -> tuple[Any, Any]:
+        """The effects of all patches in a row, and the baseline, while JAX traces."""
+        if self.is_run:
+            with contextlib.suppress(Unsuited):
+                return self._shared(inputs, values)
+        return self._whole(inputs, values)
+
+    def _batch(self, flat: Flat) -> Batch:
         points, places = len(self.sites.patches()), self.sites.size
         if self.batch_size is not None:
             return Batch.of(points, places, self.batch_size)
-        return Batch.fitting(weight, points, places, free_memory())
+        return Batch.fitting(
+            weigh(flat), points, places, free_memory() / 2**self.shrink
+        )
 
-    def _run(self, inputs: Any, values: Any, batch: Batch | None) -> Any:
-        try:
-            return self._shared(inputs, values, batch)
-        except Unsuited:
-            return self._whole(inputs, values)
-
-    def _shared(self, inputs: Any, values: Any, batch: Batch | None) -> Any:
+    def _shared(self, inputs: Any, values: Any) -> Any:
         """The patches of a program that is written out, which share what they can."""
         sites = self.sites
         changes = {
@@ -265,14 +310,11 @@ class _Grid(_Program):
         marked = functools.partial(edit, edits=changes)
         types = list(map(jax.typeof, inputs))
         flat = flattened(lambda *xs: [self.metric_of(xs, marked)], types)
-        self.unknown = self.outline.unknown_in([*flat.consts.values()])
+        self.look_at(flat.consts.values())
         clean = {patch: sites.value_at(values, patch) for patch in sites.patches()}
         check_points(flat, clean)
         flat = narrowed(flat)
-        env = run_once(flat, inputs)
-        if batch is None:
-            self.weight = weigh(flat)
-            self.first = batch = self._chosen(self.weight)
+        batch, env = self._batch(flat), run_once(flat, inputs)
         axis, order = sites.axis, [patch for _, patch in points_of(flat)]
         if axis is not None and axis < 0:
             axis += len(jnp.shape(values[0])) - len(sites.axes[0])
@@ -283,6 +325,7 @@ class _Grid(_Program):
         for n in range(0, len(order), batch.points):
             chosen = order[n : n + batch.points]
             patched = Patched(flat, env, clean, axis, chosen)
+            # One after the other: each batch waits for the one before.
             places, _ = jax.lax.optimization_barrier((jnp.arange(sites.size), before))
             before = batch.run(patched.results, places)
             found |= zip(chosen, before)
@@ -292,6 +335,7 @@ class _Grid(_Program):
     def _whole(self, inputs: Any, values: Any) -> Any:
         """The patches of the whole program, mapped over weights."""
         none, of_sites = ravel_pytree(self.sites.weights(values, bool))
+        size = self.batch_size or math.ceil((none.size + 1) / 2**self.shrink)
 
         def one(number: Any, inputs: Any, values: Any) -> Any:
             weights = of_sites(jnp.arange(none.size) == number)
@@ -302,9 +346,9 @@ class _Grid(_Program):
 
         def every(inputs: Any, values: Any) -> Any:
             # The first has the number -1, that of no patch.
-            numbers, size = jnp.arange(-1, none.size), self.batch_size
+            numbers = jnp.arange(-1, none.size)
             run = functools.partial(one, inputs=inputs, values=values)
-            if size is None:
+            if size > none.size:
                 return jax.vmap(run)(numbers)
             return jax.lax.map(run, numbers, batch_size=size)
 
@@ -315,15 +359,13 @@ class _Grid(_Program):
 class _Attribution(_Program):
     """The program of `attribution`."""
 
-    def __init__(self, outline: Outline, sites: _Sites):
-        super().__init__(outline, sites)
-        self.run = jax.jit(self._run)
-
-    def __call__(self, inputs: list[Any], values: list[Any]) -> PatchGrid:
+    def __call__(self, *given: Any) -> PatchGrid:
         """The estimated effects of all patches."""
-        return self.sites.grid(*self.run(inputs, values))
+        return self.run(*given)
 
-    def _run(self, inputs: Any, values: Any) -> Any:
+    def traced(self, inputs: list[Any], values: list[Any]) -> tuple[Any, Any]:
+        """The estimated effects in a row, and the baseline, while JAX traces."""
+
         def measured(weights: Any, inputs: Any, values: Any) -> Any:
             mixed = functools.partial(
                 self.sites.mixed, mix=_blended, values=values, weights=weights
@@ -334,12 +376,6 @@ class _Attribution(_Program):
         zeros = self.sites.weights(values, float)
         baseline, effects = self.looked_at(run, zeros, inputs, values)
         return ravel_pytree(effects)[0], baseline
-
-
-def _effects(kept: KeptCall, clean: Record, make: Callable[[], Any]) -> PatchGrid:
-    """Runs the program of some patches, which is kept for the next call."""
-    values = [jnp.asarray(jax.tree.leaves(site.value)[0]) for site in clean]
-    return kept.run(make, lambda program: program(kept.inputs, values))
 
 
 def patch_grid(
@@ -354,7 +390,8 @@ def patch_grid(
 ) -> PatchGrid:
     """Activation patching: each value of a clean run, alone, in a corrupted run.
 
-    All patches are one compiled program.
+    What patches share is computed once, and what was compiled serves the next call with
+    other numbers.
 
     Args:
         fn: A Module, or a function of Modules or of arrays, that leaves its Modules as
@@ -368,7 +405,8 @@ def patch_grid(
         axis: Patch each index along this axis of the value by itself: a position, or a
             head. Axes of loops and mappings do not count: it is the value as the
             function sees it.
-        batch_size: How many patches run at once; all by default.
+        batch_size: How many patches run at once; by default, as many as there is memory
+            for.
 
     Returns:
         The effects of all patches.
@@ -381,10 +419,11 @@ def patch_grid(
         >>> tt.patch_grid(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    clean = clean.select(sites)
-    chosen = _Sites.of(clean, axis, "patch_grid")
-    kept = KeptCall("patch_grid", (fn, metric), args, (chosen, batch_size))
-    return _effects(kept, clean, lambda: _Grid(kept.outline, chosen, batch_size))
+    chosen, values = _Sites.of(clean, sites, axis, "patch_grid")
+    facts = chosen, batch_size, is_eager()
+    kept = KeptCall[_Grid]("patch_grid", (fn, metric), *facts)
+    make = functools.partial(_Grid, *facts)
+    return kept.run(make, lambda program: program(kept.held, args, values))
 
 
 def attribution(
@@ -424,7 +463,7 @@ def attribution(
         >>> tt.attribution(f, clean, (0.0,), ["a", "b"], lambda out: out).top()
         [('b', None, 3.0), ('a', None, 2.0)]
     """
-    clean = clean.select(sites)
-    chosen = _Sites.of(clean, axis, "attribution")
-    kept = KeptCall("attribution", (fn, metric), args, (chosen,))
-    return _effects(kept, clean, lambda: _Attribution(kept.outline, chosen))
+    chosen, values = _Sites.of(clean, sites, axis, "attribution")
+    kept = KeptCall[_Attribution]("attribution", (fn, metric), chosen)
+    make = functools.partial(_Attribution, "attribution", chosen)
+    return kept.run(make, lambda program: program(kept.held, args, values))

@@ -10,6 +10,7 @@ the calls start, and counts how often loops and mappings run each.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -140,10 +141,12 @@ class Note:
     Attributes:
         kind: The class of the Module.
         inputs: The arguments, as text.
-        all_inputs: The same, with keyword arguments that are None.
+        all_inputs: The same as NNX writes it: with keyword arguments that are None,
+            and strings without quotes.
         given: Module, method and arguments.
         shapes: The shapes of the values that the tap was given.
         outputs: The result, as text; None if the method did not return.
+        rank: The number of the call in the order in which calls return.
     """
 
     kind: type
@@ -152,6 +155,10 @@ class Note:
     given: MethodCall
     shapes: tuple[tuple[int, ...], ...]
     outputs: str | None = None
+    rank: float = math.inf
+
+
+_RETURNED = itertools.count()
 
 
 @register_dataclass
@@ -180,7 +187,7 @@ def _with_note(name: str, fn: Any, module: Any, args: Any, kwargs: Any) -> Any:
     leaves, tree = jax.tree.flatten(Start(arrays, note))
     bind_tap(Label(name, Start, "call", tree), leaves)
     out = fn(module, *args, **kwargs)
-    note.outputs = text_of(out)
+    note.outputs, note.rank = text_of(out), next(_RETURNED)
     return out
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.jax_compat import Body
@@ -26,14 +25,20 @@ Program = Callable[[MethodCall, list[Any]], Any]
 
 
 class Flops:
-    """Counts the FLOPs of calls; equal calls are counted once."""
+    """Counts the FLOPs of calls; equal calls are counted once.
 
-    def __init__(self) -> None:
+    Args:
+        as_nnx: Whether `forward` counts what leads to results only, as NNX does, and
+            not what leads to what Variables come to hold.
+    """
+
+    def __init__(self, as_nnx: bool = False) -> None:
         self._known = functools.cache(_counted)
+        self._forward = _results if as_nnx else _forward
 
     def forward(self, note: Note) -> int | None:
         """FLOPs of a call; None if XLA gives none."""
-        return self._of(_forward, note.given)
+        return self._of(self._forward, note.given)
 
     def backward(self, note: Note) -> int | None:
         """FLOPs of a call and of its derivatives by Variables and arguments."""
@@ -54,16 +59,21 @@ def _forward(call: MethodCall, arrays: list[Any]) -> tuple[list[Any], list[Any]]
     return _arrays_in(out), [x for x in held if id(x) not in given]
 
 
+def _results(call: MethodCall, arrays: list[Any]) -> list[Any]:
+    return _forward(call, arrays)[0]
+
+
 def _with_derivatives(call: MethodCall, arrays: list[Any]) -> Any:
     """The results of a call, and their derivatives."""
     chosen = {n: array for n, array in enumerate(arrays) if is_inexact(array)}
 
     def of_chosen(values: dict[int, Any]) -> list[Any]:
         given = [values.get(n, array) for n, array in enumerate(arrays)]
-        return [x for x in _forward(call, given)[0] if is_inexact(x)]
+        return [x for x in _results(call, given) if is_inexact(x)]
 
     out, pullback = jax.vjp(of_chosen, chosen)
-    return out, pullback([jnp.ones_like(x) for x in out])
+    # Not of ones: JAX leaves out operations on those.
+    return out, pullback(out)
 
 
 def _arrays_in(tree: Any) -> list[Any]:

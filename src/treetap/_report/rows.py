@@ -142,17 +142,18 @@ def rows_of(
         name: The public function at work, for messages.
         depth: How long the paths of rows may be.
         figures: What is counted of `flops` and `vjp_flops`.
-        as_nnx: Whether methods but `__call__` count as a key of the path, and inputs
-            that are None are shown, as in NNX's tables.
+        as_nnx: As in NNX's tables: methods but `__call__` count as a key of the path,
+            inputs that are None are shown, and of the calls of a Module with the same
+            inputs, whatever the methods, there is the one that returned first.
     """
     _check(node, method, depth, name)
     at = nodes_of(node)
-    counter = Flops()
+    counter = Flops(as_nnx)
     found: list[tuple[Row, Any]] = []
-    for call in _distinct(recorded(node, method, args, kwargs, name)):
+    for call in _distinct(recorded(node, method, args, kwargs, name), as_nnx):
         note, path = call.note, call.path
         is_key = as_nnx and note.given.method != "__call__"
-        if depth is not None and path and len(path) + is_key > depth:
+        if depth is not None and found and len(path) + is_key > depth:
             continue
         module = at.get(call.path)
         if module is None:  # not part of the model: an argument, or made on the way
@@ -176,12 +177,15 @@ def rows_of(
     return found
 
 
-def _distinct(calls: Iterable[Call]) -> list[Call]:
+def _distinct(calls: Iterable[Call], as_nnx: bool) -> list[Call]:
     """One call for each Module, method and types of arguments; times are added."""
     found: dict[Any, Call] = {}
     for call in calls:
-        key = call.path, call.note.given.method, call.note.inputs
-        if (known := found.get(key)) is None:
+        note = call.note
+        of = note.all_inputs if as_nnx else (note.given.method, note.inputs)
+        key = call.path, of
+        known = found.get(key)
+        if known is None or (as_nnx and note.rank < known.note.rank):
             found[key] = call
         elif known.times is not None:
             times = None if call.times is None else known.times + call.times

@@ -263,7 +263,6 @@ def hide_streams(row: Row) -> bool:
 
 def tabulate(
     obj: Any,
-    /,
     *args: Any,
     depth: int | None = None,
     method: str = "__call__",

@@ -31,18 +31,23 @@ def arguments_text(args: Any, kwargs: Any, is_all: bool = False) -> str:
     """Arguments of a call, a line for each unless there is only one.
 
     Keyword arguments that are None are left out, unless all are asked for: most are
-    defaults, written out.
+    defaults, written out. If all are, strings have no quotes.
     """
     kwargs = {name: x for name, x in kwargs.items() if is_all or x is not None}
     if not kwargs and len(args) < 2:
-        return text_of(args[0]) if args else ""
-    lines = [_item("-", value) for value in args]
-    lines += [_item(f"{name}:", value) for name, value in kwargs.items()]
+        return text_of(args[0], not is_all) if args else ""
+    lines = [_item("-", value, not is_all) for value in args]
+    lines += [_item(f"{name}:", value, not is_all) for name, value in kwargs.items()]
     return "\n".join(lines)
 
 
-def text_of(value: Any) -> str:
-    """A value by its types: arrays by shape, structures item by item."""
+def text_of(value: Any, quotes: bool = True) -> str:
+    """A value by its types: arrays by shape, structures item by item.
+
+    Args:
+        value: The value.
+        quotes: Whether a string has quotes.
+    """
     if is_array(value) or is_ref(value):
         return typed(value)
     if isinstance(value, Variable):
@@ -50,7 +55,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, Node | type):
         return type(value).__name__ if isinstance(value, Node) else value.__name__
     if not is_container(value) or not find_leaves(value, _is_typed):
-        return _short(value)
+        return _short(value, quotes)
     return _container_text(value)
 
 
@@ -71,16 +76,17 @@ def _container_text(value: Any) -> str:
     return "\n".join([opened.type.__name__, *(f"  {line}" for line in lines)])
 
 
-def _item(label: str, value: Any) -> str:
+def _item(label: str, value: Any, quotes: bool = True) -> str:
     """One item of a structure: beside its label, or below it if it has many lines."""
-    text = text_of(value)
+    text = text_of(value, quotes)
     if "\n" not in text:
         return f"{label} {text}".rstrip()
     body = text.replace("\n", "\n  ")
     return f"{label} {body}" if label == "-" else f"{label}\n  {body}"
 
 
-def _short(value: Any) -> str:
-    name = getattr(value, "__name__", None)
+def _short(value: Any, quotes: bool) -> str:
+    is_name = isinstance(value, str) and not quotes
+    name = value if is_name else getattr(value, "__name__", None)
     text = (name if isinstance(name, str) else repr(value)).partition("\n")[0]
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -84,19 +84,19 @@ class EMA(Pytree):
         """The filter that chooses what is averaged."""
         return self._only.value
 
-    def update(self, model: Any, /) -> None:
+    def update(self, updates: Any) -> None:
         """Move the averages towards the model's values, in place.
 
         Args:
-            model: The model, or a State of its Variables or values.
+            updates: The model, or a State of its Variables or values.
         """
         moved = [
             (path, jax.tree.map(self._moved, raw_value(average), raw_value(new)))
-            for path, average, new in self._matched(model, "EMA.update")
+            for path, average, new in self._matched(updates, "EMA.update")
         ]
         update(self.params, nested(moved))
 
-    def apply_to(self, model: M, /) -> M:
+    def apply_to(self, model: M) -> M:
         """Return a model like this one that holds the averages.
 
         Args:

@@ -30,7 +30,7 @@ from treetap._core.trees.state import State
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import NUMERIC, is_inexact
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.arguments import positional
+from treetap._transforms.lift.arguments import count_positional, positional
 from treetap._transforms.lift.differentiation import (
     DiffState,
     active_leaves,
@@ -95,6 +95,7 @@ class CustomVjp:
                 "then gets zeros where nothing depends on a result."
             )
         self._fwd, self._bwd = fwd, bwd
+        self._counted = count_positional(self.fun)  # the rule has a tangent for each
         self._wants_updates = any(
             parameter.name == "updates_g" or parameter.kind is parameter.VAR_KEYWORD
             for parameter in inspect.signature(bwd).parameters.values()
@@ -112,8 +113,8 @@ class CustomVjp:
                 f"custom_vjp: no rule was given for {name}. Call "
                 f"`{name}.defvjp(fwd, bwd)` before using it."
             )
-        if kwargs:
-            args = positional(self.fun, args, kwargs, "custom_vjp", "nondiff_argnums")
+        of, count = ("custom_vjp", "nondiff_argnums"), self._counted
+        args = positional(self.fun, args, kwargs, *of, count=count)
         if self in _running.get():  # called by its own rule: the function itself
             return self.fun(*args)
         inputs = self.lift.inputs(args, {})

@@ -22,7 +22,12 @@ from treetap._core.variables.kinds import Param
 from treetap._core.variables.metadata import MISSING
 from treetap._core.variables.values import is_inexact, is_ref
 from treetap._core.variables.variable import Variable
-from treetap._transforms.lift.arguments import Positions, put_statics, take_statics
+from treetap._transforms.lift.arguments import (
+    Positions,
+    by_position,
+    put_statics,
+    take_statics,
+)
 from treetap._transforms.lift.differentiation import (
     DiffState,
     active_leaves,
@@ -118,6 +123,15 @@ def _chosen(
     return numbers, active_leaves(inputs, prefix, argument)
 
 
+def _with_numbered(f: Any, argnums: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    """Arguments with those that are numbered by position, be they defaults."""
+    given = [x.argnum if isinstance(x, DiffState) else x for x in argnums]
+    if not kwargs and all(0 <= number < len(args) for number in given):
+        return args, kwargs
+    count = None if min(given, default=0) < 0 else max(given, default=-1) + 1
+    return by_position(f, args, kwargs, count)
+
+
 def refuse_reduce_axes(given: Sequence[Any], name: str) -> None:
     """Refuses what JAX no longer has."""
     if given:
@@ -133,6 +147,8 @@ def _derived(lift: Lift, f: Any, argnums: Any, has_aux: bool, given: Any) -> Any
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if lift.mode is Mode.UPDATES:
+            args, kwargs = _with_numbered(f, numbers, args, kwargs)
         inputs = lift.inputs(args, kwargs)
         places, flags = _chosen(inputs, numbers, "argnums")
         parts = _Split(inputs, flags)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from treetap._core.errors import StructureError
 from treetap._core.settings import Mode, resolve_mode
@@ -46,16 +47,25 @@ def eval_shape(
     """
     mode = resolve_mode(graph, graph_updates)
     lift = Lift("eval_shape", mode, on_structure_change, copies=True)
-    return _with_shardings(lift.abstract(f, lift.inputs(args, kwargs)))
+    out = lift.abstract(f, lift.inputs(args, kwargs))
+    return _with_shardings(out, PartitionSpec() if mode is Mode.UPDATES else None)
 
 
-def _with_shardings(out: Any) -> Any:
-    """Gives abstract Variables the sharding their metadata ask for, where they can."""
+def _with_shardings(out: Any, default: PartitionSpec | None) -> Any:
+    """Gives abstract Variables the sharding their metadata ask for, where they can.
+
+    Args:
+        out: What holds the Variables.
+        default: What is asked for, on the mesh there is, by one without annotation.
+    """
     for variable in variables_below(out):
         raw, metadata = variable._box[0], variable._metadata
         is_unplaced = isinstance(raw, jax.ShapeDtypeStruct) and raw.sharding is None
-        if is_unplaced and mesh_of(metadata) is not None:
+        mesh = mesh_of(metadata) if is_unplaced else None
+        if mesh is not None:
             sharding = resolve_sharding(metadata)  # None without an annotation
+            if sharding is None and default is not None:
+                sharding = NamedSharding(mesh, default)
             variable.set_raw_value(raw.update(sharding=sharding))
     return out
 

@@ -281,13 +281,14 @@ def scan(
     """
     lift = Lift.of("scan", options)
     axes = _Axes(in_axes, out_axes, lift)
+    counted = len(in_axes) if isinstance(in_axes, tuple) else 0
     f = with_names(f, in_axes, out_axes, transform_metadata, lift.mode)
     given = {"length": length, "reverse": reverse, "unroll": unroll}
     how = functools.partial(jax.lax.scan, **given, _split_transpose=_split_transpose)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = positional(f, args, kwargs, "scan", "in_axes") if kwargs else args
+        args = positional(f, args, kwargs, "scan", "in_axes", count=counted)
         if in_axes is Carry and len(args) != 1:
             raise StructureError(
                 "scan: When in_axes=Carry, the function must take exactly one "

@@ -181,9 +181,7 @@ def with_partitioning(
         >>> kernel.out_sharding
         (None, 'model')
     """
-    if mesh is not None:
-        metadata["mesh"] = mesh
-    return with_metadata(initializer, out_sharding=sharding, **metadata)
+    return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
 
 
 def get_abstract_model(

@@ -67,6 +67,7 @@ def _mapped(
     """
     name, mode = lift.name, lift.mode
     (argument, given), (out_argument, out) = prefixes.items()
+    counted = len(given) if isinstance(given, tuple) else 0
     check_prefix(given, name, argument, mode)
     results = Results(out, mode, name, out_argument, nothing)
 
@@ -84,8 +85,11 @@ def _mapped(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and (mode is Mode.UPDATES or nothing is not None):
-            args, kwargs = positional(f, args, kwargs, name, argument), {}
+        if mode is Mode.UPDATES or (kwargs and nothing is not None):
+            args, kwargs = (
+                positional(f, args, kwargs, name, argument, count=counted),
+                {},
+            )
         args, kwargs, taken = take_statics(statics, args, kwargs)
         inputs = lift.inputs(args, kwargs)
         if keeps:

@@ -22,8 +22,8 @@ What only NNX needs is in this folder:
 * `private_names`: attributes that are private in NNX and that programs use all the
   same; loaded with this namespace, too;
 * `annotations`: names of types, for annotations only;
-* `flax_parts`, `as_flax`: standing in for `flax` itself, so that a program runs
-  unedited.
+* `flax_parts`, `linen_names`, `as_flax`: standing in for `flax` itself, so that a
+  program runs unedited.
 
 NNX has its names in modules as well, and programs import them from there. Each of these
 modules is here under its name: most are lists of names, a few define what only they

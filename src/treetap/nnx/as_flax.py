@@ -21,9 +21,10 @@ from typing import Any
 
 from treetap import nnx
 from treetap._core import errors, settings
-from treetap.nnx import annotations, flax_parts
+from treetap.nnx import annotations, flax_parts, linen_names
+from treetap.nnx.nn import activations, initializers
 
-FOLLOWED_VERSION = "0.12.8"  # the release of flax whose names and behaviour these are
+FOLLOWED_VERSION = "0.12.12"  # the release of flax whose names and behaviour these are
 
 
 SETTINGS = {
@@ -87,6 +88,11 @@ def _named(module: Any, *names: str) -> dict[str, Any]:
 
 
 FROZEN_DICTS = _named(flax_parts, "FrozenDict", "copy", "freeze", "pop", "unfreeze")
+LINEN_DTYPES = _named(linen_names, "canonicalize_dtype", "promote_dtype")
+LINEN_ACTIVATIONS = _named(
+    activations, *(name for name in _public(activations) if name[0].islower())
+)
+LINEN_INITIALIZERS = _named(initializers, *_public(initializers))
 # What each module has, besides the modules below it. Those of NNX are not listed: they
 # have what the modules of treetap have that are called like them.
 MODULES: dict[str, dict[str, Any]] = {
@@ -98,6 +104,16 @@ MODULES: dict[str, dict[str, Any]] = {
         "FlaxError": errors.TreetapError,
         "TraceContextError": errors.TraceContextError,
     },
+    "flax.linen": LINEN_ACTIVATIONS
+    | _named(nnx, "avg_pool", "dot_product_attention", "max_pool", "min_pool")
+    | _named(linen_names, "compact", "unbox")
+    | {"nowrap": linen_names.compact},
+    "flax.linen.activation": LINEN_ACTIVATIONS,
+    "flax.linen.dtypes": LINEN_DTYPES,
+    "flax.linen.initializers": LINEN_INITIALIZERS,
+    "flax.linen.meta": _named(linen_names, "unbox"),
+    "flax.linen.module": _named(linen_names, "_context", "compact")
+    | {"nowrap": linen_names.compact},
     "flax.struct": _named(flax_parts, "PyTreeNode", "dataclass", "field"),
     "flax.training": {},
     "flax.training.train_state": _named(flax_parts, "TrainState"),
@@ -114,14 +130,14 @@ ALIASES = {  # second names of modules
     "flax.nnx.object": "flax.nnx.pytreelib",
     "flax.nnx.optimizer": "flax.nnx.training.optimizer",
 }
-NO_LINEN = "treetap has NNX's Modules only, and no Linen"
 REASONS = {
     **{f"flax.nnx.{name}": reason for name, reason in nnx._LEFT_OUT.items()},
     "flax.core": "of flax.core, only the functions on FrozenDicts are here",
     "flax.experimental": "it is no part of NNX",
     "flax.io": "open files with Python's own functions, or etils.epath",
     "flax.jax_utils": "place arrays with jax.device_put and a sharding",
-    "flax.linen": f"{NO_LINEN}; port the Modules to nnx, or run them under flax",
+    "flax.linen": "treetap has NNX's Modules only, and of Linen the names of classes; "
+    "port the Modules to nnx, or run them under flax",
     "flax.metrics": "write events with treetap.EventWriter",
     "flax.serialization": "it writes msgpack; save with treetap.save_weights "
     "(safetensors) or treetap.save_checkpoint (orbax)",
@@ -192,6 +208,8 @@ class StandIn(types.ModuleType):
             value = _stand_in(path, self._family)
         elif self.__name__ in _nnx_modules() and name in self._names():
             value = getattr(self._twin(), name)
+        elif self.__name__.startswith("flax.linen") and name[0].isupper():
+            value = linen_names.named(name)
         else:
             raise AttributeError(_explain(path, self), name=name)
         if name != "VariableState":  # it warns each time

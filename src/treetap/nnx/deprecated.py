@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from treetap._core.trees import state as _states
 from treetap._core.trees.build import as_pure
 from treetap._core.trees.graphdef import GraphDef
-from treetap._core.trees.split import call
+from treetap._core.trees.split import Call
 from treetap._core.trees.state import State
 from treetap._core.trees.update import with_vars
 from treetap._core.variables import kinds
@@ -61,9 +61,9 @@ def _map_state(state: State, fn: Callable[..., Any]) -> State:
     return _states.map_state(fn, state)
 
 
-def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
+def _apply(self: GraphDef, state: Any, *states: Any, graph: bool | None = None) -> Any:
     """A proxy that calls methods on the merged object; see `call`."""
-    return call((self, state, *states))
+    return Call((self, state, *states), (), graph)
 
 
 _STATE_METHODS = {

@@ -103,10 +103,10 @@ def test_predicates_are_values(place):
 
 
 def test_predicates_print_what_they_take():
-    assert repr(tt.WithTag("a")) == "WithTag(tag='a')"
-    assert repr(tt.PathContains("a")) == "PathContains(key='a', exact=True)"
-    assert repr(tt.Any("a", ...)) == "Any(WithTag(tag='a'), Everything())"
-    assert repr(tt.Not(None)) == "Not(predicate=Nothing())"
+    assert repr(tt.WithTag("a")) == "WithTag('a')"
+    assert repr(tt.PathContains("a")) == "PathContains('a', exact=True)"
+    assert repr(tt.Any("a", ...)) == "Any(WithTag('a'), Everything())"
+    assert repr(tt.Not(None)) == "Not(Nothing())"
 
 
 @pytest.mark.parametrize("invalid", [3, 1.5, {"a": 1}, {tt.Param}, b"tag", object()])

@@ -110,7 +110,7 @@ def test_a_pickled_state_is_equal():
 
 
 def test_repr_shows_the_content():
-    assert repr(tt.State({"a": {"b": 1}})) == "State(\n  {'a': {'b': 1}}\n)"
+    assert repr(tt.State({"a": {"b": 1}})) == "State({\n  'a': {'b': 1}\n})"
 
 
 # Equality.
@@ -262,7 +262,7 @@ def test_a_flat_state_becomes_nested_and_prints():
     state = example()
     flat = tt.to_flat_state(state)
     assert flat.to_nested_state() == state
-    assert repr(tt.FlatState([(("a", 0), 1)])) == "FlatState([\n  a/0: 1\n])"
+    assert repr(tt.FlatState([(("a", 0), 1)])) == ("FlatState([\n  (('a', 0), 1)\n])")
     assert pickle.loads(pickle.dumps(flat)).paths == flat.paths
 
 

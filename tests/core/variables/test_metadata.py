@@ -214,6 +214,29 @@ def test_metadata_do_not_hide_attributes_of_the_array():
     assert v.get_metadata("T") == "mine"
 
 
+def test_a_kind_can_show_its_metadata_under_their_name():
+    class Tagged:
+        colour = "plain"
+
+    class Positive(Tagged, tt.Param):
+        def __init__(self, value, tag="positive", **metadata):
+            super().__init__(value, **metadata)
+            self.set_metadata(tag=tag)
+
+        @property
+        def tag(self):
+            return self.get_metadata("tag").upper()
+
+    v = Positive(1.0, colour="red")
+    assert v.tag == "POSITIVE"
+    assert v.get_metadata("tag") == "positive"
+    assert (v.colour, v.get_metadata("colour")) == ("plain", "red")
+    assert jax.jit(lambda v: v.replace(2.0))(v).tag == "POSITIVE"
+    assert tt.clone(v).copy(tag="real").tag == "REAL"
+    with pytest.raises(tt.MetadataError, match="Positive: 'copy' cannot be the name"):
+        Positive(1.0, copy=1)
+
+
 @pytest.mark.parametrize("name", ["copy", "shape", "get_value", "replace"])
 def test_metadata_that_could_not_be_read_are_refused(name):
     message = f"Param: '{name}' cannot be the name of metadata.*Choose another name"

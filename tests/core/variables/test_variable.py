@@ -455,8 +455,8 @@ def test_twins_have_their_own_box():
 
 
 def test_repr_shows_size_value_and_metadata():
-    assert repr(tt.Param(jnp.ones((2, 3)), tag="a")) == (
-        "Param( # 6 (24 B)\n  value=Array(shape=(2, 3), dtype=float32),\n  tag='a'\n)"
+    assert repr(tt.Param(jnp.ones(2), tag="a")) == (
+        "Param( # 2 (8 B)\n  value=Array([1., 1.], dtype=float32),\n  tag='a'\n)"
     )
 
 

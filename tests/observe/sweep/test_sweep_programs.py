@@ -29,7 +29,7 @@ def block(x, name):
 
 
 def in_a_row(x):
-    for n in range(3):
+    for n in range(2):
         x = block(x, f"b{n}")
     return x @ W[5]
 
@@ -147,56 +147,79 @@ METRICS = {
 }
 
 
-def one_by_one(fn, clean, metric, axis):
-    """The effects of all patches, each run by itself with the public `edit`."""
-    rows, baseline = [], metric(fn(WORSE))
-    for site in clean:
-        scans = tuple(one.size for one in site.axes if one.kind == "scan")
-        shape = site.value.shape[len(site.axes) :]
-        size = 1 if axis is None else shape[axis]
-        at = [1 if n != axis else size for n in range(len(shape))]
+def one_by_one(fn, clean, metric):
+    """The effects of all patches, each run by itself with the public `edit`.
 
-        @jax.jit
-        def run(turn, mask, site=site):
+    They come as a function of the axis. One program serves them all: in each run all
+    sites but one are changed nowhere.
+    """
+    shapes = [site.value.shape[len(site.axes) :] for site in clean]
+    scans = [tuple(x.size for x in site.axes if x.kind == "scan") for site in clean]
+
+    @jax.jit
+    def run(turn, masks):
+        changes = {}
+        for site, scan, mask in zip(clean, scans, masks):
             change = tt.edits.replace(site.value).where(mask)
-            change = change.at(turn) if turn else change
-            exactly = {lambda found: found.text == site.text: change}
-            return metric(tt.edit(fn, exactly)(WORSE))
+            change = change.at(turn[: len(scan)]) if scan else change
+            changes[lambda found, text=site.text: found.text == text] = change
+        return metric(tt.edit(fn, changes)(WORSE))
 
-        for turn in np.ndindex(*scans):
-            for place in range(size):
-                mask = (jnp.arange(size) == place).reshape(at)
-                rows.append(run(tuple(map(jnp.asarray, turn)), mask) - baseline)
-    return np.stack(rows), baseline
+    nowhere = [np.zeros(shape, bool) for shape in shapes]
+    baseline, deepest = metric(fn(WORSE)), max(map(len, scans))
+
+    def effects(axis):
+        rows = []
+        for n, shape in enumerate(shapes):
+            for turn in np.ndindex(*scans[n]):
+                padded = np.array([*turn, *[0] * (deepest - len(turn))], int)
+                for place in range(1 if axis is None else shape[axis]):
+                    mask = np.ones(shape, bool)
+                    if axis is not None:
+                        mask = np.moveaxis(np.zeros(shape, bool), axis, 0)
+                        mask[place] = True
+                        mask = np.moveaxis(mask, 0, axis)
+                    masks = [*nowhere[:n], mask, *nowhere[n + 1 :]]
+                    rows.append(run(padded, masks) - baseline)
+        return np.stack(rows)
+
+    return effects, baseline
 
 
-# One of each kind for every change; all of them are for the long run.
-QUICK = {(in_a_row, "odds"), (in_a_scan, "last"), (with_a_branch, "sum")}
-CASES = [
-    pytest.param(
-        fn,
-        metric,
-        marks=[] if (fn, metric) in QUICK else pytest.mark.long,
-        id=f"{fn.__name__}-{metric}",
-    )
-    for fn in PROGRAMS
-    for metric in METRICS
+WAYS = [(axis, batch_size) for axis in (None, 0) for batch_size in (None, 3)]
+# One of each kind, in one way, for every change; all of them are for the long run.
+QUICK = [
+    (in_a_row, "odds", [(0, 3)]),
+    (in_a_scan, "last", [(None, 3)]),
+    (with_a_branch, "sum", [(None, 3)]),
+    (pieces, "last", [(None, None)]),
 ]
+EACH = [(fn, metric, WAYS) for fn in PROGRAMS for metric in METRICS]
 
 
-@pytest.mark.parametrize(("fn", "metric"), CASES)
-def test_effects_are_those_of_single_patches(fn, metric):
+@pytest.mark.parametrize(
+    ("fn", "metric", "ways"),
+    [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}{end}", marks=marks)
+        for cases, end, marks in ((QUICK, "-quick", ()), (EACH, "", pytest.mark.long))
+        for case in cases
+    ],
+)
+def test_effects_are_those_of_single_patches(fn, metric, ways):
     metric = METRICS[metric]
     _, clean = tt.observe(fn)(CLEAN)
     ranks = {site.value.ndim - len(site.axes) for site in clean}
     sizes = {site.value.shape[len(site.axes) :][:1] for site in clean}
-    for axis in (None, 0) if min(ranks) and len(sizes) == 1 else (None,):
-        effects, baseline = one_by_one(fn, clean, metric, axis)
-        for batch_size in (None, 3):
-            found = tt.patch_grid(
-                fn, clean, (WORSE,), "**", metric, axis=axis, batch_size=batch_size
-            )
-            np.testing.assert_allclose(found.baseline, baseline, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(
-                found.effects.reshape(effects.shape), effects, rtol=1e-3, atol=1e-4
-            )
+    has_axis = min(ranks) > 0 and len(sizes) == 1
+    expected, baseline = one_by_one(fn, clean, metric)
+    ways = [way for way in ways if has_axis or way[0] is None]
+    assert ways
+    for axis, batch_size in ways:
+        effects = expected(axis)
+        found = tt.patch_grid(
+            fn, clean, (WORSE,), "**", metric, axis=axis, batch_size=batch_size
+        )
+        np.testing.assert_allclose(found.baseline, baseline, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found.effects.reshape(effects.shape), effects, rtol=1e-3, atol=1e-4
+        )

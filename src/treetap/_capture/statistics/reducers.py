@@ -82,14 +82,11 @@ class StandardReducer:
     """
 
     _join: Callable[[Any, Any], Any]
+    _of: Callable[[Any], Any]  # the state of numbers of NumPy or of JAX
 
     def measure(self, value: Any) -> Any:
         """The state of one value."""
         return self._of(numbers_of(jnp.asarray(value)))
-
-    def _of(self, numbers: Numbers) -> Any:
-        """The state of numbers of NumPy or of JAX."""
-        raise NotImplementedError
 
     def merge(self, first: Any, second: Any) -> Any:
         """The state of both."""

@@ -8,7 +8,7 @@ takes it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any as AnyType
 from typing import get_origin
 
@@ -21,8 +21,16 @@ Predicate = Callable[[Path, AnyType], bool]
 Filter = AnyType  # a type, str, bool, None, ..., list, tuple or Predicate
 
 
-@dataclass(frozen=True, slots=True)
-class OfType:
+@dataclass(frozen=True, slots=True, repr=False)
+class _OfOne:
+    """A predicate that prints as it is made: with its first field by place."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, fields(self)[0].name)!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OfType(_OfOne):
     """Takes values that are instances of `type`."""
 
     type: AnyType
@@ -31,8 +39,8 @@ class OfType:
         return isinstance(value, self.type)
 
 
-@dataclass(frozen=True, slots=True)
-class WithTag:
+@dataclass(frozen=True, slots=True, repr=False)
+class WithTag(_OfOne):
     """Takes values whose attribute `tag` equals `tag`."""
 
     tag: str
@@ -52,6 +60,9 @@ class PathContains:
 
     key: AnyType
     exact: bool = True
+
+    def __repr__(self) -> str:
+        return f"PathContains({self.key!r}, exact={self.exact})"
 
     def __call__(self, path: Path, value: AnyType) -> bool:
         if self.exact:
@@ -102,8 +113,8 @@ class All(_Combined):
         return all(predicate(path, value) for predicate in self.predicates)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Not:
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Not(_OfOne):
     """Takes what the filter does not take."""
 
     predicate: Predicate
@@ -138,7 +149,7 @@ def predicate_of(filter: Filter) -> Predicate:
         >>> import treetap as tt
         >>> from treetap._core.trees.filters import predicate_of
         >>> predicate_of(["noise", "dropout"])
-        Any(WithTag(tag='noise'), WithTag(tag='dropout'))
+        Any(WithTag('noise'), WithTag('dropout'))
     """
     if is_catch_all(filter):
         return Everything()

@@ -16,8 +16,9 @@ What the library keeps on an object is in slots, outside `vars(obj)`: see `Node`
 import functools
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, is_, is_not
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -153,6 +154,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     _pytree__class_status: ClassVar[dict[str, bool]] = {}
     _pytree__descriptors: ClassVar[frozenset[str]] = frozenset()
     _pytree__derived: ClassVar[frozenset[str]] = frozenset()
+    # What is said of attributes that are not always there.
+    _pytree__told_of: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls, *, pytree: bool | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -229,8 +232,9 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
         def __getattr__(self, name: str) -> Any:
             if name == "_pytree__flat":
                 return self._refresh()
+            told = self._pytree__told_of.get(name, "")
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
+                f"{type(self).__name__!r} object has no attribute {name!r}{told}"
             )
 
     @property
@@ -324,7 +328,8 @@ class Pytree(Node, display.Shown, metaclass=PytreeMeta):
     def _display_parts(self) -> display.Parts:
         held, status = attributes_of(self), self._pytree__status
         names = [name for name in held if name[0] != "_" or status.get(name)]
-        return display.Parts(counts(self), [(name, held[name]) for name in names])
+        items = [(name, held[name]) for name in names]
+        return display.Parts(counts(self), items, is_object=True)
 
 
 def bare(cls: type[Any], trace: Any = None) -> Any:
@@ -498,7 +503,7 @@ def counts(node: Pytree) -> str:
     return ", ".join(f"{kind}: {display.size_of(x)}" for kind, x in held.items())
 
 
-def check_pytree(node: Pytree) -> None:
+def check_pytree(pytree: Pytree) -> None:
     """Checks every attribute again: static ones must not have come to hold data.
 
     Examples:
@@ -508,9 +513,9 @@ def check_pytree(node: Pytree) -> None:
         ...         self.names = ["a"]
         >>> tt.check_pytree(Bag())
     """
-    if not isinstance(node, Pytree):
+    if not isinstance(pytree, Pytree):
         raise TypeError(
-            f"check_pytree: expected a Pytree object, got {type(node).__name__}."
+            f"check_pytree: expected a Pytree object, got {type(pytree).__name__}."
         )
-    if type(node)._pytree__is_pytree:
-        node._settle()
+    if type(pytree)._pytree__is_pytree:
+        pytree._settle()

@@ -248,14 +248,15 @@ class Call:
 
     _parts: tuple[Any, ...]
     _steps: tuple[Any, ...] = ()
+    _graph: bool | None = None
 
     def __getattr__(self, name: str) -> "Call":
         if name[:2] == "__":
             raise AttributeError(name)
-        return Call(self._parts, (*self._steps, attrgetter(name)))
+        return Call(self._parts, (*self._steps, attrgetter(name)), self._graph)
 
     def __getitem__(self, key: Any) -> "Call":
-        return Call(self._parts, (*self._steps, itemgetter(key)))
+        return Call(self._parts, (*self._steps, itemgetter(key)), self._graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
         """Merges, calls, splits: returns the result and the new (graphdef, state)."""
@@ -263,7 +264,8 @@ class Call:
         node = merge(definition, *states)
         target = reduce(lambda at, step: step(at), self._steps, node)
         result = target(*args, **kwargs)
-        return result, split(node, graph=definition.graph)
+        graph = definition.graph if self._graph is None else self._graph
+        return result, split(node, graph=graph)
 
 
 def call(graphdef_and_state: tuple[Any, ...], /) -> Any:

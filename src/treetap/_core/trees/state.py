@@ -106,7 +106,8 @@ class State(MutableMapping[Key, Any], display.Shown):
         return type(self), (self._mapping,)
 
     def _display_parts(self) -> display.Parts:
-        return display.Parts("", [("", self._mapping)])
+        items = [(repr(key), value) for key, value in self._mapping.items()]
+        return display.Parts("", items, ("({", "})"), ": ")
 
 
 def _view_of(mapping: dict[Key, Any]) -> State:
@@ -210,8 +211,8 @@ class FlatState(Sequence[tuple[Path, Any]]):
         return zip(self.paths, self.leaves, strict=True)
 
     def __repr__(self) -> str:
-        lines = display.block(f"{show_path(path)}: {leaf!r}" for path, leaf in self)
-        return f"FlatState([{lines}])"
+        lines = [f"({path!r}, {leaf!r})" for path, leaf in self]
+        return f"FlatState([{display.block(lines) if lines else ''}])"
 
     def to_nested_state(self) -> State:
         """The same content as a nested State."""

@@ -91,18 +91,23 @@ def refuse_hook(kind: str, name: str) -> None:
 def checked_names(
     kind: type, metadata: Mapping[str, Any], stacklevel: int = 3
 ) -> dict[str, Any]:
-    """Metadata under their present names; one that could never be read is refused."""
+    """Metadata under their present names; one that could never be read is refused.
+
+    A kind may define an attribute called like metadata of its own: its author decides
+    what is read there.
+    """
     checked: dict[str, Any] = {}
+    (*_, variable, _mixin) = (c for c in kind.__mro__ if issubclass(c, MetadataMethods))
     for name, value in metadata.items():
         refuse_hook(kind.__name__, name)
         if name in _RENAMED:
             old, name = name, _RENAMED[name]  # noqa: PLW2901 - the new name stands for the old one
             text = f"the metadata name {old!r} is deprecated; use {name!r}."
             warnings.warn(f"{kind.__name__}: {text}", DeprecationWarning, stacklevel)
-        if name not in PLAIN and hasattr(kind, name):
+        if name not in PLAIN and hasattr(variable, name):
             raise MetadataError(
                 f"{kind.__name__}: {name!r} cannot be the name of metadata: it is an "
-                f"attribute of {kind.__name__} itself. Choose another name."
+                "attribute of every Variable. Choose another name."
             )
         checked[name] = value
     return checked

@@ -345,22 +345,22 @@ class Variable(
             )
         self.update_from_state(other)
 
-    def update_from_state(self, other: "Variable[Any]") -> None:
+    def update_from_state(self, variable_state: "Variable[Any]") -> None:
         """Takes the value and metadata of another Variable, `ref` staying one's own."""
         kept = required_of(self._metadata)
-        metadata = other._metadata
+        metadata = variable_state._metadata
         if any(metadata[name] != kept[name] for name in REQUIRED):
             metadata = {**metadata, **kept}
-        raw = copy_containers(without_ref(other.get_raw_value()))
+        raw = copy_containers(without_ref(variable_state.get_raw_value()))
         write = self.set_value if is_ref(self._box[0]) else self.set_raw_value
         write(raw)
         if metadata is not self._metadata:
             self._replace_metadata(metadata)
 
     @classmethod
-    def from_metadata(cls, value: A, metadata: Mapping[str, Any]) -> Self:
+    def from_metadata(cls, value: A, attributes: Mapping[str, Any]) -> Self:
         """Makes a Variable from a raw value and complete metadata, past all checks."""
-        return make(cls, value, exact_metadata({**PLAIN, **metadata}))
+        return make(cls, value, exact_metadata({**PLAIN, **attributes}))
 
     def __copy__(self) -> Self:
         return self.copy()

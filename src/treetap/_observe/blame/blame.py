@@ -35,13 +35,20 @@ from treetap._capture.statistics.reducers import AllFinite
 from treetap._capture.walk import jax_compat
 from treetap._capture.walk.plans import is_inexact
 from treetap._core.paths import Path, show_path
+from treetap._core.static_values import exact
 from treetap._core.trees.traverse import iter_graph
 from treetap._core.variables.variable import Variable, raw_values
 from treetap._core.wording import first_few
 from treetap._observe.blame.origins import Findings, ValueAt
 from treetap._observe.blame.search import NAN, search
+from treetap._observe.closures import Opened
 from treetap._observe.handlers import QUIET, Handler, owner_of, without_partials
-from treetap._observe.kept_programs import KeptCall, Outline
+from treetap._observe.kept_programs import (
+    KeptCall,
+    KeptProgram,
+    Outline,
+    settings,
+)
 from treetap._observe.observe import observe
 
 
@@ -171,10 +178,18 @@ def blame(fn: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., 
     def blamed(*args: Any, **kwargs: Any) -> Blame:
         with listening(listening.value), listening(None):  # twice: see `listening`
             own, given, named = without_partials(fn, args, kwargs)
-            call = KeptCall("blame", (own,), (given, named), (), _is_traced)
-            path = functools.partial(_path, call.given, own, given, named)
-            make = functools.partial(_Suspect, call.outline, call.inputs)
-            return call.run(make, lambda one: one.blame(call.inputs, path, everywhere))
+            opened = Opened((own,))
+            outline, call = Outline.of(
+                opened, opened.taken(), (given, named), "blame", _is_traced
+            )
+            values = list(map(jnp.asarray, call.inputs))
+            rest = exact(tuple(value for value in call.values if not _is_traced(value)))
+            types, places = tuple(map(jax.typeof, values)), tuple(call.places)
+            structure = call.definition, call.tree, places, settings()
+            path = functools.partial(_path, call.inputs, own, given, named)
+            kept = KeptCall("blame", (own,), structure, rest, types)
+            make = functools.partial(_Suspect, outline, values, (own, given, named))
+            return kept.run(make, lambda one: one.blame(values, path, everywhere))
 
     return keep_name(blamed, fn)
 
@@ -187,10 +202,14 @@ def _is_traced(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic, *_NUMBERS))
 
 
-class _Suspect:
+class _Suspect(KeptProgram):
     """A function as a program, for arguments of some structure."""
 
-    def __init__(self, outline: Outline, values: Sequence[Any]):
+    def __init__(
+        self, outline: Outline, values: Sequence[Any], given: Any, opened: Opened
+    ):
+        super().__init__(opened)
+        self.is_of(given)
         handler, self.known = Handler(QUIET), Roots(())
 
         def pure(*inputs: Any) -> list[Any]:
@@ -204,7 +223,7 @@ class _Suspect:
 
         types = list(map(jax.typeof, values))
         self.body = jax_compat.body_of(jax_compat.traced(pure, types))
-        self.unknown = outline.unknown_in(self.body.consts)
+        self.look_at(self.body.consts)
         self.check = jax.jit(self._all_finite)
         self.search = jax.jit(functools.partial(search, self.body))
 

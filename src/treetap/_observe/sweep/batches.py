@@ -27,11 +27,6 @@ class Batch(NamedTuple):
     points: int
     places: int
 
-    @property
-    def count(self) -> int:
-        """How many patches that are."""
-        return self.points * self.places
-
     @classmethod
     def of(cls, points: int, places: int, count: int) -> "Batch":
         """At most so many patches."""

@@ -24,6 +24,7 @@ from treetap._observe.sweep.points import point_p
 
 Region = tuple[tuple[int, int], ...]
 MAX_KNOWN = 4096  # numbers of an index that is computed now
+SPLIT = "split"  # JAX does not export this primitive
 
 
 class Narrowed(NamedTuple):
@@ -93,12 +94,17 @@ def _hull(first: Region | None, second: Region) -> Region:
     return tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs)
 
 
+def is_fused(eqn: Any) -> bool:
+    """Whether a compiler computes such an equation along with its neighbours."""
+    return _RULES.get(eqn.primitive) in (_elementwise, _reduction, _broadcast, _iota)
+
+
 def _narrowed(eqn: Any, wanted: list[Region | None], known: dict[Any, Any]) -> Narrowed:
     rule, region = _RULES.get(eqn.primitive), wanted[0] if wanted else None
     found = None
     if rule is not None and region is not None and len(wanted) == 1:
         found = rule(eqn, region, known)
-    elif eqn.primitive is _split:
+    elif eqn.primitive.name == SPLIT:
         found = _of_split(eqn, wanted)
     if isinstance(found, Narrowed):
         return found
@@ -126,9 +132,10 @@ def _known(flat: Flat) -> dict[Any, np.ndarray]:
 
 
 def _is_index(aval: Any) -> bool:
-    kinds = jnp.integer, jnp.bool_
-    is_small = math.prod(getattr(aval, "shape", (MAX_KNOWN + 1,))) <= MAX_KNOWN
-    return is_small and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
+    kind, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
+    if kind is None or math.prod(shape) > MAX_KNOWN:
+        return False
+    return any(jnp.issubdtype(kind, one) for one in (jnp.integer, jnp.bool_))
 
 
 # Rules: from an equation and the wanted region of its result to the regions of its
@@ -139,9 +146,10 @@ Rule = Callable[[Any, Region, dict[Any, Any]], Any]
 
 def _binding(eqn: Any, **changed: Any) -> Callable[..., list[Any]]:
     def run(*values: Any) -> list[Any]:
+        types: list[Any] = [atom.aval for atom in eqn.invars]
         given = [
-            np.asarray(x, atom.aval.dtype) if isinstance(atom, Literal) else x
-            for x, atom in zip(values, eqn.invars)
+            np.asarray(x, kind.dtype) if isinstance(atom, Literal) else x
+            for x, atom, kind in zip(values, eqn.invars, types)
         ]
         return jax_compat.bind(eqn.primitive, given, {**eqn.params, **changed})
 
@@ -230,10 +238,10 @@ def _dynamic_slice(eqn: Any, region: Region, known: Any) -> Any:
     pairs = list(zip(starts, region, shape))
     own = tuple((0, n) if at is None else (at + a, at + b) for at, (a, b), n in pairs)
 
-    def run(x: Any, *indices: Any) -> Any:
+    def run(x: Any, *given: Any) -> Any:
         whole_sizes = zip(starts, sizes, x.shape)
         taken = [size if at is None else n for at, size, n in whole_sizes]
-        indices = [i if at is None else 0 for at, i in zip(starts, indices)]
+        indices = [i if at is None else 0 for at, i in zip(starts, given)]
         found = jax.lax.dynamic_slice(x, indices, taken)
         have = tuple(
             (0, size) if at is None else part
@@ -296,7 +304,9 @@ def _reshape(eqn: Any, region: Region, known: Any) -> Any:
     if len(eqn.invars) > 1 or eqn.params["dimensions"] is not None:
         return None
     own, made = list(whole(shape)), list(whole(out))
-    for olds, news in _groups(shape, out):
+    for group in _groups(shape, out):
+        sizes = zip((shape, out), group)
+        olds, news = ([d for d in axes if of[d] != 1] for of, axes in sizes)
         if len(olds) == len(news) == 1:
             own[olds[0]] = made[news[0]] = region[news[0]]
         elif len(olds) == 1 and news:
@@ -352,7 +362,6 @@ def _all_named(names: str, rule: Rule) -> dict[Any, Rule]:
     return {primitive: rule for primitive in found if primitive is not None}
 
 
-_split = getattr(primitives, "split_p", None)
 _RULES: dict[Any, Rule] = {
     **_all_named(
         """

@@ -22,7 +22,7 @@ import numpy as np
 from treetap._capture.walk import jax_compat
 from treetap._observe.sweep.flat import Flat, variables
 from treetap._observe.sweep.points import Unsuited, point_p
-from treetap._observe.sweep.regions import cut, whole
+from treetap._observe.sweep.regions import cut, is_fused, whole
 
 Patch = tuple[int, tuple[int, ...]]  # a site by number, and iterations of its loops
 
@@ -185,10 +185,17 @@ class Weight(NamedTuple):
 
 
 def weigh(flat: Flat) -> Weight:
-    """How much memory a program with all its patches takes."""
+    """How much memory a program with all its patches takes.
+
+    A value that goes from one equation to another, both of which a compiler computes in
+    one loop over the elements, is in no memory.
+    """
     last: dict[Any, int] = {}
+    readers: dict[Any, list[Any]] = {}
     for n, eqn in enumerate(flat.eqns):
         last.update((x, n) for x in [*variables(eqn.invars), *eqn.outvars])
+        for x in variables(eqn.invars):
+            readers.setdefault(x, []).append(eqn)
     last.update((x, len(flat.eqns)) for x in variables(flat.results))
     points: dict[Any, frozenset[int]] = {}  # that a variable depends on
     ending: dict[int, int] = {}  # bytes that are no longer needed after an equation
@@ -197,7 +204,9 @@ def weigh(flat: Flat) -> Weight:
         own = frozenset({n} if eqn.primitive is point_p else ())
         own = own.union(*(points.get(x, ()) for x in variables(eqn.invars)))
         for x in eqn.outvars:
-            size = _nbytes(x.aval)
+            used = readers.get(x, ())
+            is_passed = len(used) == 1 and is_fused(eqn) and is_fused(used[0])
+            size = 0 if is_passed else _nbytes(x.aval)
             points[x], fixed, alive = own, fixed + size, alive + len(own) * size
             ending[last[x]] = ending.get(last[x], 0) + len(own) * size
         peaks.append(alive)

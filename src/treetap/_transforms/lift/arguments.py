@@ -77,16 +77,47 @@ jax.tree_util.register_static(_Hole)
 HOLE = _Hole()
 
 
-def positional(f: Any, args: Any, kwargs: Any, name: str, argument: str) -> Any:
-    """All arguments by position, for a transform whose prefix counts those."""
+def count_positional(f: Any) -> int:
+    """How many arguments a function has that can be passed by position."""
+    kinds = [x.kind for x in inspect.signature(f).parameters.values()]
+    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+
+
+def by_position(
+    f: Any, args: Any, kwargs: Any, count: int | None = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position, and those that can only be passed by keyword.
+
+    Args:
+        f: The function.
+        args: What it is called with.
+        kwargs: The same, by keyword.
+        count: To how many arguments defaults are added; None for all. A gap before an
+            argument that was given is always filled.
+    """
     bound = inspect.signature(f).bind(*args, **kwargs)
-    if bound.kwargs:
+    named = [*bound.signature.parameters]
+    last = max((named.index(x) + 1 for x in kwargs if x in named), default=0)
+    bound.apply_defaults()
+    end = None if count is None else max(len(args), last, count)
+    rest = {name: value for name, value in bound.kwargs.items() if name in kwargs}
+    return bound.args[:end], rest
+
+
+def positional(
+    f: Any, args: Any, kwargs: Any, name: str, argument: str, *, count: int = 0
+) -> Any:
+    """All arguments by position, for a transform whose prefix counts those."""
+    if not kwargs and len(args) >= count:
+        return args
+    args, rest = by_position(f, args, kwargs, count)
+    if rest:
         raise TypeError(
-            f"{name}: the arguments {sorted(bound.kwargs)} could not be resolved to "
+            f"{name}: the arguments {sorted(rest)} could not be resolved to "
             f"positions: they can only be passed by keyword, and `{argument}` has "
             "entries for positional arguments only."
         )
-    return bound.args
+    return args
 
 
 class StaticArguments(NamedTuple):
