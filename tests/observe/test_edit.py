@@ -430,6 +430,20 @@ def test_edits_in_branches_that_rows_take(kind):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_edits_of_trees_with_numbers_in_branches_that_rows_take():
+    def first(x, change=None):
+        tree = tt.tap({"a": x, "b": 0.3}, "t") if change is None else change(x, 0.3)
+        return tree["a"] + 0.1 * tree["b"]
+
+    by_hand = lambda a, b: {"a": bend(a, 2.0), "b": bend(b, 2.0)}
+    change = edits.apply(lambda tree: by_hand(**tree))
+    row = lambda x, *given: jax.lax.cond(
+        x > 0, lambda x: first(x, *given), lambda x: x, x
+    )
+    found = tt.edit(jax.vmap(row), {"t": change})(X)
+    np.testing.assert_allclose(found, jax.vmap(lambda x: row(x, by_hand))(X), rtol=1e-5)
+
+
 def with_rule(mark, taps_in_rule=True):
     @jax.custom_vjp
     def inner(x):
