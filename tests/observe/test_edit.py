@@ -428,6 +428,42 @@ def test_edits_in_while_loops_and_their_forward_derivatives():
         tt.edit(while_loop(tapped), {"h": edits.zero().at(1)})(X)
 
 
+def branched_rows(mark):
+    """Rows take branches of their own, which JAX all runs."""
+
+    def row(x):
+        first = lambda x: jnp.sin(mark(x * 2)) * x
+        return jax.lax.cond(x > 0, first, lambda x: x**2, x)
+
+    step = lambda x, w: (jax.vmap(row)(x * w), None)
+    return lambda x: jax.lax.scan(step, x, jnp.array([1.0, -0.5]))[0].sum()
+
+
+@pytest.mark.parametrize("kind", ["scale", "apply"])
+def test_edits_in_branches_that_rows_take(kind):
+    change = {"scale": edits.scale(3.0), "apply": KINDS["apply"][0]}[kind]
+    by_hand = {"scale": lambda h: h * 3.0, "apply": KINDS["apply"][1]}[kind]
+    transforms = lambda f: f, jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))
+    for transform in transforms:
+        found = tt.edit(transform(branched_rows(tapped)), {"h": change})(X)
+        wanted = transform(branched_rows(by_hand))(X)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_edits_of_trees_with_numbers_in_branches_that_rows_take():
+    def first(x, change=None):
+        tree = tt.tap({"a": x, "b": 0.3}, "t") if change is None else change(x, 0.3)
+        return tree["a"] + 0.1 * tree["b"]
+
+    by_hand = lambda a, b: {"a": bend(a, 2.0), "b": bend(b, 2.0)}
+    change = edits.apply(lambda tree: by_hand(**tree))
+    row = lambda x, *given: jax.lax.cond(
+        x > 0, lambda x: first(x, *given), lambda x: x, x
+    )
+    found = tt.edit(jax.vmap(row), {"t": change})(X)
+    np.testing.assert_allclose(found, jax.vmap(lambda x: row(x, by_hand))(X), rtol=1e-5)
+
+
 def with_rule(mark, taps_in_rule=True):
     @jax.custom_vjp
     def inner(x):

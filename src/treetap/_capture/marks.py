@@ -175,7 +175,7 @@ def batch_mark(
 
     def to_front(value: Any, dim: int | None) -> Any:
         if dim is None:
-            return jnp.broadcast_to(value, (axis.size, *value.shape))
+            return jnp.broadcast_to(value, (axis.size, *jnp.shape(value)))
         return jnp.moveaxis(value, dim, 0)
 
     moved = [

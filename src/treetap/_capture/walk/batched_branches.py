@@ -52,13 +52,12 @@ def _with_guards(branch: Any, number: int, count: int) -> Any:
 
     def made() -> Any:
         feed = Guarding(number)
-        plan = tuple(Choice(False, None if x.is_edit else feed) for x in spots)
+        plan = tuple(Choice(False, feed) for _ in spots)
         inputs = len(body.jaxpr.invars)
 
         def fn(*values: Any) -> list[Any]:
             mask = values[inputs + number]
-            feeds = [None if choice.feed is None else [mask] for choice in plan]
-            part = Part(body, spots, plan, feeds)
+            part = Part(body, spots, plan, [[mask]] * len(spots))
             return Walk(keep=True).run(part, list(values[:inputs]))[0]
 
         masks = [jax.ShapeDtypeStruct((), bool)] * count
