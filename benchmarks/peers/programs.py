@@ -37,10 +37,11 @@ PACKAGES = {  # what a program is about, by the first word of its name
     "qwix": "qwix",
     "spyx": "spyx",
 }
+GPJAX = ("dataset", "imports", "likelihoods", "mean_functions", "parameters", "scan")
 SUITES = {  # tests in source distributions: the package, and what pytest is given
     "cax": ("cax", ["tests"]),
     "diffuse_jax": ("diffuse-jax", ["test"]),
-    "gpjax": ("gpjax", ["tests", "--ignore=tests/test_markdown.py"]),
+    "gpjax": ("gpjax", [f"tests/test_{name}.py" for name in GPJAX]),
     "nnx_ppo": ("nnx-ppo", ["nnx_ppo/networks"]),
     "spyx": ("spyx", ["tests"]),
 }
