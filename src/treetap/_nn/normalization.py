@@ -520,10 +520,8 @@ class GroupNorm(Normalizing):
         if counted is not None:
             counted = jnp.reshape(counted, split)
         taken = [*(axis for axis in axes if axis != last), last + 1]
-        moments = [
-            jnp.repeat(jnp.squeeze(moment, last + 1), self.group_size, last)
-            for moment in self._moments(grouped, taken, counted)
-        ]
+        means = self._moments(grouped, taken, counted)
+        moments = [jnp.repeat(m.squeeze(-1), self.group_size, last) for m in means]
         return self._normalized(inputs, moments, x, (1,) * last + (-1,))
 
 
