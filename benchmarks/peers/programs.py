@@ -18,7 +18,9 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -35,10 +37,11 @@ PACKAGES = {  # what a program is about, by the first word of its name
     "qwix": "qwix",
     "spyx": "spyx",
 }
+GPJAX = ("dataset", "imports", "likelihoods", "mean_functions", "parameters", "scan")
 SUITES = {  # tests in source distributions: the package, and what pytest is given
     "cax": ("cax", ["tests"]),
     "diffuse_jax": ("diffuse-jax", ["test"]),
-    "gpjax": ("gpjax", ["tests", "--ignore=tests/test_markdown.py"]),
+    "gpjax": ("gpjax", [f"tests/test_{name}.py" for name in GPJAX]),
     "nnx_ppo": ("nnx-ppo", ["nnx_ppo/networks"]),
     "spyx": ("spyx", ["tests"]),
 }
@@ -111,16 +114,44 @@ def distance(ours, theirs):
 
 
 def tested(folder, args):
-    """The counts that a library's own tests end with, on flax and on treetap."""
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *args]
-    counts = {}
-    for on, first in (("flax", []), ("treetap", ["-m", "treetap", "run-nnx"])):
-        _, line = last_line([sys.executable, *first, *pytest], cwd=folder)
-        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)
-        counts[on] = ", ".join(f"{n} {what}" for n, what in found) or line
-    if counts["flax"] == counts["treetap"]:
-        return f"same on both: {counts['flax']}"
-    return f"DIFFER: {counts['flax']} on flax, {counts['treetap']} on treetap"
+    """How a library's own tests end, each by its name, on flax and on treetap."""
+    theirs, ours = (
+        outcomes(folder, args, first) for first in ([], ["-m", "treetap", "run-nnx"])
+    )
+    if "passed" not in theirs.values():
+        return f"FAILS on flax: {', '.join(theirs)}"
+    if theirs == ours:
+        return f"same on both: {counts(theirs)}"
+    names = sorted({name for name, _ in theirs.items() ^ ours.items()})
+    return (
+        f"DIFFER: {counts(theirs)} on flax, {counts(ours)} on treetap: "
+        f"{', '.join(names)}"
+    )
+
+
+def outcomes(folder, args, first):
+    """How each test ends, by its name, as pytest writes it down."""
+    with tempfile.TemporaryDirectory() as place:
+        path = f"{place}/tests.xml"
+        options = ["-q", "-p", "no:cacheprovider", "--tb=no", f"--junitxml={path}"]
+        command = [sys.executable, *first, "-m", "pytest", *options, *args]
+        _, line = last_line(command, cwd=folder)
+        if not Path(path).exists():
+            return {line: "no tests"}
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    words = {"failure": "failed", "error": "an error", "skipped": "skipped"}
+    return {
+        f"{case.get('classname')}.{case.get('name')}": next(
+            (words[part.tag] for part in case if part.tag in words), "passed"
+        )
+        for case in cases
+    }
+
+
+def counts(found):
+    """How many tests ended in which way, in words."""
+    numbers = Counter(found.values())
+    return ", ".join(f"{number} {how}" for how, number in sorted(numbers.items()))
 
 
 def rows(names, suites):
@@ -130,6 +161,8 @@ def rows(names, suites):
         if installed(package) and (not names or file.stem in names):
             yield row(package, file.stem, compared(file.stem))
     for name, (package, args) in SUITES.items() if suites else ():
+        if names and name not in names:
+            continue
         folder = Path(suites) / f"{name}-{installed(package)}"
         if folder.is_dir():
             yield row(package, "its own tests", tested(folder, args))
@@ -150,7 +183,7 @@ def installed(package):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="programs; all, if none is named")
+    parser.add_argument("names", nargs="*", help="programs and suites; or all")
     parser.add_argument("--suites", metavar="DIR", help="unpacked source distributions")
     parser.add_argument("--json", metavar="FILE", help="where to write the table")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)

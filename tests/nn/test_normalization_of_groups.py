@@ -234,3 +234,23 @@ def test_groups_with_a_middle_axis_that_is_not_reduced():
         expected[..., part] = (x[..., part] - mean) / np.sqrt(var + 1e-6)
     expected = expected * raw(layer.scale) + raw(layer.bias)
     close(ran(layer, array(2, 4, 4, 6)), expected)
+
+
+def test_gradients_of_groups_are_those_of_moments_repeated_over_features():
+    layer = made(tt.GroupNorm, 6, 3)
+    x, parameters = array(*X), (layer.scale, layer.bias)
+
+    def by_hand(x):
+        parts = jnp.reshape(x, (*X[:-1], 3, 2))
+        mean, square = (
+            jnp.mean(p, (1, 2, 4), keepdims=True) for p in (parts, parts**2)
+        )
+        var = jnp.maximum(0.0, square - mean * mean)
+        mean, var = (jnp.repeat(m[..., 0], 2, 3) for m in (mean, var))
+        scale, bias = (jnp.reshape(p[...], (1, 1, 1, 6)) for p in parameters)
+        return (x - mean) * (jax.lax.rsqrt(var + 1e-6) * scale) + bias
+
+    def slopes(fn):
+        return np.asarray(jax.jit(jax.grad(lambda x: jnp.sin(fn(x)).sum()))(x))
+
+    np.testing.assert_array_equal(slopes(layer), slopes(by_hand))

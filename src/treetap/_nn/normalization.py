@@ -520,10 +520,9 @@ class GroupNorm(Normalizing):
         if counted is not None:
             counted = jnp.reshape(counted, split)
         taken = [*(axis for axis in axes if axis != last), last + 1]
-        shape = (1,) * last + (self.num_groups, self.group_size)
-        moments = self._moments(grouped, taken, counted)
-        out = self._normalized(grouped, moments, x, shape)
-        return jnp.reshape(out, inputs.shape)
+        means = self._moments(grouped, taken, counted)
+        moments = [jnp.repeat(m.squeeze(-1), self.group_size, last) for m in means]
+        return self._normalized(inputs, moments, x, (1,) * last + (-1,))
 
 
 def _groups(features: int, groups: int | None, size: int | None) -> tuple[int, int]:
