@@ -40,6 +40,18 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def fully_compiled():
+    """For files of tests that compare bits with what a usual run gives."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.clear_caches()
+    jax.config.update(name, False)
+    yield
+    jax.clear_caches()
+    jax.config.update(name, before)
+
+
 @pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a process-wide setting behind."""

@@ -20,6 +20,8 @@ from command_line import passed, refused, run
 from meshes import devices_of
 from treetap._cli import run_nnx as running
 
+pytestmark = pytest.mark.usefixtures("fully_compiled")
+
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = HERE / "nnx_programs"
 RECORDED = json.loads((HERE.parent / "data" / "nnx_programs.json").read_text())

@@ -20,6 +20,8 @@ from formulas import (
 
 import treetap as tt
 
+pytestmark = pytest.mark.usefixtures("fully_compiled")
+
 X = (2, 5, 4, 6)
 MASK = np.arange(2 * 5 * 4 * 6).reshape(X) % 5 != 0
 

@@ -18,6 +18,8 @@ import pytest
 
 import treetap as tt
 
+pytestmark = pytest.mark.usefixtures("fully_compiled")
+
 DATA = pathlib.Path(__file__).parents[1] / "data"
 LAYERS = json.loads((DATA / "layers.json").read_text())
 FORWARD = json.loads((DATA / "forward.json").read_text())

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from treetap._capture.listening import append
+from treetap._core.scopes import scoped
 from treetap._core.trace_level import is_foreign
 from treetap._core.variables.metadata import PLAIN
 from treetap._core.variables.variable import make
@@ -45,6 +46,10 @@ class Notes:
         if kind in self.kinds and not is_foreign(module._pytree__trace):
             self.of(module)[kind].setdefault(name, (how, []))[1].append(value)
 
+    def forget(self) -> None:
+        """Lets go of what was noted, which refers back to the notes."""
+        self._held.clear()
+
     def of(self, module: Any) -> dict[Any, Names]:
         """What was noted of a Module, by kind."""
         key = id(module)
@@ -60,11 +65,12 @@ _open: ContextVar[tuple[Notes, ...]] = ContextVar("sown_so_far", default=())
 @contextmanager
 def taking_notes(kinds: Sequence[type], outputs: type | None) -> Iterator[None]:
     """Notes what is sown and returned in a block; the arguments are as for `Notes`."""
-    token = _open.set((*_open.get(), Notes(kinds, outputs)))
+    notes = Notes(kinds, outputs)
     try:
-        yield
+        with scoped(_open, (*_open.get(), notes)):
+            yield
     finally:
-        _open.reset(token)
+        notes.forget()
 
 
 def note(module: Any, kind: type, name: str, how: Any, value: Any) -> None:

@@ -7,7 +7,7 @@ an array that is drawn, with the same numbers for the same seed.
 
 import re
 import warnings
-from collections import Counter
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,30 +130,35 @@ def read(path: str) -> Inputs:
 
 def _in_npz(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
-        archive = np.load(file)
-        total = sum(about.file_size for about in archive.zip.infolist())
+        archive = zipfile.ZipFile(file)
     except Exception as error:  # of the many that broken archives lead to
         raise Failure(
             f"--inputs: {file} is not what `numpy.savez` writes, though it is called "
             ".npz. If it is a pickle, it is not read: that can run any program."
         ) from error
+    seen: set[str] = set()
     with archive:
+        total = sum(about.file_size for about in archive.infolist())
         if total > DENSEST * file.stat().st_size:  # members that share their data
             raise Failure(
                 f"--inputs: {file} is broken: it cannot hold the {total:,} bytes that "
                 "it says it does."
             )
-        for name, count in Counter(archive.files).items():
-            if count > 1:
+        for about in archive.infolist():
+            name = about.filename.removesuffix(".npy")
+            if name in seen:
                 raise Failure(f"--inputs: {file} has {quoted(name)} twice.")
-            yield name, _member(archive, name, f"{quoted(name)} in {file}")
+            seen.add(name)
+            yield name, _member(archive, about, f"{quoted(name)} in {file}")
 
 
-def _member(archive: Any, name: str, where: str) -> np.ndarray:
+def _member(archive: zipfile.ZipFile, about: zipfile.ZipInfo, where: str) -> np.ndarray:
     """An array; what it claims to be beyond its data is never filled with anything."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            array = archive[name]
+        with archive.open(about) as member, warnings.catch_warnings(action="ignore"):
+            array = np.lib.format.read_array(member, allow_pickle=False)
+            if member.read(1):
+                raise ValueError("there is more than the array")
         if not is_shape(array.shape):
             raise ValueError(f"the shape {array.shape!r:.60}")
     except Exception as error:  # of the many that broken members lead to

@@ -109,11 +109,13 @@ def _program(what: str, fn: Any, run: Any, args: Any, kwargs: Any) -> Any:
         options: Any = {name: x for name, x in given if name in _OF_ARGUMENTS}
         mode = fn.lift.mode if fn.lift.mode is Mode.UPDATES else Mode.GRAPH
         return Jit(named, Lift(what, mode), options)
-    found = fn.trace(*args, **kwargs).args_info
-    leaves, tree = jax.tree.flatten(found, is_leaf=lambda x: hasattr(x, "donated"))
-    if any(x.donated for x in leaves) or tree != jax.tree.structure((args, kwargs)):
-        return run
     compiled = jax.jit(named)
+    try:
+        eqns = compiled.trace(*args, **kwargs).jaxpr.eqns
+    except (TypeError, ValueError, _LongWay):  # arguments that are static, for one
+        return run
+    if any(any(eqn.params.get("donated_invars", ())) for eqn in eqns):
+        return run
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -117,9 +117,9 @@ class _Sites(NamedTuple):
         cls, clean: Record, select: Any, axis: int | None, what: str
     ) -> "tuple[_Sites, list[jax.Array]]":
         """The sites of a Record, and their values; kept, as long as the Record is."""
-        is_fixed = isinstance(select, str | type)
-        known = _chosen.setdefault(clean, {}) if is_fixed else {}
-        key = select, axis, what
+        if not isinstance(select, str | type):
+            return cls._of(clean.select(select), axis, what)
+        known, key = _chosen.setdefault(clean, {}), (select, axis, what)
         if key not in known:
             known[key] = cls._of(clean.select(select), axis, what)
         return known[key]

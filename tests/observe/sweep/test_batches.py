@@ -18,7 +18,7 @@ from treetap._observe.sweep.rows import Weight
 def test_a_batch_of_a_given_size(count, wanted):
     batch = Batch.of(4, 6, count)
     assert batch == wanted
-    assert batch.count <= max(count, 1)
+    assert batch.points * batch.places <= max(count, 1)
 
 
 def test_a_batch_that_fits():
