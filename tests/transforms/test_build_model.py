@@ -132,6 +132,7 @@ def test_other_dtypes_are_the_same(dtype):
     check(holding(tt.initializers.lecun_normal(), (33, 17), dtype))
 
 
+@pytest.mark.usefixtures("fully_compiled")
 def test_what_would_round_otherwise_in_one_program():
     def make(*, rngs):
         noise = rngs.normal((64, 65))
