@@ -256,8 +256,8 @@ def test_suppressions_name_their_rule_and_reason():
 # Lines of code at most: of Variables, Modules and transforms; of capture; of all.
 BUDGETS = {
     ("_core", "_modules", "_transforms", "nnx"): 8_660,
-    ("_capture", "_observe", "edits"): 6_464,
-    ("",): 23_321,
+    ("_capture", "_observe", "edits"): 6_470,
+    ("",): 23_327,
 }
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """patch_grid and attribution: all patches at once are the patches one by one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,3 +178,17 @@ def test_a_grid_that_is_differentiated_keeps_the_rules_of_functions():
     np.testing.assert_allclose(jax.jit(effect)(CORRUPTED), effect(CORRUPTED))
     found = jax.vmap(effect)(jnp.stack([CORRUPTED, CLEAN]))
     np.testing.assert_allclose(found[0], effect(CORRUPTED), rtol=1e-6)
+
+
+def test_clean_values_are_read_in_each_call():
+    _, record = tt.observe(lambda x: tt.tap(x, "x") * 1)(CLEAN)
+    value = np.array(record["x"].value)
+    clean = tt.Record((dataclasses.replace(record["x"], value=value),))
+    found = []
+    for factor in (1, 3):
+        value *= factor
+        grid = tt.patch_grid(
+            lambda x: tt.tap(x, "x") * 1, clean, (jnp.zeros(3),), "x", jnp.sum
+        )
+        found.append(float(grid.effects[0]))
+    np.testing.assert_allclose(found, [CLEAN.sum(), 3 * CLEAN.sum()], rtol=1e-5)

@@ -49,6 +49,10 @@ from treetap.edits import Edit, Target, masked, replace
 MAX_SHRINK = 12
 
 
+def _as_array(value: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
 @register_dataclass
 @dataclass(frozen=True, eq=False)
 class PatchGrid:
@@ -116,18 +120,22 @@ class _Sites(NamedTuple):
     def of(
         cls, clean: Record, select: Any, axis: int | None, what: str
     ) -> "tuple[_Sites, list[jax.Array]]":
-        """The sites of a Record, and their values; kept, as long as the Record is."""
-        if not isinstance(select, str | type):
-            return cls._of(clean.select(select), axis, what)
-        known, key = _chosen.setdefault(clean, {}), (select, axis, what)
-        if key not in known:
-            known[key] = cls._of(clean.select(select), axis, what)
-        return known[key]
+        """The sites of a Record, kept as long as the Record is; and their values."""
+        if isinstance(select, str | type):
+            known, key = _chosen.setdefault(clean, {}), (select, axis, what)
+            if key not in known:
+                known[key] = cls._of(clean.select(select), axis, what)
+            sites, values = known[key]
+        else:
+            sites, values = cls._of(clean.select(select), axis, what)
+        return sites, [
+            x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values
+        ]
 
     @classmethod
     def _of(
         cls, clean: Record, axis: int | None, what: str
-    ) -> "tuple[_Sites, list[jax.Array]]":
+    ) -> "tuple[_Sites, list[Any]]":
         """The sites of a Record; refuses such as cannot be patched."""
         axes, sizes, values = [], set(), []
         for site in clean:
@@ -138,7 +146,7 @@ class _Sites(NamedTuple):
                     "Choose sites that are one array, and not sown."
                 )
             axes.append(site.axes)
-            values.append(jnp.asarray(leaves[0]))
+            values.append(leaves[0])
             base = jnp.shape(leaves[0])[len(site.axes) :]
             if axis is not None and not -len(base) <= axis < len(base):
                 raise CaptureError(
