@@ -303,7 +303,7 @@ def tried(compare, *args):
 
 
 MANY = settings().max_examples
-MOST, SOME = (MANY, MANY // 2) if MANY > 100 else (10, 3)
+MOST, SOME = (MANY, MANY // 2) if MANY > 100 else (6, 3)
 
 
 @settings(suppress_health_check=list(HealthCheck), max_examples=MOST)

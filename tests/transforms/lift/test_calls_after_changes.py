@@ -189,7 +189,7 @@ def content(model):
 
 QUICK = ("jit", "pack", "scan", "observe")
 MANY = settings().max_examples
-SOME = MANY if MANY > 100 else 12
+SOME = MANY if MANY > 100 else 8
 MARKED = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
     for name in WAYS
