@@ -161,7 +161,7 @@ def one_by_one(fn, clean, metric):
         changes = {}
         for site, scan, mask in zip(clean, scans, masks):
             change = tt.edits.replace(site.value).where(mask)
-            change = change.at(turn[: len(scan)]) if scan else change
+            change = change.at(tuple(turn[: len(scan)])) if scan else change
             changes[lambda found, text=site.text: found.text == text] = change
         return metric(tt.edit(fn, changes)(WORSE))
 
